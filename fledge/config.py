@@ -1,0 +1,336 @@
+"""What a draft is, as frozen data; the only place that knows the quirks of foreign configs.
+
+`DraftConfig.from_hf` reads a draft's config.json (ours, vLLM's, SGLang's or SafeAILab's flat layout),
+`DraftConfig.for_target` derives a draft's shape from a target's config, `to_hf` writes the portable file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, as the `rope_parameters` of transformers name it.
+
+    `long` says which of longrope's two factor lists the whole run uses. It is chosen once, from the configured
+    maximum length, because choosing by the length of a call makes packed rows differ from unpacked ones and
+    prefill from decoding.
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    long: bool = False
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> RopeConfig:
+        """Reads transformers 5's `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
+
+        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers.
+        """
+        params = dict(hf.get("rope_parameters") or {})
+        if "full_attention" in params:  # one set a layer type: the draft's layers attend fully
+            params = dict(params["full_attention"])
+        if hf.get("rope_scaling"):
+            params = {"rope_theta": params.get("rope_theta"), **hf["rope_scaling"]}
+        params = {k: v for k, v in params.items() if v is not None}
+        kind = params.get("rope_type", params.get("type", "default"))
+        kind = "longrope" if kind == "su" else kind
+        if kind == "dynamic":
+            raise ValueError(
+                "RoPE type 'dynamic' is refused: it changes the frequencies with the length of a call, so that a "
+                "packed row differs from an unpacked one and prefill from decoding. Set rope_type to 'yarn' or "
+                "'linear' in the target's config, or remove the scaling and stay within its trained length."
+            )
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"unknown RoPE type {kind!r}; fledge knows {', '.join(ROPE_TYPES)}")
+        for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if hf.get(key) is not None:
+                params.setdefault(key, hf[key])
+        known = {f.name for f in fields(cls)} - {"rope_type", "long"}
+        rope = cls(
+            rope_type=kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if k in known}
+        )
+        return rope._with_factor(hf.get("max_position_embeddings"))
+
+    def _with_factor(self, max_positions: int | None) -> RopeConfig:
+        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek)."""
+        if self.rope_type not in ("yarn", "longrope") or self.factor is not None:
+            return self
+        if not self.original_max_position_embeddings or not max_positions:
+            raise ValueError(
+                f"RoPE type {self.rope_type!r} needs `factor`, or `original_max_position_embeddings` and "
+                "`max_position_embeddings` to derive it from; the config has neither"
+            )
+        return replace(self, factor=max_positions / self.original_max_position_embeddings)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_parameters` dict of transformers 5; fields left unset are left out."""
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "long"}
+        out = {k: list(v) if isinstance(v, tuple) else v for k, v in out.items() if v is not None}
+        if self.partial_rotary_factor == 1.0:
+            del out["partial_rotary_factor"]
+        return out
+
+    def for_length(self, max_length: int) -> RopeConfig:
+        """The same embedding with longrope's list chosen for runs of at most `max_length` tokens."""
+        if self.rope_type != "longrope":
+            return self
+        original = self.original_max_position_embeddings
+        if original is None:
+            raise ValueError("RoPE type 'longrope' needs original_max_position_embeddings in the config")
+        return replace(self, long=max_length > original)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a draft was trained for; written under `fledge` in config.json and checked when it is loaded."""
+
+    target: str = ""
+    target_layers: int | None = None
+    tokenizer_sha256: str | None = None
+    template_sha256: str | None = None
+    vocabulary_sha256: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    depth: int | None = None
+    max_length: int | None = None
+    coverage: float | None = None
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The shape and variant of an EAGLE-3 draft. Symbols: D target hidden, E draft hidden, V and W vocabularies.
+
+    Variants are data: EAGLE-3 is the defaults, EAGLE-3.1 is `fc_norm` and `norm_output`, speculators' and
+    SpecForge's other switches are the remaining norms. `aux_layers` counts as transformers' `hidden_states` does:
+    id i is the input of layer i, which is the output of layer i - 1; None is the engines' common default.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    max_position_embeddings: int = 2048
+    num_hidden_layers: int = 1
+    num_aux_hidden_states: int = 3
+    aux_layers: tuple[int, ...] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
+                f"choose a draft vocabulary of at most {self.vocab_size}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads "
+                "evenly; make the first a multiple of the second"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm (EAGLE-3.1) and norm_before_fc (speculators) exclude each other; choose one")
+        if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
+            raise ValueError(
+                f"a draft {self.hidden_size} wide cannot read the target's {self.target_hidden_size}-wide embeddings; "
+                "train embeddings of its own (--train-embeddings) or make it as wide as the target"
+            )
+        if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_hidden_states:
+            raise ValueError(
+                f"num_aux_hidden_states is {self.num_aux_hidden_states} but the config lists "
+                f"{len(self.aux_layers)} layers: {list(self.aux_layers)}"
+            )
+
+    @classmethod
+    def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
+        """A one-layer draft as wide as the target, with its heads, RoPE and norms' epsilon.
+
+        `hf` is the target's (text) config as a dict; `overrides` replace any field. Raises ValueError where the
+        target's RoPE cannot be used or the overrides contradict each other.
+        """
+        width = overrides.get("hidden_size", hf["hidden_size"])
+        shape = dict(
+            hidden_size=width,
+            intermediate_size=hf["intermediate_size"],
+            target_hidden_size=hf["hidden_size"],
+            vocab_size=hf["vocab_size"],
+            draft_vocab_size=hf["vocab_size"],
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-5)),
+            rope=RopeConfig.from_hf(hf).for_length(max_length),
+            max_position_embeddings=hf.get("max_position_embeddings", max_length),
+            bos_token_id=_first(hf.get("bos_token_id")),
+            eos_token_id=_first(hf.get("eos_token_id")),
+            pad_token_id=hf.get("pad_token_id"),
+            own_embeddings=width != hf["hidden_size"],
+            **_heads(hf),
+        )
+        return cls(**{**shape, **overrides})
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
+        """Reads a draft's config.json. Raises ValueError for what is not an EAGLE-3 draft, with the reason."""
+        if "speculators_config" in hf or "speculators_model_type" in hf:
+            raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
+        missing = [k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in hf]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
+        if not any("eagle3" in a.lower() for a in hf.get("architectures", ["eagle3"])) and "draft_vocab_size" not in hf:
+            raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE-3 draft")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
+        eagle = hf.get("eagle_config") or {}
+        own = hf.get("fledge") or {}
+        aux = own.get("aux_layers", hf.get("eagle_aux_hidden_state_layer_ids"))
+        if aux is None and eagle.get("eagle_aux_hidden_state_layer_ids") is not None:
+            # the nested list counts as SGLang does, by the layer whose output is read
+            aux = [i + 1 for i in eagle["eagle_aux_hidden_state_layer_ids"]]
+        rope = RopeConfig.from_hf(hf)
+        kept = {f.name for f in fields(Provenance)}
+        return cls(
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            draft_vocab_size=hf.get("draft_vocab_size") or hf["vocab_size"],
+            target_hidden_size=hf.get("target_hidden_size") or hf["hidden_size"],
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope=replace(rope, long=bool(own.get("longrope_long", False))),
+            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            num_hidden_layers=hf.get("num_hidden_layers", 1),
+            num_aux_hidden_states=hf.get("num_aux_hidden_states") or (len(aux) if aux else 3),
+            aux_layers=tuple(aux) if aux else None,
+            attention_bias=bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            qk_norm=hf.get("model_type") == "qwen3",
+            norm_before_residual=bool(hf.get("norm_before_residual", False)),
+            norm_before_fc=bool(eagle.get("norm_before_fc", hf.get("norm_before_fc", False))),
+            fc_norm=bool(hf.get("fc_norm", hf.get("use_aux_norm", False))),
+            norm_output=bool(hf.get("norm_output", False)),
+            own_embeddings=bool(own.get("own_embeddings", "target_hidden_size" in hf)),
+            bos_token_id=_first(hf.get("bos_token_id")),
+            eos_token_id=_first(hf.get("eos_token_id")),
+            pad_token_id=hf.get("pad_token_id"),
+            provenance=Provenance(**{k: v for k, v in own.items() if k in kept}),
+            **_heads(hf),
+        )
+
+    def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """config.json that vLLM, SGLang, SafeAILab and transformers parse alike.
+
+        `rope_theta` and `rope_scaling` stand beside `rope_parameters` because SafeAILab reads only the former and
+        transformers 5 writes only the latter.
+        """
+        rope = self.rope.to_hf()
+        scaling = None if self.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        hf: dict[str, Any] = {
+            # SGLang has no draft class with q/k norms, so such a draft names vLLM's
+            "architectures": ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"],
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": dtype,
+            "rope_theta": self.rope.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": rope,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+            "num_aux_hidden_states": self.num_aux_hidden_states,
+        }
+        if self.rope.partial_rotary_factor != 1.0:
+            hf["partial_rotary_factor"] = self.rope.partial_rotary_factor
+        if self.rope.original_max_position_embeddings and self.rope.rope_type == "longrope":
+            hf["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
+        if self.target_hidden_size != self.hidden_size:
+            hf["target_hidden_size"] = self.target_hidden_size
+        layers = self.provenance.target_layers
+        if self.aux_layers and not (layers and self.aux_layers == default_aux_layers(layers)):
+            hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
+            hf["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.aux_layers],
+                "use_aux_hidden_state": True,
+            }
+        own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}
+        own |= {"aux_layers": list(self.aux_layers) if self.aux_layers else None}
+        own |= {"own_embeddings": self.own_embeddings, "longrope_long": self.rope.long}
+        hf["fledge"] = {k: v for k, v in own.items() if v is not None}
+        return hf
+
+    def with_provenance(self, **known: Any) -> DraftConfig:
+        """The same draft with these facts of its training written in."""
+        return replace(self, provenance=replace(self.provenance, **known))
+
+
+def default_aux_layers(target_layers: int) -> tuple[int, ...]:
+    """The three layers every known EAGLE-3 trainer and engine reads: inputs of layers 2, n/2 and n - 3.
+
+    Raises ValueError for a target too shallow for three distinct ones (fewer than 7 layers).
+    """
+    layers = (2, target_layers // 2, target_layers - 3)
+    if len(set(layers)) < 3 or sorted(layers) != list(layers):
+        raise ValueError(
+            f"a target of {target_layers} layers has no three distinct default layers to read (2, n/2, n-3 = "
+            f"{layers}); name them with --aux-layers, e.g. --aux-layers 1,{target_layers // 2},{target_layers - 1}"
+        )
+    return layers
+
+
+def _first(ids: int | list[int] | None) -> int | None:
+    return ids[0] if isinstance(ids, list) else ids
+
+
+def _heads(hf: dict[str, Any]) -> dict[str, int]:
+    heads = hf["num_attention_heads"]
+    return dict(
+        num_attention_heads=heads,
+        num_key_value_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+    )

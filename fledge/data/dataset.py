@@ -1,0 +1,88 @@
+"""A training set: documents made once, rows packed anew each epoch from a seed, so any row can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fledge.data.pack import make_row, pack, windows
+from fledge.data.read import Record
+from fledge.data.template import ChatTemplate
+from fledge.types import Document, Packed
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the records, to be shown before training."""
+
+    records: int
+    documents: int
+    windowed: int
+    refused: int
+    tokens: int
+    supervised: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.records:,} records, {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.supervised / max(self.tokens, 1):.0%} supervised"
+        )
+        text += f"; {self.windowed:,} longer than a window were cut into several" if self.windowed else ""
+        return text + (f"; {self.refused:,} refused (--skip-bad)" if self.refused else "")
+
+
+def make_documents(
+    records: list[Record],
+    template: ChatTemplate,
+    max_length: int,
+    *,
+    skip_bad: bool = False,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[list[Document], DataReport]:
+    """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`."""
+    documents: list[Document] = []
+    refused = windowed = 0
+    for record in records:
+        try:
+            made = template.documents(record)
+        except ValueError:
+            if not skip_bad:
+                raise
+            refused, made = refused + 1, []
+        for document in made:
+            windowed += document.tokens.numel() > max_length
+            documents += windows(document, max_length)
+        advance()
+    if not documents:
+        raise ValueError("no record has an assistant turn of two tokens or more, so there is nothing to draft")
+    tokens = sum(d.tokens.numel() for d in documents)
+    supervised = sum(int((d.spans >= 0).sum()) for d in documents)
+    return documents, DataReport(len(records), len(documents), windowed, refused, tokens, supervised)
+
+
+class Rows:
+    """Packed rows of documents, addressed by a running number that goes on through the epochs."""
+
+    def __init__(self, documents: list[Document], row_length: int, seed: int):
+        self.documents, self.row_length, self.seed = documents, row_length, seed
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """The documents of each row of an epoch."""
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch))
+        return self._epoch[1]
+
+    def __getitem__(self, place: tuple[int, int]) -> Packed:
+        epoch, i = place
+        return make_row([self.documents[j] for j in self.epoch(epoch)[i]], self.row_length)
+
+    def tokens(self, place: tuple[int, int]) -> int:
+        """Tokens of the row at a place, its filler not counted."""
+        epoch, i = place
+        return sum(self.documents[j].tokens.numel() for j in self.epoch(epoch)[i])
+
+    def next(self, place: tuple[int, int]) -> tuple[int, int]:
+        """The place after this one."""
+        epoch, i = place
+        return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)

@@ -1,0 +1,139 @@
+"""Records from files and hub data sets, as {"messages", ...} or {"text"}, each with its place for error messages."""
+
+from __future__ import annotations
+
+import glob
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """One conversation (`messages`, with `tools` where the data has them) or one plain `text`."""
+
+    where: str
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    tools: list[Any] | None = None
+
+
+def read_records(sources: list[str], seed: int = 0) -> list[Record]:
+    """All records of all sources, in their order.
+
+    A source is a file, a glob, or a hub data set `owner/name[:split]`; `@0.5` behind it takes half (drawn by
+    `seed`), `@2` takes it twice. Raises ValueError naming file and line for what cannot be read.
+    """
+    records: list[Record] = []
+    for source in sources:
+        name, _, share = source.partition("@")
+        if share and not re.fullmatch(r"\d+(\.\d+)?", share):
+            raise ValueError(f"{source}: what follows @ is the share to take, such as @0.5 or @2")
+        own = [r for path in _paths(name) for r in _read_file(path)] if _is_local(name) else list(_read_hub(name))
+        if not own:
+            raise ValueError(f"{name} holds no records; give a file with `messages`, `conversations` or `text`")
+        whole, part = divmod(float(share or 1), 1)
+        chosen = sorted(random.Random(seed).sample(range(len(own)), round(part * len(own))))
+        records += own * int(whole) + [own[i] for i in chosen]
+    return records
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).suffix != "" or any(c in name for c in "*?[") or Path(name).exists()
+
+
+def _paths(name: str) -> list[Path]:
+    found = [Path(p) for p in sorted(glob.glob(name, recursive=True))] or [Path(name)]
+    files = [f for p in found for f in (sorted(p.rglob("*.json*")) if p.is_dir() else [p])]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist; --data takes files, globs or hub ids like owner/name")
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty")
+    return files
+
+
+def _read_file(path: Path) -> Iterator[Record]:
+    """JSON and JSON lines are read here, for errors that name the line; other formats by `datasets`."""
+    if path.suffix in (".jsonl", ".ndjson"):
+        with path.open(encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    yield _record(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
+    elif path.suffix == ".json":
+        rows = _parse(path.read_text(encoding="utf-8"), str(path))
+        for i, row in enumerate(rows if isinstance(rows, list) else [rows]):
+            yield _record(row, f"{path}, record {i + 1}")
+    elif path.suffix == ".txt":
+        yield Record(str(path), text=path.read_text(encoding="utf-8"))
+    else:
+        import datasets
+
+        kind = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}.get(path.suffix)
+        if kind is None:
+            raise ValueError(f"{path}: fledge reads .jsonl, .json, .txt, .parquet, .arrow and .csv")
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train")
+        for i, row in enumerate(rows):
+            yield _record(row, f"{path}, row {i + 1}")
+
+
+def _read_hub(name: str) -> Iterator[Record]:
+    import datasets
+
+    dataset, _, split = name.partition(":")
+    try:
+        rows = datasets.load_dataset(dataset, split=split or "train")
+    except Exception as e:
+        raise ValueError(f"{name} is no file here, and as a hub data set it cannot be loaded: {e}") from e
+    for i, row in enumerate(rows):
+        yield _record(row, f"{name}, row {i + 1}")
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{where} is not JSON: {e}. Mend or remove it; nothing was skipped") from e
+
+
+def _record(row: Any, where: str) -> Record:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object with `messages`, `conversations` or `text`")
+    if row.get("messages"):
+        return Record(where, messages=[_message(m, where) for m in row["messages"]], tools=row.get("tools"))
+    if row.get("conversations"):
+        turns = row["conversations"]
+        if all(isinstance(t, dict) and "role" in t for t in turns):
+            return Record(where, messages=[_message(t, where) for t in turns], tools=row.get("tools"))
+        messages = [_sharegpt(t, where) for t in turns]
+        if row.get("system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        return Record(where, messages=messages, tools=row.get("tools"))
+    if isinstance(row.get("text"), str):
+        return Record(where, text=row["text"])
+    raise ValueError(f"{where} has none of `messages`, `conversations` and `text`, only {sorted(row)}")
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError(f"{where}: a message needs a `role` and a `content`, got {str(message)[:80]}")
+    # table formats fill absent fields with null, which some templates take for present ones
+    return {k: v for k, v in message.items() if v is not None or k == "content"}
+
+
+def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        raise ValueError(f"{where}: a ShareGPT turn needs `from` and `value`, got {str(turn)[:80]}")
+    role = SHAREGPT_ROLES.get(turn["from"])
+    if role is None:
+        raise ValueError(f"{where}: unknown speaker {turn['from']!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    return {"role": role, "content": turn["value"]}

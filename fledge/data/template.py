@@ -1,0 +1,110 @@
+"""Chat templates: from a conversation to tokens and the spans that the assistant wrote."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from fledge.data.read import Record
+from fledge.types import Document
+
+
+class ChatTemplate:
+    """A tokenizer's own chat template with fixed keyword arguments, such as enable_thinking=False."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
+        self.tokenizer, self.stop_ids, self.kwargs = tokenizer, frozenset(stop_ids), dict(kwargs or {})
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; fledge needs a fast tokenizer")
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, prompt: bool, tools: list[Any] | None = None, where: str = "chat"
+    ) -> str:
+        """The conversation as text; with `prompt`, up to where the assistant begins to write."""
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
+                "or data with plain `text`"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
+            )
+        except Exception as e:  # templates raise what they like: jinja errors, TypeErrors on odd contents
+            roles = " ".join(m.get("role", "?") for m in messages)
+            raise ValueError(f"{where}: the chat template refuses this conversation ({roles}): {e}") from e
+
+    def prompt_ids(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a raw text prompt, or of messages rendered up to the assistant's turn."""
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer(self.render(prompt, prompt=True), add_special_tokens=False)["input_ids"]
+
+    # -- training documents -------------------------------------------------------------------------------------
+
+    def documents(self, record: Record) -> list[Document]:
+        """Tokens with the assistant's spans.
+
+        One document where the template renders each turn the same whatever follows it. A template that rewrites
+        history (drops earlier reasoning, say) shows the decoder another text at every turn, so there each turn it
+        rewrites becomes a document of its own, rendered as the decoder would see it. Raises ValueError with an
+        example where nobody, or everybody, is the assistant, or no turn's start can be found.
+        """
+        if record.text is not None:
+            return [self._plain(record)]
+        messages = record.messages or []
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not turns:
+            shown = "; ".join(f"{m['role']}: {str(m.get('content'))[:60]}" for m in messages[:4])
+            raise ValueError(f"{record.where} has no assistant message to learn from ({shown})")
+        full = self._render(record, len(messages), prompt=False)
+        whole, apart = [], []
+        for i in turns:
+            start = self._render(record, i, prompt=True)
+            (whole if full.startswith(start) else apart).append((i, len(start)))
+        documents = [self._document(record, full, whole)] if whole else []
+        for i, start in apart:
+            text, before = self._render(record, i + 1, prompt=False), self._render(record, i, prompt=True)
+            if not text.startswith(before):
+                raise ValueError(
+                    f"{record.where}, message {i + 1}: the template's prompt for this turn is not how the finished "
+                    f"turn begins, so no decoder would ever write it. Prompt ends {before[-60:]!r}, the turn reads "
+                    f"{text[max(start - 60, 0) :][:120]!r}. Perhaps --template-kwargs contradict the data"
+                )
+            documents.append(self._document(record, text, [(i, start)]))
+        return documents
+
+    def _render(self, record: Record, n: int, *, prompt: bool) -> str:
+        return self.render((record.messages or [])[:n], prompt=prompt, tools=record.tools, where=record.where)
+
+    def _document(self, record: Record, text: str, turns: list[tuple[int, int]]) -> Document:
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
+        spans = torch.full((len(ids),), -1, dtype=torch.int32)
+        for span, (i, start) in enumerate(turns):
+            end_of_turn = self._render(record, i + 1, prompt=False)
+            end = len(end_of_turn) if text.startswith(end_of_turn) else len(text)
+            # a token that straddles the start belongs to the prompt
+            a, b = bisect_left(starts, start), bisect_left(starts, end)
+            stops = [j for j in range(a, b) if ids[j] in self.stop_ids]
+            spans[a : stops[0] + 1 if stops else b] = span
+        supervised = int((spans >= 0).sum())
+        if supervised in (0, len(ids)):
+            raise ValueError(
+                f"{record.where}: {supervised} of {len(ids)} tokens are the assistant's, by this template; the "
+                f"conversation begins {text[:120]!r}"
+            )
+        return Document(torch.tensor(ids, dtype=torch.int32), spans)
+
+    def _plain(self, record: Record) -> Document:
+        ids = torch.tensor(self.tokenizer(record.text)["input_ids"], dtype=torch.int32)
+        if ids.numel() < 3:
+            raise ValueError(f"{record.where}: a text of {ids.numel()} tokens has nothing to draft")
+        spans = torch.zeros_like(ids)
+        spans[0] = -1
+        return Document(ids, spans)

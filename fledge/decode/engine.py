@@ -1,0 +1,194 @@
+"""Speculative decoding of one sequence: propose, verify, commit, until the turn ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.data.template import ChatTemplate
+from fledge.decode.propose import ChainProposer
+from fledge.decode.text import TextStream
+from fledge.decode.verify import Chooser, accept_rejection, accept_walk
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import TargetCache
+from fledge.models.target import Target
+from fledge.models.weights import fit
+from fledge.types import Round, Sampling, Trace
+
+Prompt = str | Sequence[dict[str, Any]]
+
+
+@dataclass
+class Completion:
+    """What was generated: `tokens` through the stop, its `text` without it, why it `finish`ed (stop or length)."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = "length"
+    trace: Trace = field(default_factory=Trace)
+
+
+class Engine:
+    """A target, and a draft that speeds it up without changing what it says.
+
+    `depth` is the number of tokens drafted a round; None takes the depth the draft was trained to. Raises ValueError
+    where draft and target do not belong together, or the target's cache cannot be rolled back.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None = None,
+        *,
+        depth: int | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.target, self.draft = target, draft
+        if draft is not None:
+            fit(draft, target)
+            target.check_rollback()
+            template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
+        self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
+        self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Decodes to the end of the turn. Options are those of `stream`."""
+        completion = Completion()
+        for _ in self.stream(prompt, into=completion, **options):
+            pass
+        return completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        speculate: bool = True,
+        request: int = 0,
+        into: Completion | None = None,
+    ) -> Iterator[str]:
+        """Yields text as it is committed, for a raw string or chat messages.
+
+        `stop` are strings that end the text before themselves. `request` numbers requests that share a seed.
+        `speculate` False decodes token by token, the baseline. `into` receives tokens, text and trace.
+        Raises ValueError for a prompt that is empty or does not fit the target's context.
+        """
+        sampling = sampling or Sampling()
+        done = into if into is not None else Completion()
+        prefix = list(self.template.prompt_ids(prompt))
+        self._check_length(len(prefix), max_new_tokens)
+        text = TextStream(self.target.tokenizer, stop)
+        began = time.perf_counter()
+        rounds = self._speculative if speculate and self.draft is not None else self._vanilla
+        for tokens in rounds(prefix, sampling, request, done.trace):
+            for i, token in enumerate(tokens[: max_new_tokens - len(done.tokens)]):
+                if token in self.target.stop_ids:
+                    tokens, done.finish = tokens[: i + 1], "stop"
+                    break
+            tokens = tokens[: max_new_tokens - len(done.tokens)]
+            seen = len(text.tokens)
+            piece = text.add(tokens)
+            done.tokens += text.tokens[seen:]
+            done.trace.t_total = time.perf_counter() - began
+            if piece:
+                yield piece
+            if text.stopped:
+                done.finish = "stop"
+            if done.finish == "stop" or len(done.tokens) >= max_new_tokens:
+                break
+        if rest := text.finish():
+            yield rest
+        done.text = text.text
+
+    def _check_length(self, prompt: int, new: int) -> None:
+        limit = self.target.max_length
+        if prompt == 0:
+            raise ValueError("the prompt is empty")
+        if new < 1:
+            raise ValueError(f"max_new_tokens is {new}; ask for at least one")
+        if prompt + new > limit:
+            raise ValueError(
+                f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
+                f"reads at most {limit}; shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
+            )
+
+    def _vanilla(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
+        """Token by token, the baseline; the same chooser, cache and loop."""
+        chooser, cache = Chooser(sampling, request), TargetCache()
+        fed, prefix, began = prefix, list(prefix), time.perf_counter()
+        while True:
+            logits, _ = self.target.forward(self._ids(fed), cache, features=False, last_only=True)
+            fed = accept_walk(chooser, prefix, (), logits)
+            prefix.extend(fed)
+            trace.t_prefill = trace.t_prefill or time.perf_counter() - began
+            yield fed
+
+    def _speculative(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
+        """Rounds of drafting and verifying; each yields what it committed. The prefill and its token are no round."""
+        target, chooser, cache = self.target, Chooser(sampling, request), TargetCache()
+        proposer = ChainProposer(self.draft, self.depth, sampling, request)
+        began = time.perf_counter()
+        logits, features = target.forward(self._ids(prefix), cache, last_only=True)
+        committed = accept_walk(chooser, prefix, (), logits)
+        slots, aux = self._ids([*prefix[1:], *committed]), features.aux_TAD
+        prefix = prefix + committed
+        trace.t_prefill = time.perf_counter() - began
+        yield committed
+        while True:
+            clock = _Clock(target.device)
+            chain = proposer.propose(slots, aux)
+            token_K = chain.token_K.to(target.device)
+            clock.tick()
+            logits, features = target.forward(torch.cat((slots[-1:], token_K)), cache)
+            drafted = token_K.tolist()
+            if chain.q_KW is None:
+                committed = accept_walk(chooser, prefix, drafted, logits)
+            else:
+                committed = accept_rejection(chooser, prefix, drafted, self._scatter(chain.q_KW), logits)
+            cache.rollback(len(prefix) + len(committed) - 1)
+            slots, aux = self._ids(committed), features.aux_TAD[: len(committed)]
+            prefix.extend(committed)
+            trace.rounds.append(Round(len(drafted), len(committed) - 1, *clock.read()))
+            yield committed
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, device=self.target.device)
+
+    def _scatter(self, q_KW: Tensor) -> Tensor:
+        """Draft distributions over the target's vocabulary: zeros outside the draft's."""
+        q_KV = q_KW.new_zeros(q_KW.shape[0], self.draft.config.vocab_size)
+        q_KV[:, self.draft.target_ids()] = q_KW
+        return q_KV
+
+
+class _Clock:
+    """Seconds of drafting and of verification, by device events where there are any."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def read(self) -> tuple[float, float]:
+        self.tick()
+        a, b, c = self.marks
+        if not self.cuda:
+            return b - a, c - b
+        c.synchronize()
+        return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3
+

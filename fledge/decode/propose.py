@@ -1,0 +1,65 @@
+"""Drafting a chain of tokens with the draft's own cache, kept stable: accepted positions are rebuilt from features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.sampling import DRAFT, gumbel_argmax
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import DraftCache
+from fledge.types import Sampling
+
+
+@dataclass(frozen=True)
+class Chain:
+    """K drafted target ids, int64 [K], and the distributions they were drawn from, float64 [K, W], if they were drawn."""
+
+    token_K: Tensor
+    q_KW: Tensor | None = None
+
+
+class ChainProposer:
+    """Drafts chains for one sequence: EAGLE-3's linear drafting with a stable draft cache."""
+
+    def __init__(self, draft: Draft, depth: int, sampling: Sampling, request: int = 0):
+        self.draft, self.depth, self.sampling, self.request = draft, depth, sampling, request
+        self.cache = DraftCache(draft.config, draft.device, draft.dtype)
+        self.draws = sampling.draft == "sample" and not sampling.greedy
+
+    @torch.inference_mode()
+    def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Chain:
+        """Takes in R new slots (the token after each, and its target features) and drafts on from the last.
+
+        The slots' keys stay in the cache; those of the drafted steps are forgotten.
+        """
+        draft, cache = self.draft, self.cache
+        token_R, aux_RAD = token_R.to(draft.device), aux_RAD.to(draft.device, draft.dtype)
+        R = token_R.numel()
+        cache.reserve(cache.length + R + self.depth)
+        position = torch.arange(cache.length, cache.length + R + self.depth, device=draft.device)
+        last = position.new_tensor([R - 1])
+        out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend, rows=last)
+        cache.length += R
+        stable = cache.length
+        tokens: list[Tensor] = []
+        qs: list[Tensor] = []
+        for k in range(self.depth):
+            if k > 0:
+                out = draft.step(tokens[-1], fed_back, position[R + k - 1 : R + k], cache.attend)
+                cache.length += 1
+            fed_back, normed = draft.read(out)
+            tokens.append(draft.to_target(self._choose(draft.lm_head(normed), stable + 1 + k, qs)))
+        cache.length = stable
+        return Chain(torch.cat(tokens), torch.stack(qs) if qs else None)
+
+    def _choose(self, logits_1W: Tensor, position: int, qs: list[Tensor]) -> Tensor:
+        """The next draft id, int64 [1]; where it is drawn, its distribution is added to `qs`."""
+        if not self.draws:
+            return logits_1W.argmax(-1)
+        scores = logits_1W[0].double() / self.sampling.temperature
+        qs.append(scores.softmax(-1))
+        drawn = gumbel_argmax(scores, (self.sampling.seed, self.request, position, DRAFT))
+        return torch.tensor([drawn], device=logits_1W.device)

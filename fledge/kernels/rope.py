@@ -1,0 +1,90 @@
+"""Rotary position embedding (Su et al. 2021), with the published ways of stretching it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fledge.config import RopeConfig
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies, float32 [rotated // 2], and the factor on cos and sin.
+
+    `linear` divides all by the factor (Chen et al. 2023), `llama3` divides the long waves and blends between,
+    `yarn` ramps between the two by wavelength (Peng et al. 2023), `longrope` divides each by its own searched factor
+    (Ding et al. 2024). Raises ValueError when longrope's list does not fit the head.
+    """
+    dim = int(head_dim * rope.partial_rotary_factor)
+    base = rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.rope_type == "default":
+        return 1.0 / base, 1.0
+    if rope.rope_type == "linear":
+        return 1.0 / base / rope.factor, 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope, 1.0 / base), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, base, dim), _yarn_attention_factor(rope)
+    factors = rope.long_factor if rope.long else rope.short_factor
+    if factors is None or len(factors) != dim // 2:
+        raise ValueError(
+            f"longrope's {'long' if rope.long else 'short'}_factor has {len(factors or ())} entries; a head of "
+            f"{head_dim} with {dim} rotated dimensions needs {dim // 2}"
+        )
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * base), _longrope_attention_factor(rope)
+
+
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    wavelength = 2 * math.pi / inv_freq
+    turns = rope.original_max_position_embeddings / wavelength
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+
+
+def _yarn(rope: RopeConfig, base: Tensor, dim: int) -> Tensor:
+    def dimension_of(turns: float) -> float:
+        length = rope.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)
+    if rope.truncate is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ramp / (rope.factor * base) + (1 - ramp) / base
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float = 1.0) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale()
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first `cos.shape[-1]` dimensions of every head; the rest pass.
+
+    x [S, heads, d]; cos and sin [S, 1, rotated], halves repeated (the layout of Llama and its kin).
+    """
+    n = cos.shape[-1]
+    turned, rest = x[..., :n], x[..., n:]
+    half = torch.cat((-turned[..., n // 2 :], turned[..., : n // 2]), dim=-1)
+    turned = turned * cos + half * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

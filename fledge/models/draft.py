@@ -1,0 +1,129 @@
+"""The EAGLE-3 draft (Li et al. 2025, arXiv:2503.01840) and its 3.1 norms: where training and decoding meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fledge.config import DraftConfig
+from fledge.models.layers import Layer, RMSNorm, Rotary
+
+# attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller holds the context
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Draft(nn.Module):
+    """One decoder layer (or more) that predicts the token after next from a target's hidden states.
+
+    Parameters are named as the engines' portable file names them, so `state_dict` is that file. The embedding is the
+    target's, shared and frozen, unless the config says that the draft owns one.
+    """
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        E, D, A = config.hidden_size, config.target_hidden_size, config.num_aux_hidden_states
+        eps = config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(A * D, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(D, eps) for _ in range(A))
+        self.fc = nn.Linear(A * D, E, bias=False)
+        self.midlayer = Layer(config, first=True)
+        if config.num_hidden_layers > 1:
+            self.layers = nn.ModuleDict({str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)})
+        self.norm = RMSNorm(E, eps)
+        self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, E) if config.own_embeddings else None
+        self.rotary = Rotary(config)
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        else:
+            self.d2t = None
+        self._shared_embedding: list[Tensor] = []  # in a list, so that it is no parameter of the draft's
+
+    @property
+    def blocks(self) -> list[Layer]:
+        return [self.midlayer, *(self.layers.values() if self.config.num_hidden_layers > 1 else ())]
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    # -- vocabulary ---------------------------------------------------------------------------------------------
+
+    def set_vocabulary(self, ids_W: Tensor) -> None:
+        """Makes the draft predict these target ids: ascending and distinct, int64 [W]."""
+        W, V = self.config.draft_vocab_size, self.config.vocab_size
+        if ids_W.numel() != W or (W > 1 and not bool((ids_W[1:] > ids_W[:-1]).all())):
+            raise ValueError(f"a draft vocabulary of {W} needs that many ascending distinct ids, got {ids_W.numel()}")
+        if ids_W.min() < 0 or ids_W.max() >= V:
+            raise ValueError(f"the vocabulary map names ids {ids_W.min()}..{ids_W.max()} outside the target's 0..{V - 1}")
+        if self.d2t is not None:
+            self.d2t.copy_(ids_W - torch.arange(W))
+
+    def target_ids(self) -> Tensor:
+        """Target id of every draft id, int64 [W]."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def to_target(self, draft_id: Tensor) -> Tensor:
+        """Draft ids to target ids, same shape."""
+        return draft_id if self.d2t is None else draft_id + self.d2t[draft_id]
+
+    def share_embedding(self, weight_VE: Tensor) -> None:
+        """Reads the target's embedding instead of one of its own; the tensor is shared where the device allows."""
+        if self.embed_tokens is None:
+            self._shared_embedding = [weight_VE.detach().to(self.device, self.dtype)]
+
+    def embed(self, token_S: Tensor) -> Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_S)
+        assert self._shared_embedding, "share_embedding was not called"
+        return nn.functional.embedding(token_S, self._shared_embedding[0])
+
+    # -- the computation ----------------------------------------------------------------------------------------
+
+    def fuse(self, aux_TAD: Tensor) -> Tensor:
+        """Target features to the draft's hidden state: g = fc(concat of A states), [T, E]."""
+        if self.config.fc_norm:
+            aux_TAD = torch.stack([norm(aux_TAD[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
+        flat = aux_TAD.flatten(1)
+        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+
+    def step(
+        self, token_T: Tensor, hidden_TE: Tensor, position_T: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """One draft step: token x_{t+1} and hidden state of slot t to the layer output `a` of slot t.
+
+        Every row gives keys and values to `attend`; with `rows` (int64 [S]) only those rows are computed further in
+        the last layer, since only their outputs are wanted. Returns [S, E] (or [T, E]).
+        """
+        first = self.midlayer
+        normed = first.hidden_norm(hidden_TE)
+        x = torch.cat((first.input_layernorm(self.embed(token_T)), normed), dim=-1)
+        residual = normed if self.config.norm_before_residual else hidden_TE
+        rotary = self.rotary(position_T, x.dtype)
+        blocks = self.blocks
+        for i, layer in enumerate(blocks):
+            if i > 0:
+                x = layer.input_layernorm(residual)
+            k, v = layer.self_attn.keys_values(x, rotary)
+            if rows is not None and i == len(blocks) - 1:
+                x, residual, rotary = x[rows], residual[rows], (rotary[0][rows], rotary[1][rows])
+            residual = layer.close(attend(i, layer.self_attn.queries(x, rotary), k, v), residual)
+        return residual
+
+    def read(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.
+
+        EAGLE-3 feeds back the output itself; 3.1's `norm_output` feeds back the normed one.
+        """
+        normed = self.norm(out_SE)
+        return (normed if self.config.norm_output else out_SE), normed

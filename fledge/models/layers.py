@@ -1,0 +1,102 @@
+"""The decoder layer of a draft, cut where training and decoding differ: between its projections and its attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.config import DraftConfig
+from fledge.kernels.rope import apply_rope, rope_frequencies
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary(nn.Module):
+    """cos and sin of the configured rotary embedding at given positions."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns (cos, sin), each [S, 1, rotated], computed in float32 and returned in `dtype`."""
+        angle = position_S[:, None].float() * self.frequencies.float()
+        angle = torch.cat((angle, angle), dim=-1)[:, None]
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention; what is attended to is the caller's."""
+
+    def __init__(self, config: DraftConfig, width: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[S, width] to rotated queries [S, H, d]."""
+        q = self.q_proj(x).view(-1, self.heads, self.head_dim)
+        return apply_rope(self.q_norm(q) if self.qk_norm else q, *rotary)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[S, width] to rotated keys and values, each [S, G, d]."""
+        k = self.k_proj(x).view(-1, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+        return apply_rope(self.k_norm(k) if self.qk_norm else k, *rotary), v
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), the SwiGLU of Llama."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        E, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(E, inner, bias=bias)
+        self.up_proj = nn.Linear(E, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, E, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A draft's decoder layer. The first reads [norm(embedding) ; norm(hidden)], 2E wide; further ones are plain."""
+
+    def __init__(self, config: DraftConfig, first: bool):
+        super().__init__()
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, eps)
+        if first:
+            self.hidden_norm = RMSNorm(E, eps)
+        self.self_attn = Attention(config, 2 * E if first else E)
+        self.post_attention_layernorm = RMSNorm(E, eps)
+        self.mlp = MLP(config)
+
+    def close(self, attended_SHd: Tensor, residual_SE: Tensor) -> Tensor:
+        """Everything after the attention: output projection, residual, MLP. Returns [S, E]."""
+        h = residual_SE + self.self_attn.o_proj(attended_SHd.flatten(1))
+        return h + self.mlp(self.post_attention_layernorm(h))

@@ -1,0 +1,264 @@
+"""Any transformers causal language model as a target: features by hooks, a cache that rolls back, its own logits."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from fledge.config import RopeConfig, default_aux_layers
+from fledge.models.kv_cache import TargetCache
+from fledge.types import Features, Packed
+
+
+class Target:
+    """A frozen causal language model, its tokenizer, and the layers a draft reads.
+
+    `aux_layers` counts as transformers' `hidden_states` does (id i is the input of layer i; id n the input of the
+    final norm). Features are taken by hooks on the running modules; nothing of the model is patched, except that
+    longrope's choice of frequencies is made once, for `max_length`.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str = "", max_length: int | None = None):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config(decoder=True)
+        self.max_length = max_length or self.config.max_position_embeddings
+        self.decoder = model.get_decoder()
+        self.layers, self.norm = _layers_and_norm(self.decoder, self.config.num_hidden_layers)
+        self.head = model.get_output_embeddings()
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.aux_layers: tuple[int, ...] = ()
+        self.packs: bool | None = None
+        self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _fix_longrope(self.decoder, RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length))
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a turn: the generation config's, the model's and the tokenizer's end-of-sequence ids."""
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for ids in (getattr(generation, "eos_token_id", None), self.config.eos_token_id, self._tokenizer_eos()):
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset(found)
+
+    def _tokenizer_eos(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    def read_layers(self, aux_layers: Sequence[int] | None) -> None:
+        """Chooses the layers to capture (None: the engines' default). Raises ValueError for ids it does not have."""
+        layers = tuple(sorted(aux_layers)) if aux_layers else default_aux_layers(self.num_layers)
+        if min(layers) < 0 or max(layers) > self.num_layers:
+            raise ValueError(f"layers {list(layers)} are to be read, but the target has layers 0..{self.num_layers}")
+        self.aux_layers = layers
+
+    # -- running it ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _captured(self) -> Iterator[dict[int | str, Tensor]]:
+        """Collects the inputs of the chosen layers and the output of the final norm while the model runs."""
+        held: dict[int | str, Tensor] = {}
+
+        def before(index: int):
+            def hook(_module, args, kwargs):
+                held[index] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def after(_module, _args, output):
+            held["last"] = output
+
+        hooks = [
+            (self.norm if i == self.num_layers else self.layers[i]).register_forward_pre_hook(
+                before(i), with_kwargs=True
+            )
+            for i in self.aux_layers
+        ]
+        hooks.append(self.norm.register_forward_hook(after))
+        try:
+            yield held
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _features(self, held: dict[int | str, Tensor]) -> Features:
+        return Features(torch.stack([held[i][0] for i in self.aux_layers], dim=1), held["last"][0])
+
+    @torch.no_grad()
+    def features(self, row: Packed) -> Features:
+        """Features of a packed row, each document seen alone. No logits are computed.
+
+        Packed in one pass where `check_isolation` found that the model keeps documents apart, else one at a time.
+        """
+        if self.packs is None:
+            self.check_isolation()
+        token, position = row.token_T.to(self.device), row.position_T.to(self.device)
+        if self.packs:
+            return self._run_decoder(token, position)
+        parts = [self._run_decoder(token[a:b], position[a:b]) for a, b in row.documents()]
+        return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
+
+    def _run_decoder(self, token_T: Tensor, position_T: Tensor) -> Features:
+        with self._captured() as held:
+            self.decoder(input_ids=token_T[None], position_ids=position_T[None], use_cache=False)
+        return self._features(held)
+
+    @torch.no_grad()
+    def logits(self, last_ND: Tensor) -> Tensor:
+        """The model's own logits [N, V] from final hidden states, with the scalings its config names."""
+        logits = self.head(last_ND)
+        if scale := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / scale
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.inference_mode()
+    def forward(
+        self, token_N: Tensor, cache: TargetCache, *, features: bool = True, last_only: bool = False
+    ) -> tuple[Tensor, Features | None]:
+        """Runs N tokens after those in `cache`. Returns logits [N, V] (or [1, V]) and their features if asked."""
+        keep = {"logits_to_keep": 1} if last_only and self._one_logit else {}
+        inputs = dict(input_ids=token_N[None], past_key_values=cache, use_cache=True, **keep)
+        if not features:
+            logits = self.model(**inputs).logits[0]
+            return (logits[-1:] if last_only else logits), None
+        with self._captured() as held:
+            logits = self.model(**inputs).logits[0]
+        return (logits[-1:] if last_only else logits), self._features(held)
+
+    # -- what is checked before anything relies on it -----------------------------------------------------------
+
+    @torch.no_grad()
+    def check_isolation(self) -> None:
+        """Finds out whether packed documents are kept apart, and that the head gives the model's own logits.
+
+        Sets `packs`. Raises ValueError where the logits cannot be had from the captured hidden state.
+        """
+        if not self.aux_layers:
+            self.read_layers(None)
+        generator = torch.Generator().manual_seed(0)
+        vocab = self.embedding.shape[0]
+        one, other, two = (torch.randint(vocab, (n,), generator=generator).to(self.device) for n in (9, 9, 7))
+        position = torch.cat([torch.arange(9), torch.arange(7)]).to(self.device)
+        alone = self._run_decoder(two, position[9:])
+        pairs = [self._run_decoder(torch.cat([first, two]), position) for first in (one, other)]
+        self.packs = all(_close(p.last_TD[9:], alone.last_TD) for p in pairs) and all(
+            _close(p.aux_TAD[9:], alone.aux_TAD) for p in pairs
+        )
+        own = self.model(input_ids=two[None], use_cache=False).logits[0]
+        if not _close(self.logits(alone.last_TD), own):
+            raise ValueError(
+                f"{self.name or 'the target'} computes its logits in a way fledge does not know: its output head "
+                "applied to the final hidden state differs from its own logits, so a draft would be taught wrongly"
+            )
+
+    @torch.inference_mode()
+    def check_rollback(self) -> None:
+        """Raises ValueError unless the model, after forgetting some tokens, answers as if it had never seen them."""
+        vocab = self.embedding.shape[0]
+        tokens = torch.randint(vocab, (12,), generator=torch.Generator().manual_seed(1)).to(self.device)
+        cache = TargetCache()
+        why = "its state cannot be rolled back, as layers that keep a running summary of the past cannot"
+        try:
+            self.forward(tokens[:6], cache, features=False)
+            self.forward(tokens[8:], cache, features=False)
+            cache.rollback(6)
+            after, _ = self.forward(tokens[6:8], cache, features=False)
+            fresh = TargetCache()
+            self.forward(tokens[:6], fresh, features=False)
+            direct, _ = self.forward(tokens[6:8], fresh, features=False)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as e:
+            raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why} ({e})") from e
+        if not _close(after, direct):
+            raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why}")
+
+
+def load_target(
+    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, max_length: int | None = None
+) -> Target:
+    """Loads a model and tokenizer from a directory or a hub id.
+
+    `dtype` None is the checkpoint's own on an accelerator and float32 on the CPU. Raises ValueError with the cause
+    where the files are missing, cut short, or not a causal language model.
+    """
+    device = torch.device(device)
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
+    try:
+        RopeConfig.from_hf(AutoConfig.from_pretrained(path).get_text_config(decoder=True).to_dict())
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto")
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as e:
+        if isinstance(e, ValueError) and "RoPE" in str(e):
+            raise
+        raise ValueError(f"the target {path} cannot be loaded: {_first_line(e)}{_cure(e)}") from e
+    return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
+
+
+def _cure(e: Exception) -> str:
+    if "Safetensor" in type(e).__name__:
+        return ". A weights file is cut short or damaged: copy or download it again"
+    if isinstance(e, json.JSONDecodeError):
+        return ". A JSON file of the model is damaged: copy or download it again"
+    return ""
+
+
+def _first_line(e: Exception) -> str:
+    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip()
+
+
+def _layers_and_norm(decoder: nn.Module, n: int) -> tuple[nn.ModuleList, nn.Module]:
+    children = dict(decoder.named_children())
+    layers = [m for m in children.values() if isinstance(m, nn.ModuleList) and len(m) == n]
+    norms = [m for name, m in children.items() if ("norm" in name or name.startswith("ln_")) and "embed" not in name]
+    if len(layers) != 1 or not norms:
+        raise ValueError(
+            f"{type(decoder).__name__} does not show its {n} decoder layers and final norm as transformers' causal "
+            "language models do, so its hidden states cannot be read"
+        )
+    return layers[0], norms[-1]
+
+
+def _fix_longrope(decoder: nn.Module, rope: RopeConfig) -> None:
+    """Makes transformers' rotary embedding use the list chosen for the whole run, at every length of call."""
+    if rope.rope_type != "longrope":
+        return
+    rotary = decoder.rotary_emb
+    dim = rotary.inv_freq.numel() * 2
+    factors = torch.tensor(rope.long_factor if rope.long else rope.short_factor, device=rotary.inv_freq.device)
+    base = rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=factors.device) / dim)
+    rotary.inv_freq.copy_(1.0 / (factors * base))
+    rotary.rope_type = "fixed"  # any name that dynamic_rope_update does not act on
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to what another batch shape rounds differently in the tensors' own dtype."""
+    tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((a - b).float().norm() <= tolerance * b.float().norm())

@@ -1,0 +1,248 @@
+"""Draft checkpoints: the portable layout that vLLM, SGLang and SafeAILab load unchanged, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fledge.config import DraftConfig
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+# -- whole or not at all ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """Yields a fresh directory to write into, which takes the place of `directory` when the block ends well.
+
+    A reader finds the old content or the new, never a part: a crash between leaves the old one under `.old`, which
+    `recover` puts back. A full disk raises OSError with the cause and the cure, and leaves the old content.
+    """
+    directory = Path(directory)
+    new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
+    recover(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        yield new
+        for file in new.iterdir():
+            _flush(file)
+        _flush(new)
+    except OSError as e:
+        shutil.rmtree(new, ignore_errors=True)
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(
+                e.errno,
+                f"no room to save {directory} ({os.strerror(e.errno)}); what was there is untouched. Free some space "
+                "or choose another --out, and go on with --resume",
+            ) from e
+        raise
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    _flush(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(directory: Path) -> None:
+    """Undoes a replacement that was stopped between its two renames."""
+    old = Path(directory).with_name(Path(directory).name + ".old")
+    if old.exists():
+        if Path(directory).exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(directory)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Hash of the vocabulary and of how a probe text is split: two tokenizers that agree on it are interchangeable."""
+    probe = "def f(x):\n    return  x+1 # 12345 Ünïcødé 你好\n\n\tThe quick brown fox."
+    known = [sorted(tokenizer.get_vocab().items()), tokenizer(probe, add_special_tokens=False)["input_ids"]]
+    return _sha256(json.dumps(known))
+
+
+def template_sha256(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    return None if template is None else _sha256(json.dumps(template, sort_keys=True))
+
+
+def vocabulary_sha256(ids_W: Tensor) -> str:
+    return hashlib.sha256(ids_W.to("cpu", torch.int64).numpy().tobytes()).hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- drafts on disk ---------------------------------------------------------------------------------------------
+
+
+def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
+    """Writes model.safetensors and config.json into an existing directory, weights in `dtype`.
+
+    The vocabulary map goes in as `d2t` (offsets, int64) and `t2d` (bool [V]); both are left out when the draft
+    predicts the whole vocabulary, since vLLM refuses them there. Further layers carry their input norm under
+    `hidden_norm` as well, which is the name SGLang reads it by.
+    """
+    tensors = {}
+    for name, tensor in draft.state_dict().items():
+        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        tensors[name] = tensor.contiguous()
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
+            tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
+    if draft.d2t is not None:
+        t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
+        t2d[draft.target_ids().cpu()] = True
+        tensors["t2d"] = t2d
+    config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
+    (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+    text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2)
+    (directory / CONFIG).write_text(text + "\n")
+
+
+def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes a draft's directory whole, replacing what was there. Raises OSError for a full disk."""
+    with replacing(Path(directory)) as new:
+        write_draft(draft, new, dtype)
+
+
+def read_draft_config(directory: str | Path) -> DraftConfig:
+    """config.json of a draft. Raises ValueError with the cause where there is none or it is not an EAGLE-3 draft."""
+    directory = Path(directory)
+    recover(directory)
+    file = directory / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{directory} holds no {CONFIG}; a draft is a directory with {CONFIG} and {WEIGHTS}")
+    try:
+        hf = json.loads(file.read_text())
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON ({e}); the file is damaged, copy it again") from e
+    try:
+        return DraftConfig.from_hf(hf)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises ValueError where it is missing, empty or cut short."""
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; the draft's weights are missing")
+    try:
+        with safe_open(file, framework="pt") as f:
+            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{file} cannot be read ({e}); it is cut short or damaged, copy it again") from e
+
+
+def load_draft(
+    directory: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Draft:
+    """Reads a draft in the portable layout (SafeAILab's `midlayer.` or vLLM's `layers.0.` names alike).
+
+    Raises ValueError naming what is wrong: a missing, foreign or wrongly shaped tensor, no vocabulary map where the
+    draft needs one, or a map other than the one its config was written with.
+    """
+    directory = Path(directory)
+    config = read_draft_config(directory)
+    tensors = _renamed(read_tensors(directory / WEIGHTS), config)
+    if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
+        raise ValueError(
+            f"{directory / WEIGHTS} has no d2t: this draft predicts {config.draft_vocab_size} of "
+            f"{config.vocab_size} tokens and nothing says which. Without its map every token it drafts would be wrong; "
+            "get the file as its trainer wrote it"
+        )
+    draft = Draft(config)
+    wanted = draft.state_dict()
+    problems = [f"{n} is missing" for n in wanted if n not in tensors]
+    problems += [f"{n} is not part of such a draft" for n in tensors if n not in wanted]
+    problems += [
+        f"{n} is {list(tensors[n].shape)} where the config says {list(wanted[n].shape)}"
+        for n in wanted
+        if n in tensors and tensors[n].shape != wanted[n].shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"{directory / WEIGHTS} does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}")
+    draft.load_state_dict(tensors)
+    ids = draft.target_ids()
+    if draft.d2t is not None:
+        draft.set_vocabulary(ids)
+    recorded = config.provenance.vocabulary_sha256
+    if recorded and recorded != vocabulary_sha256(ids):
+        raise ValueError(f"the vocabulary map in {directory / WEIGHTS} is not the one its {CONFIG} was written with")
+    return draft.to(device=device, dtype=dtype).eval()
+
+
+def _renamed(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+    """Foreign names to ours; what engines accept and no draft needs is left out."""
+    out = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+        twin = name.startswith("layers.") and name.endswith("hidden_norm.weight")
+        unused_embedding = name == "embed_tokens.weight" and not config.own_embeddings
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or twin or unused_embedding:
+            continue
+        out[name] = tensor.to(torch.int64) if name == "d2t" else tensor
+    return out
+
+
+def fit(draft: Draft, target: Target) -> None:
+    """Checks that a draft belongs to a target and joins them: its layers are captured, its embedding shared.
+
+    Raises ValueError naming the first thing that does not fit.
+    """
+    config, known = draft.config, draft.config.provenance
+    problem = mismatch(config, target)
+    if problem:
+        raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
+    target.read_layers(config.aux_layers)
+    if known.max_length and config.rope.rope_type == "longrope":
+        target.max_length = known.max_length
+    draft.share_embedding(target.embedding)
+
+
+def mismatch(config: DraftConfig, target: Target) -> str | None:
+    """Why a draft cannot serve a target, in words, or None."""
+    known = config.provenance
+    vocabulary, width = target.embedding.shape
+    if config.target_hidden_size != width:
+        return f"it reads hidden states {config.target_hidden_size} wide and the target's are {width}"
+    if config.vocab_size != vocabulary:
+        return f"it was made for a vocabulary of {config.vocab_size} tokens and the target has {vocabulary}"
+    if known.target_layers and known.target_layers != target.num_layers:
+        return f"it was trained on a target of {known.target_layers} layers and this one has {target.num_layers}"
+    if known.tokenizer_sha256 and target.tokenizer is not None:
+        if known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
+            return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
+    return None

@@ -1,0 +1,64 @@
+"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `train.json` and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.models.draft import Draft
+from fledge.models.weights import recover, replacing, save_draft, write_draft
+
+
+class RunDirectory:
+    """Where a training run keeps what it makes. Every piece is replaced whole or left as it was."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
+        self.config, self.metrics = self.path / "train.json", self.path / "metrics.jsonl"
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Makes the directory for a new run. Raises ValueError where one has already been."""
+        if self.config.exists():
+            raise ValueError(f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out")
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.config.with_suffix(".new")
+        temporary.write_text(json.dumps(config, indent=2) + "\n")
+        temporary.replace(self.config)
+
+    def read_config(self) -> dict[str, Any]:
+        if not self.config.is_file():
+            raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
+        return json.loads(self.config.read_text())
+
+    def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
+        """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
+        with replacing(self.checkpoint) as new:
+            write_draft(draft, new, dtype)
+            with (new / "state.pt").open("wb") as f:
+                torch.save(state, f)
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The last whole checkpoint's state, or None if the run was stopped before its first."""
+        recover(self.checkpoint)
+        file = self.checkpoint / "state.pt"
+        if not self.checkpoint.exists():
+            return None
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as e:
+            raise ValueError(f"{file} cannot be read ({type(e).__name__}); it is damaged, start a new run") from e
+
+    def publish(self, draft: Draft, dtype: torch.dtype) -> None:
+        """Makes this the draft to serve."""
+        save_draft(draft, self.draft, dtype)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drops metrics of steps after `step`, which a resumed run will write again."""
+        if self.metrics.exists():
+            lines = self.metrics.read_text().splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+            self.metrics.write_text("".join(line + "\n" for line in kept))

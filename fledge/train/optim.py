@@ -1,0 +1,66 @@
+"""AdamW with float32 masters, and the learning rate's course."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov & Hutter 2019) over float32 masters of parameters that may be 16-bit.
+
+    Gradients come as sums over slots; `accumulate` adds a backward pass's to the float32 sums, `step` divides by the
+    global count once, clips by the global norm, and writes the masters back. Matrices decay, vectors do not.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], betas: tuple[float, float], weight_decay: float):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        decays = [m for m in self.masters if m.dim() > 1]
+        rest = [m for m in self.masters if m.dim() <= 1]
+        groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, foreach=True)
+
+    def accumulate(self) -> None:
+        """Moves the parameters' gradients into the masters'."""
+        for p, m in zip(self.parameters, self.masters, strict=True):
+            if p.grad is not None:
+                g = p.grad.float()
+                m.grad = g if m.grad is None else m.grad.add_(g)
+                p.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float, max_norm: float) -> Tensor:
+        """One update with gradients times `scale`. Returns the norm before clipping, float32 scalar."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        torch._foreach_mul_(grads, scale)
+        norm = nn.utils.get_total_norm(grads)
+        torch._foreach_mul_(grads, (max_norm / norm.clamp_min(1e-12)).clamp_max(1.0))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        for p, m in zip(self.parameters, self.masters, strict=True):
+            p.copy_(m)
+        return norm
+
+    def state_dict(self) -> dict:
+        return {"masters": self.masters, "adamw": self.adamw.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        for p, m, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
+            m.copy_(saved)
+            p.copy_(m)
+        self.adamw.load_state_dict(state["adamw"])
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Linear from 0 to `peak` over `warmup` steps, then a cosine to a hundredth of it at the last step."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(steps - 1 - warmup, 1)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))

@@ -1,0 +1,182 @@
+"""The training loop: packed rows in, a draft out; stoppable at any step and resumable to the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.data.dataset import Rows
+from fledge.models.draft import Draft
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.objective import ttt
+from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.types import Features, Packed, Step
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to train. `lr` is the peak; counts are optimizer steps."""
+
+    steps: int
+    lr: float
+    depth: int = 5
+    gamma: float = 0.8
+    rows_per_step: int = 1
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    keep_unseen: bool = False
+    eval_every: int = 0
+    save_every: int = 100
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all that is needed, with the optimizer, to go on."""
+
+    step: int = 0
+    place: tuple[int, int] = (0, 0)
+    best_tau: float = -1.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where features and the teacher's logits come from: the live target, or anything that answers the same."""
+
+    features: Callable[[Packed], Features]
+    logits: Callable[[Tensor], Tensor]
+
+
+def train(
+    draft: Draft,
+    rows: Rows,
+    source: Source,
+    schedule: Schedule,
+    run: RunDirectory,
+    *,
+    save_dtype: torch.dtype,
+    evaluate: Callable[[Draft], dict[str, float]] | None = None,
+    resume: bool = False,
+    report: Callable[[dict[str, Any]], None] = lambda metrics: None,
+) -> Progress:
+    """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
+
+    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one without it. `report` gets each
+    step's metrics, as metrics.jsonl does.
+    """
+    optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
+    progress = Progress()
+    saved = run.load_checkpoint() if resume else None
+    if saved is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+        progress = Progress(**saved["progress"])
+    run.truncate_metrics(progress.step)
+
+    def save() -> None:
+        state = {"optimizer": optimizer.state_dict(), "progress": vars(progress)}
+        run.save_checkpoint(draft, save_dtype, state)
+
+    with _interruptible() as interrupted, run.metrics.open("a") as log:
+        while progress.step < schedule.steps:
+            began = time.perf_counter()
+            total, tokens, lr, norm = _step(draft, rows, source, schedule, optimizer, progress)
+            progress.step += 1
+            progress.seconds += time.perf_counter() - began
+            last = progress.step == schedule.steps
+            metrics = _metrics(total, schedule, progress.step, lr, norm, tokens / (time.perf_counter() - began))
+            if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
+                draft.eval()
+                metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
+                if metrics["eval_tau"] > progress.best_tau:
+                    progress.best_tau = metrics["eval_tau"]
+                    run.publish(draft, save_dtype)
+            log.write(json.dumps(metrics) + "\n")
+            log.flush()
+            report(metrics)
+            if last or progress.step % schedule.save_every == 0 or interrupted():
+                save()
+            if interrupted():
+                break
+    if not evaluate and progress.step == schedule.steps:
+        run.publish(draft, save_dtype)
+    return progress
+
+
+def _step(
+    draft: Draft, rows: Rows, source: Source, schedule: Schedule, optimizer: MasterAdamW, progress: Progress
+) -> tuple[Step, int, float, float]:
+    """One optimizer step over `rows_per_step` rows. Returns their sums, token count, learning rate, gradient norm."""
+    draft.train()
+    total, tokens = None, 0
+    for _ in range(schedule.rows_per_step):
+        row = rows[progress.place]
+        tokens += rows.tokens(progress.place)
+        progress.place = rows.next(progress.place)
+        step = ttt(
+            draft,
+            row,
+            source.features(row),
+            source.logits,
+            steps=schedule.depth,
+            gamma=schedule.gamma,
+            keep_unseen=schedule.keep_unseen,
+        )
+        step.loss.backward()
+        optimizer.accumulate()
+        total = step if total is None else total + step
+    scored = _discounted(total.scored_K, schedule.gamma)
+    lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
+    norm = optimizer.step(lr, 1.0 / max(scored, 1e-9), schedule.clip).item()
+    if norm != norm:
+        raise FloatingPointError(f"the gradient of step {progress.step + 1} is not a number; lower --lr")
+    return total, tokens, lr, norm
+
+
+def _discounted(counts_K: Tensor, gamma: float) -> float:
+    return sum(gamma**k * n for k, n in enumerate(counts_K.tolist()))
+
+
+def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float, speed: float) -> dict[str, Any]:
+    live = total.live_K.clamp_min(1)
+    committed, rounds = total.walked
+    return {
+        "step": step,
+        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.gamma), 1e-9),
+        "tau": committed / max(rounds, 1),
+        "hit": (total.hit_K / live).tolist(),
+        "accept": (total.accept_K / live).tolist(),
+        "survive": (total.survive_K / live).tolist(),
+        "live": total.live_K.tolist(),
+        "scored": total.scored_K.tolist(),
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens_per_s": speed,
+    }
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or termination request into a flag that is read between steps; a second one raises."""
+    asked: list[int] = []
+
+    def note(number, _frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

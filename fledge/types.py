@@ -1,0 +1,162 @@
+"""The objects that flow between the parts, and the legend of their shapes.
+
+A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
+
+    T tokens of a packed row    S live slots           K draft depth = TTT steps   A captured target layers
+    D target hidden             E draft hidden         V target vocabulary         W draft vocabulary
+    H query heads               G key-value heads      d head dimension            L cache length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation, text or window: `tokens` and, per token, the id of its assistant span or -1.
+
+    Both are int32 tensors of shape [n]. Span ids are distinct within the document.
+    """
+
+    tokens: Tensor
+    spans: Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A row of whole documents and a filler tail, all int64 of shape [T].
+
+    `position_T` restarts at 0 in each document; `doc_T` numbers them; `span_T` is the id of the assistant span,
+    distinct over the row, or -1. Filler is a document of its own whose spans are all -1, so it is never live.
+    """
+
+    token_T: Tensor
+    span_T: Tensor
+    position_T: Tensor
+    doc_T: Tensor
+
+    def live(self, steps: int) -> list[Tensor]:
+        """Slots live at each of `steps` TTT steps: K ascending int64 tensors, each a subset of the one before.
+
+        Slot t is live at step k when x_{t+1} .. x_{t+2+k} lie in one span of the document that t is in
+        (SPEC: the decoder could have drafted them from here). Spans are contiguous, so their ends decide.
+        """
+        n = self.token_T.numel()
+        starts = (self.span_T[1:] >= 0) & (self.doc_T[1:] == self.doc_T[:-1])  # slot t = 0 .. n-2, by x_{t+1}
+        live = []
+        for k in range(steps):
+            last = self.span_T[2 + k :]  # span of x_{t+2+k} for t = 0 .. n-3-k
+            m = max(n - 2 - k, 0)
+            live.append((starts[:m] & (self.span_T[1 : 1 + m] == last)).nonzero().squeeze(-1))
+        return live
+
+    def documents(self) -> list[tuple[int, int]]:
+        """[start, end) of every document in the row, the filler included."""
+        cuts = (self.doc_T[1:] != self.doc_T[:-1]).nonzero().squeeze(-1) + 1
+        edges = [0, *cuts.tolist(), self.doc_T.numel()]
+        return list(zip(edges[:-1], edges[1:], strict=True))
+
+    def to(self, device: torch.device | str) -> Packed:
+        return Packed(*(getattr(self, f).to(device) for f in ("token_T", "span_T", "position_T", "doc_T")))
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a draft reads of its target: captured layers [T, A, D], and the final hidden state after its norm [T, D]."""
+
+    aux_TAD: Tensor
+    last_TD: Tensor
+
+
+@dataclass
+class Step:
+    """One row's sums, divided once after they are summed over all rows and ranks.
+
+    `loss` is Σ_k γ^k Σ_scored loss (float32 scalar, differentiable); the [K] tensors count, per TTT step, live slots,
+    scored slots, hits (draft argmax = teacher argmax), slots hit at every step so far, and Σ α (float32).
+    `walked` is (tokens committed, rounds) of decoding the row as it stands.
+    """
+
+    loss: Tensor
+    live_K: Tensor
+    scored_K: Tensor
+    hit_K: Tensor
+    survive_K: Tensor
+    accept_K: Tensor
+    walked: tuple[int, int]
+
+    def __add__(self, other: Step) -> Step:
+        return Step(
+            self.loss.detach() + other.loss.detach(),
+            *(getattr(self, f) + getattr(other, f) for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K")),
+            walked=(self.walked[0] + other.walked[0], self.walked[1] + other.walked[1]),
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target chooses a token; the defaults are greedy.
+
+    `temperature` 0 is greedy. `draft` says how a draft token is chosen where the target samples: "greedy" (its
+    argmax; the output equals vanilla sampling at the same seed token for token) or "sample" (from the draft's own
+    distribution at the same temperature, accepted with min(1, p/q)). `processors` are transformers LogitsProcessor
+    objects, called with the ids of the whole prefix before the temperature, as `generate` calls them.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    draft: str = "greedy"
+    processors: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature} is negative; use 0 for greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k} is negative; use 0 for no limit")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be positive; 1 is none")
+        if self.draft not in ("greedy", "sample"):
+            raise ValueError(f"draft sampling {self.draft!r} is neither 'greedy' nor 'sample'")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass
+class Round:
+    """One verification: tokens drafted and accepted (the bonus is one more), and its seconds by part."""
+
+    drafted: int
+    accepted: int
+    t_draft: float = 0.0
+    t_verify: float = 0.0
+
+
+@dataclass
+class Trace:
+    """What a generation did: one `Round` a target forward, and the seconds of the prefill and of the whole.
+
+    `gaps` holds, per generated token of a greedy run, the difference of the target's two largest logits.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    t_prefill: float = 0.0
+    t_total: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+
+def without_processors(sampling: Sampling) -> Sampling:
+    """The same sampling as plain data, for writing to JSON."""
+    return replace(sampling, processors=())
