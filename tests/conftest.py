@@ -49,10 +49,11 @@ def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreT
 
 
 def tiny_target(
-    family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0, scale: float = 4.0,
-    max_length: int | None = None, tokenizer: bool = True, **config,
+    family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0,
+    scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, **config,
 ) -> Target:  # fmt: skip
-    """A random model of 8 layers with weights scaled up, so that its choices are sharp and its context matters."""
+    """A random model of 8 layers whose choices are sharp, vary, and depend on the context: embeddings and head are
+    drawn from N(0, 1) and untied, matrices keep their input's size at `scale` 4, norms and biases are jittered."""
     shape = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=None,
@@ -63,8 +64,10 @@ def tiny_target(
     model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() > 1:
-                p.mul_(scale)
+            if p.dim() > 1 and ("embed" in name or "lm_head" in name):
+                p.normal_(0, 1)
+            elif p.dim() > 1:
+                p.normal_(0, 0.25 * scale * p.shape[-1] ** -0.5)
             elif "norm" in name:
                 p.add_(0.1 * torch.randn_like(p))
             else:
@@ -90,7 +93,7 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
                 p.normal_(0, p.shape[-1] ** -0.5)
             else:
                 p.add_(0.1 * torch.randn_like(p))
-    draft.set_vocabulary(torch.linspace(0, vocab - 1, W).round().long().unique() if W < vocab else torch.arange(vocab))
+    draft.set_vocabulary(torch.linspace(0, vocab - 1, W).round().long())
     draft = draft.to(target.dtype)
     fit(draft, target)
     return draft
