@@ -23,7 +23,10 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """cos and sin of the configured rotary embedding at given positions."""
+    """cos and sin of the configured rotary embedding at given positions.
+
+    The frequencies stay float32 whatever the draft is cast to: rounded to 16 bits, angles would be off by whole turns.
+    """
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -32,9 +35,15 @@ class Rotary(nn.Module):
 
     def forward(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns (cos, sin), each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        angle = position_S[:, None].float() * self.frequencies.float()
+        angle = position_S[:, None].float() * self.frequencies
         angle = torch.cat((angle, angle), dim=-1)[:, None]
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+    def _apply(self, fn, recurse: bool = True):
+        exact = self.frequencies
+        super()._apply(fn, recurse)
+        self.frequencies = exact.to(self.frequencies.device)
+        return self
 
 
 class Attention(nn.Module):
