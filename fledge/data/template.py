@@ -39,11 +39,14 @@ class ChatTemplate:
             roles = " ".join(m.get("role", "?") for m in messages)
             raise ValueError(f"{where}: the chat template refuses this conversation ({roles}): {e}") from e
 
-    def prompt_ids(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(
+        self, prompt: str | Sequence[dict[str, Any]], *, tools: list[Any] | None = None, where: str = "chat"
+    ) -> list[int]:
         """Token ids of a raw text prompt, or of messages rendered up to the assistant's turn."""
         if isinstance(prompt, str):
             return self.tokenizer(prompt)["input_ids"]
-        return self.tokenizer(self.render(prompt, prompt=True), add_special_tokens=False)["input_ids"]
+        text = self.render(prompt, prompt=True, tools=tools, where=where)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     # -- training documents -------------------------------------------------------------------------------------
 
@@ -51,9 +54,9 @@ class ChatTemplate:
         """Tokens with the assistant's spans.
 
         One document where the template renders each turn the same whatever follows it. A template that rewrites
-        history (drops earlier reasoning, say) shows the decoder another text at every turn, so there each turn it
-        rewrites becomes a document of its own, rendered as the decoder would see it. Raises ValueError with an
-        example where nobody, or everybody, is the assistant, or no turn's start can be found.
+        history (drops earlier reasoning, say) shows the decoder another text at every turn, so there each turn whose
+        prompt or words it rewrites becomes a document of its own, rendered as the decoder would see it. Raises
+        ValueError with an example where nobody, or everybody, is the assistant, or no turn's start can be found.
         """
         if record.text is not None:
             return [self._plain(record)]
@@ -63,35 +66,39 @@ class ChatTemplate:
             shown = "; ".join(f"{m['role']}: {str(m.get('content'))[:60]}" for m in messages[:4])
             raise ValueError(f"{record.where} has no assistant message to learn from ({shown})")
         full = self._render(record, len(messages), prompt=False)
-        whole, apart = [], []
+        whole, documents = [], []
         for i in turns:
-            start = self._render(record, i, prompt=True)
-            (whole if full.startswith(start) else apart).append((i, len(start)))
-        documents = [self._document(record, full, whole)] if whole else []
-        for i, start in apart:
-            text, before = self._render(record, i + 1, prompt=False), self._render(record, i, prompt=True)
-            if not text.startswith(before):
+            before, after = self._render(record, i, prompt=True), self._render(record, i + 1, prompt=False)
+            if not after.startswith(before):
                 raise ValueError(
                     f"{record.where}, message {i + 1}: the template's prompt for this turn is not how the finished "
                     f"turn begins, so no decoder would ever write it. Prompt ends {before[-60:]!r}, the turn reads "
-                    f"{text[max(start - 60, 0) :][:120]!r}. Perhaps --template-kwargs contradict the data"
+                    f"{after[max(len(before) - 60, 0) :][:120]!r}. Perhaps --template-kwargs contradict the data"
                 )
-            documents.append(self._document(record, text, [(i, start)]))
-        return documents
+            end = len(after) if full.startswith(after) else _common(full, after)
+            if end == len(after) or self._stops(full[len(before) : end]):
+                whole.append((len(before), end))
+            else:
+                documents.append(self._document(record, after, [(len(before), len(after))]))
+        return [self._document(record, full, whole), *documents] if whole else documents
+
+    def _stops(self, text: str) -> bool:
+        """Whether a turn that begins with this text is over within it."""
+        return not self.stop_ids.isdisjoint(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, record: Record, n: int, *, prompt: bool) -> str:
         return self.render((record.messages or [])[:n], prompt=prompt, tools=record.tools, where=record.where)
 
     def _document(self, record: Record, text: str, turns: list[tuple[int, int]]) -> Document:
+        """`text` in tokens; `turns` are the [start, end) of the assistant's in characters."""
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
         spans = torch.full((len(ids),), -1, dtype=torch.int32)
-        for span, (i, start) in enumerate(turns):
-            end_of_turn = self._render(record, i + 1, prompt=False)
-            end = len(end_of_turn) if text.startswith(end_of_turn) else len(text)
+        for span, (start, end) in enumerate(turns):
             # a token that straddles the start belongs to the prompt
             a, b = bisect_left(starts, start), bisect_left(starts, end)
-            stops = [j for j in range(a, b) if ids[j] in self.stop_ids]
+            # the token after the turn too, for templates that end it with the next speaker's name, a stop token (GLM)
+            stops = [j for j in range(a, min(b + 1, len(ids))) if ids[j] in self.stop_ids]
             spans[a : stops[0] + 1 if stops else b] = span
         supervised = int((spans >= 0).sum())
         if supervised in (0, len(ids)):
@@ -108,3 +115,8 @@ class ChatTemplate:
         spans = torch.zeros_like(ids)
         spans[0] = -1
         return Document(ids, spans)
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the text that two renderings begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

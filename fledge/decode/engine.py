@@ -16,8 +16,8 @@ from fledge.decode.text import TextStream
 from fledge.decode.verify import Chooser, accept_rejection, accept_walk
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target
-from fledge.models.weights import fit
+from fledge.models.target import Target, load_target
+from fledge.models.weights import fit, load_draft, read_draft_config
 from fledge.types import Round, Sampling, Trace
 
 Prompt = str | Sequence[dict[str, Any]]
@@ -166,6 +166,43 @@ class Engine:
         q_KV = q_KW.new_zeros(q_KW.shape[0], self.draft.config.vocab_size)
         q_KV[:, self.draft.target_ids()] = q_KW
         return q_KV
+
+
+def load(
+    target: str,
+    draft: str | None = None,
+    *,
+    device: str = "auto",
+    draft_device: str | None = None,
+    dtype: torch.dtype | None = None,
+    depth: int | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Engine:
+    """Loads a target, and a draft for it, from directories or hub ids.
+
+    `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the
+    CPU and the checkpoint's own elsewhere. Raises ValueError with the cause where something is missing, damaged, or
+    does not fit.
+    """
+    device = resolve_device(device)
+    config = read_draft_config(draft) if draft else None
+    longrope = config is not None and config.rope.rope_type == "longrope"
+    loaded = load_target(
+        target, device=device, dtype=dtype, max_length=config.provenance.max_length if longrope else None
+    )
+    if config is None:
+        return Engine(loaded, template_kwargs=template_kwargs)
+    made = load_draft(draft, device=draft_device or device, dtype=loaded.dtype)
+    return Engine(loaded, made, depth=depth, template_kwargs=template_kwargs)
+
+
+def resolve_device(device: str) -> str:
+    """"auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this machine shows no CUDA device; use --device cpu")
+    return device
 
 
 class _Clock:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
+from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
 from fledge.types import Sampling
 
 
@@ -58,10 +58,14 @@ class Chooser:
 
     def choose(self, prefix: Sequence[int], logits_V: Tensor) -> int:
         """The target's own token after `prefix`; a sampled one is keyed by its absolute position."""
+        return int(self.ranking(prefix, logits_V).argmax())
+
+    def ranking(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
+        """What the chosen token is the argmax of [V]: the scores, and where it samples their Gumbel noise on top."""
         scores = self.scores(prefix, logits_V)
         if self.sampling.greedy:
-            return int(scores.argmax())
-        return gumbel_argmax(scores, self.key(len(prefix), TOKEN))
+            return scores
+        return scores.double() + gumbel(self.key(len(prefix), TOKEN), scores.numel(), scores.device)
 
     def key(self, position: int, purpose: int) -> tuple[int, int, int, int]:
         return (self.sampling.seed, self.request, position, purpose)

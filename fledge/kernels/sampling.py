@@ -47,7 +47,11 @@ def uniforms(key: tuple[int, int, int, int], n: int, device: torch.device | str 
     return (bits.double() + 0.5) * 2.0**-53
 
 
+def gumbel(key: tuple[int, int, int, int], n: int, device: torch.device | str = "cpu") -> Tensor:
+    """n standard Gumbel variates, float64, keyed as `uniforms` are."""
+    return -(-uniforms(key, n, device).log()).log()
+
+
 def gumbel_argmax(scores_V: Tensor, key: tuple[int, int, int, int]) -> int:
     """A draw from softmax(scores) by the Gumbel-max trick; -inf scores are never drawn."""
-    noise = -(-uniforms(key, scores_V.numel(), scores_V.device).log()).log()
-    return int((scores_V.double() + noise).argmax())
+    return int((scores_V.double() + gumbel(key, scores_V.numel(), scores_V.device)).argmax())

@@ -1,4 +1,4 @@
-"""Draft checkpoints: the portable layout that vLLM, SGLang and SafeAILab load unchanged, written whole or not at all."""
+"""Draft checkpoints: the portable layout that vLLM, SGLang and SafeAILab load, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fledge.models.draft import Draft
 from fledge.models.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
 # -- whole or not at all ----------------------------------------------------------------------------------------
@@ -45,23 +47,30 @@ def replacing(directory: Path) -> Iterator[Path]:
         for file in new.iterdir():
             _flush(file)
         _flush(new)
-    except OSError as e:
+    except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(
-                e.errno,
-                f"no room to save {directory} ({os.strerror(e.errno)}); what was there is untouched. Free some space "
-                "or choose another --out, and go on with --resume",
-            ) from e
-        raise
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+        full = disk_full(e)
+        if full is None:
+            raise
+        raise OSError(
+            full,
+            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some space "
+            "or choose another --out, and go on with --resume",
+        ) from e
     if directory.exists():
         directory.rename(old)
     new.rename(directory)
     _flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def disk_full(error: BaseException | None) -> int | None:
+    """The errno of a full disk that an exception is, or hides: torch.save makes a RuntimeError of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def recover(directory: Path) -> None:
@@ -150,7 +159,7 @@ def read_draft_config(directory: str | Path) -> DraftConfig:
         raise ValueError(f"{file} is not JSON ({e}); the file is damaged, copy it again") from e
     try:
         return DraftConfig.from_hf(hf)
-    except ValueError as e:
+    except (ValueError, TypeError) as e:  # TypeError: a field of a kind that it cannot have
         raise ValueError(f"{file}: {e}") from e
 
 
@@ -175,7 +184,9 @@ def load_draft(
     """
     directory = Path(directory)
     config = read_draft_config(directory)
-    tensors = _renamed(read_tensors(directory / WEIGHTS), config)
+    tensors = _renamed(read_tensors(directory / WEIGHTS))
+    if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
+        config = replace(config, own_embeddings=True)
     if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
         raise ValueError(
             f"{directory / WEIGHTS} has no d2t: this draft predicts {config.draft_vocab_size} of "
@@ -204,14 +215,14 @@ def load_draft(
     return draft.to(device=device, dtype=dtype).eval()
 
 
-def _renamed(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Foreign names to ours; what engines accept and no draft needs is left out."""
     out = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+        name = SGLANG_NORMS.get(name, name)
         twin = name.startswith("layers.") and name.endswith("hidden_norm.weight")
-        unused_embedding = name == "embed_tokens.weight" and not config.own_embeddings
-        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or twin or unused_embedding:
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or twin:
             continue
         out[name] = tensor.to(torch.int64) if name == "d2t" else tensor
     return out
@@ -222,13 +233,11 @@ def fit(draft: Draft, target: Target) -> None:
 
     Raises ValueError naming the first thing that does not fit.
     """
-    config, known = draft.config, draft.config.provenance
+    config = draft.config
     problem = mismatch(config, target)
     if problem:
         raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
     target.read_layers(config.aux_layers)
-    if known.max_length and config.rope.rope_type == "longrope":
-        target.max_length = known.max_length
     draft.share_embedding(target.embedding)
 
 
@@ -242,7 +251,10 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
         return f"it was made for a vocabulary of {config.vocab_size} tokens and the target has {vocabulary}"
     if known.target_layers and known.target_layers != target.num_layers:
         return f"it was trained on a target of {known.target_layers} layers and this one has {target.num_layers}"
-    if known.tokenizer_sha256 and target.tokenizer is not None:
-        if known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
-            return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
+    other = known.tokenizer_sha256 and target.tokenizer is not None
+    if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
+        return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
+    if config.rope.rope_type == "longrope" and config.rope.for_length(target.max_length).long != config.rope.long:
+        used = "long" if config.rope.long else "short"
+        return f"it was trained with longrope's {used} factors; load the target with max_length={known.max_length}"
     return None

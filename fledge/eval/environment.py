@@ -1,0 +1,49 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def environment(device: str, dtype: str) -> dict[str, Any]:
+    """Machine, versions, threads and commit, as plain data for a record."""
+    import torch
+    import transformers
+
+    chip = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    return {
+        "device": chip,
+        "dtype": dtype.removeprefix("torch."),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this checkout, `+` behind it where tracked files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "fledge"], cwd=root, capture_output=True)
+    except OSError:
+        return None
+    return (head.stdout.strip() + ("+" if changed.returncode else "")) or None
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()

@@ -1,0 +1,71 @@
+"""Evaluation prompts from files: `turns`, `messages`, `conversations`, `prompt` or `text`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fledge.data.read import Record, read_records
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """Either a raw `text`, or user `turns` to be answered one after another behind fixed `messages`."""
+
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    turns: tuple[str, ...] = ()
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[EvalPrompt]:
+    """At most `limit` prompts, spread evenly over the file. Raises ValueError for a file without any.
+
+    `turns` is a list of user messages; `messages` are cut before the middle assistant turn; a `text` is cut in half.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; --prompts takes a JSON lines file")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty")
+    try:
+        first = json.loads(lines[0])
+    except ValueError as e:
+        raise ValueError(f"{path}, line 1 is not JSON: {e}") from e
+    if isinstance(first, dict) and ("turns" in first or "prompt" in first):
+        prompts = [_from_row(line, f"{path}, line {i + 1}") for i, line in enumerate(lines)]
+    else:
+        prompts = [prompt_of(record) for record in read_records([str(path)])]
+    return spread(prompts, limit)
+
+
+def spread(items: list[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of the items, evenly spaced and in order."""
+    if limit is None or limit >= len(items):
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def prompt_of(record: Record) -> EvalPrompt:
+    """A record cut where a decoder could go on: before its middle assistant turn, or in the middle of its text."""
+    if record.text is not None:
+        return EvalPrompt(text=record.text[: max(len(record.text) // 2, 1)])
+    messages = record.messages or []
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not answers:
+        raise ValueError(f"{record.where} has no assistant turn to be decoded")
+    return EvalPrompt(messages=tuple(messages[: answers[len(answers) // 2]]))
+
+
+def _from_row(line: str, where: str) -> EvalPrompt:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{where} is not JSON: {e}") from e
+    if isinstance(row.get("prompt"), str):
+        return EvalPrompt(text=row["prompt"])
+    if row.get("turns") and all(isinstance(t, str) for t in row["turns"]):
+        return EvalPrompt(turns=tuple(row["turns"]))
+    raise ValueError(f"{where} has neither `turns`, a list of user messages, nor a `prompt`")

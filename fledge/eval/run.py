@@ -1,0 +1,220 @@
+"""Decodes prompts with and without a draft in one run and reports what was gained, and whether a word changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.verify import Chooser
+from fledge.eval.environment import environment
+from fledge.eval.metrics import alpha, repeated_ngrams, tau
+from fledge.eval.prompts import EvalPrompt
+from fledge.models.kv_cache import TargetCache
+from fledge.types import Sampling, Trace, without_processors
+
+LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[EvalPrompt],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Every prompt both ways, the two taking turns at going first; returns one JSON-ready record.
+
+    Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
+    allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
+    same run, and is counted under `near_ties` (SPEC: verification is lossless).
+    """
+    options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+    _once(engine, prompts[0], options)  # first calls pay for memory, threads and kernels
+    with_draft: list[Completion] = []
+    without: list[Completion] = []
+    ids: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        for fast, slow, prefix in _both(engine, prompt, options, request=i, fast_first=i % 2 == 0):
+            with_draft.append(fast)
+            without.append(slow)
+            ids.append(prefix)
+        advance()
+    differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
+    promised = sampling.greedy or sampling.draft == "greedy"
+    ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling) if promised else (0, None)
+    record = {
+        "tau": tau([c.trace for c in with_draft]),
+        "alpha": alpha([c.trace for c in with_draft]),
+        **_speeds(with_draft, without),
+        "identical": len(ids) - len(differing) if promised else None,
+        "near_ties": ties if promised else None,
+        "different": len(differing) - ties if promised else None,
+        "batch_noise": noise,
+        "prompts": len(ids),
+        **_loops(with_draft),
+        "round": _round_split(engine, with_draft, without),
+        "sampling": asdict(without_processors(sampling)),
+        "max_new_tokens": max_new_tokens,
+        "depth": engine.depth,
+        "target": engine.target.name,
+        "draft_for": engine.draft.config.provenance.target,
+        "template_kwargs": engine.template.kwargs,
+        "environment": environment(engine.target.device.type, str(engine.target.dtype)),
+    }
+    if sampling.greedy:
+        record["baseline_over_transformers"] = compare_with_transformers(engine, ids[:4], max_new_tokens)
+    return record
+
+
+def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
+    """τ of greedy decoding alone, for choosing checkpoints."""
+    options = dict(max_new_tokens=max_new_tokens, sampling=Sampling())
+    return {"tau": tau([_once(engine, p, options).trace for p in prompts])}
+
+
+def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
+    """The raw text, or the messages up to the next answer."""
+    if prompt.text is not None:
+        return prompt.text
+    messages = list(prompt.messages)
+    for i, turn in enumerate(prompt.turns[: len(answers) + 1]):
+        messages.append({"role": "user", "content": turn})
+        if i < len(answers):
+            messages.append({"role": "assistant", "content": answers[i]})
+    return messages
+
+
+def _once(engine: Engine, prompt: EvalPrompt, options: dict[str, Any]) -> Completion:
+    return engine.generate(_prompt(prompt, ()), **options)
+
+
+def _both(engine: Engine, prompt: EvalPrompt, options: dict[str, Any], *, request: int, fast_first: bool):
+    """Yields (with draft, without, prompt ids) of each turn; later turns follow the baseline's answers."""
+    answers: list[str] = []
+    for _ in range(max(len(prompt.turns), 1)):
+        asked = _prompt(prompt, answers)
+        made = {}
+        for speculate in (True, False) if fast_first else (False, True):
+            made[speculate] = engine.generate(asked, speculate=speculate, request=request, **options)
+        answers.append(made[False].text)
+        yield made[True], made[False], list(engine.template.prompt_ids(asked))
+
+
+def _speeds(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
+    def speed(completions: list[Completion]) -> float:
+        return sum(len(c.tokens) for c in completions) / sum(c.trace.t_total for c in completions)
+
+    fast, slow = speed(with_draft), speed(without)
+    return {"tokens_per_s": fast, "baseline_tokens_per_s": slow, "speedup": fast / slow}
+
+
+def _loops(completions: list[Completion]) -> dict[str, Any]:
+    counts = [repeated_ngrams(c.tokens) for c in completions]
+    straight = [c.trace for c, (said, n) in zip(completions, counts, strict=True) if said <= LOOPING * n]
+    return {
+        "repeated_8grams": sum(said for said, _ in counts) / max(sum(n for _, n in counts), 1),
+        "not_looping": len(straight),
+        "tau_not_looping": tau(straight),
+        "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
+    }
+
+
+def _round_split(engine: Engine, with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
+    """Milliseconds of a mean round by part, and the speedup that no overhead would leave: τ / (v + d), with v a
+    verification in vanilla tokens and d the bytes that drafting reads over those the target reads."""
+    traces = [c.trace for c in with_draft]
+    n = max(sum(len(t.rounds) for t in traces), 1)
+    draft = sum(r.t_draft for t in traces for r in t.rounds) / n
+    verify = sum(r.t_verify for t in traces for r in t.rounds) / n
+    whole = sum(t.t_total - t.t_prefill for t in traces) / n
+    steps = sum(max(len(c.tokens) - 1, 1) for c in without)
+    token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
+    bytes_over = engine.depth * _bytes_read(engine.draft) / _bytes_read(engine.target.model)
+    return {
+        "draft_ms": draft * 1e3,
+        "verify_ms": verify * 1e3,
+        "overhead_ms": (whole - draft - verify) * 1e3,
+        "vanilla_token_ms": token * 1e3,
+        "prefill_share": sum(t.t_prefill for t in traces) / sum(t.t_total for t in traces),
+        "ceiling": tau(traces) / (verify / token + bytes_over),
+    }
+
+
+def _bytes_read(model: torch.nn.Module) -> int:
+    """Bytes of the weights a pass multiplies by: all parameters but an embedding that is only looked up."""
+    tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    heads = {m.weight.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in tables - heads)
+
+
+def _near_ties(
+    engine: Engine,
+    differing: list[int],
+    ids: list[list[int]],
+    with_draft: list[Completion],
+    without: list[Completion],
+    sampling: Sampling,
+) -> tuple[int, float | None]:
+    """How many first differences are ties within the noise that another batch shape makes, and that noise.
+
+    The noise is the largest change of the gap between the two best-ranked tokens when the same text goes through the
+    target one token at a time and in rounds, over all the text on which both runs agree.
+    """
+    gaps, noise = [], 0.0
+    for i in differing:
+        a, b = with_draft[i].tokens, without[i].tokens
+        agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
+        one, many = (
+            _gaps(engine, ids[i], b[: agreed + 1], width, Chooser(sampling, i)) for width in (1, engine.depth + 1)
+        )
+        noise = max(noise, float((one - many).abs().max()))
+        gaps.append(float(one[agreed]))
+    return sum(gap <= noise for gap in gaps), noise if differing else None
+
+
+@torch.inference_mode()
+def _gaps(engine: Engine, prefix: list[int], tokens: list[int], width: int, chooser: Chooser) -> torch.Tensor:
+    """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time. float64."""
+    cache, device = TargetCache(), engine.target.device
+    logits = [engine.target.forward(torch.tensor(prefix, device=device), cache, features=False, last_only=True)[0]]
+    for at in range(0, len(tokens) - 1, width):
+        piece = torch.tensor(tokens[at : min(at + width, len(tokens) - 1)], device=device)
+        logits.append(engine.target.forward(piece, cache, features=False)[0])
+    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
+    top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
+    return top[:, 0] - top[:, 1]
+
+
+def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:
+    """Vanilla tokens per second over those of transformers' own greedy `generate`, on the same prompts."""
+    target = engine.target
+    seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
+    greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, repetition_penalty=1.0)
+    for prefix in ids:
+        inputs = torch.tensor([prefix], device=target.device)
+        for timed in (False, True):
+            began = time.perf_counter()
+            out = target.model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(target.stop_ids) or None, pad_token_id=0, **greedy,
+            )  # fmt: skip
+            n = out.shape[1] - len(prefix)  # counting waits for the device
+            out.cpu()
+            if timed:
+                seconds, tokens = seconds + time.perf_counter() - began, tokens + n
+        began = time.perf_counter()
+        for done in engine._vanilla(prefix, Sampling(), 0, Trace()):
+            n -= 1
+            own_tokens += 1
+            if n <= 0 or done[0] in target.stop_ids:
+                break
+        own_seconds += time.perf_counter() - began
+    return (own_tokens / own_seconds) / (tokens / seconds)
+
+

@@ -1,0 +1,1 @@
+"""What each command does, from its options (a frozen dataclass, which is also its flags) to its result."""

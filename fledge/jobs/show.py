@@ -1,0 +1,58 @@
+"""Progress bars and lines on a terminal, on standard error; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Show:
+    """What a job tells its user while it runs. `quiet` says nothing."""
+
+    def __init__(self, quiet: bool = False):
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._line_at = 0.0
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def counting(self, what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+        """A bar that the yielded callable moves by one."""
+        with self._new_bar() as bar:
+            task = bar.add_task(what, total=total, completed=done)
+            yield lambda: bar.advance(task)
+
+    def step(self, steps: int, metrics: dict[str, Any]) -> None:
+        """Shows a training step: loss, walked τ, first-step hits, speed, and τ by the decoder where it was measured."""
+        if self._bar is None:
+            self._bar = self._new_bar()
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=steps)
+        text = f"loss {metrics['loss']:.3f}  τ {metrics['tau']:.2f}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=metrics["step"], description=text)
+        if "eval_tau" in metrics:
+            self._bar.console.print(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
+        elif not self.console.is_terminal and time.monotonic() - self._line_at > 20:
+            self._line_at = time.monotonic()
+            self.say(f"step {metrics['step']:,}/{steps:,}  {text}")
+        if metrics["step"] == steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the training bar, so that what follows stands below it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _new_bar(self) -> Progress:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        return Progress(*columns, *times, console=self.console, disable=not self.console.is_terminal)

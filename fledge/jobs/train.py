@@ -1,0 +1,291 @@
+"""`fledge train`: from a target and chats to a draft."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from fledge.jobs.options import dtype_named, opt, template_kwargs
+
+if TYPE_CHECKING:
+    from fledge.data.read import Record
+    from fledge.data.template import ChatTemplate
+    from fledge.models.draft import Draft
+    from fledge.models.target import Target
+    from fledge.types import Document
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train an EAGLE-3 draft for a target on chats or plain text."""
+
+    target: str | None = opt("the model to speed up: a directory or hub id", None)
+    data: list[str] = opt("files, globs or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True)
+    out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
+    resume: str | None = opt("go on with the run in this directory, with its own options", None)
+    init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
+    epochs: float = opt("passes over the data", 1.0)
+    steps: int | None = opt("optimizer steps, instead of --epochs", None)
+    depth: int = opt("draft steps trained (TTT), and drafted by default", 5)
+    draft_vocab: int | None = opt("tokens the draft can propose (default: at most 32,000 of the target's)", None)
+    max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048)
+    row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None)
+    rows_per_step: int = opt("rows accumulated for each optimizer step", 1)
+    lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None)
+    warmup: float = opt("share of the steps that the learning rate rises for", 0.05)
+    weight_decay: float = opt("AdamW's, on matrices", 0.01)
+    clip: float = opt("largest gradient norm", 1.0)
+    gamma: float = opt("weight of step k is gamma^k", 0.8)
+    keep_unseen: bool = opt("also learn from slots whose target token the draft cannot say", False)
+    fc_norm: bool = opt("EAGLE-3.1: an RMSNorm on each captured layer", False)
+    norm_output: bool = opt("EAGLE-3.1: feed back the normed state", False)
+    norm_before_fc: bool = opt("speculators: one RMSNorm over all captured layers", False)
+    norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
+    qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
+    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3)", None)
+    layers: int = opt("decoder layers of the draft", 1)
+    train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
+    template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
+    skip_bad: bool = opt("count and leave out conversations the template refuses", False)
+    eval_prompts: str | None = opt("held-out prompts for τ while training (default: 16 records of the data)", None)
+    eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0)
+    eval_tokens: int = opt("new tokens for each of those prompts", 64)
+    save_every: int = opt("steps between checkpoints", 200)
+    log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
+    seed: int = opt("of initial weights, packing and held-out records", 0)
+    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+
+EVAL_RECORDS = 16
+
+
+def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
+    """Trains (or goes on) and returns the last metrics. `say` prints a line, `progress` shows steps."""
+    import torch
+
+    from fledge.data.dataset import Rows
+    from fledge.decode.engine import resolve_device
+    from fledge.models.target import load_target
+    from fledge.models.weights import fit
+    from fledge.train.checkpoint import RunDirectory
+    from fledge.train.trainer import Source, train
+
+    directory = RunDirectory(options.resume or options.out)
+    if options.resume:
+        options = _saved_options(directory, options.resume)
+    _check(options)
+    device = resolve_device(options.device)
+    target = load_target(
+        options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length
+    )
+    target.read_layers(_layer_ids(options.aux_layers))
+    target.check_isolation()
+    if not target.packs:
+        say("this target does not keep packed documents apart, so it reads them one at a time")
+    template = _template(options, target)
+    documents, held_out = _documents(options, template, say, progress)
+    torch.manual_seed(options.seed)
+    draft = _draft(options, target, template, documents, say).to(device=target.device, dtype=target.dtype)
+    fit(draft, target)
+    rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
+    schedule = _schedule(options, draft, rows)
+    if not options.resume:
+        directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
+    elif directory.read_config()["data_sha256"] != _fingerprint(documents):
+        raise ValueError(f"the data is not what {options.resume} was started with; resuming needs the same files")
+    say(
+        f"{sum(p.numel() for p in draft.parameters() if p.requires_grad):,} parameters to train on {device}, "
+        f"{schedule.steps:,} steps of {schedule.rows_per_step} x {rows.row_length:,} tokens, lr {schedule.lr:.2g}"
+    )
+    loggers = _loggers(options.log, directory.path)
+    metrics: dict[str, Any] = {}
+
+    def report(step_metrics: dict[str, Any]) -> None:
+        metrics.update(step_metrics)
+        progress.step(schedule.steps, step_metrics)
+        for logger in loggers:
+            logger(step_metrics)
+
+    where = train(
+        draft, rows, Source(target.features, target.logits), schedule, directory,
+        save_dtype=torch.bfloat16, evaluate=_evaluator(options, target, held_out), resume=bool(options.resume),
+        report=report,
+    )  # fmt: skip
+    if where.step < schedule.steps:
+        say(f"stopped after step {where.step}; go on with: fledge train --resume {directory.path}")
+    else:
+        say(f"trained in {where.seconds:.0f} s; the draft is {directory.draft}")
+    return metrics
+
+
+def _saved_options(directory: Any, resume: str) -> TrainOptions:
+    saved = directory.read_config()["options"]
+    known = {f.name for f in fields(TrainOptions)}
+    return TrainOptions(**{**{k: v for k, v in saved.items() if k in known}, "resume": resume, "out": resume})
+
+
+def _check(options: TrainOptions) -> None:
+    if not options.target or not options.data:
+        raise ValueError("give --target and --data (or --resume RUN)")
+    if options.depth < 1 or options.rows_per_step < 1:
+        raise ValueError("--depth and --rows-per-step are at least 1")
+    if options.row_length is not None and options.row_length < options.max_length:
+        raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
+    if options.log not in (None, "tensorboard", "wandb"):
+        raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
+
+
+def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return tuple(sorted(int(i) for i in text.split(","))) if text else None
+    except ValueError as e:
+        raise ValueError(f"--aux-layers {text} is not a list of layer numbers such as 2,16,29") from e
+
+
+def _template(options: TrainOptions, target: Target) -> ChatTemplate:
+    from fledge.data.template import ChatTemplate
+    from fledge.models.weights import read_draft_config
+
+    kwargs = template_kwargs(options.template_kwargs)
+    if kwargs is None and options.init_from:
+        kwargs = read_draft_config(options.init_from).provenance.template_kwargs
+    return ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
+
+
+def _documents(
+    options: TrainOptions, template: ChatTemplate, say: Callable[[str], None], progress: Any
+) -> tuple[list[Document], list[Record]]:
+    """Training documents, and the records kept out of them for measuring τ."""
+    from fledge.data.dataset import make_documents
+    from fledge.data.read import read_records
+
+    records = read_records(options.data, options.seed)
+    held_out: list[Record] = []
+    if not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
+        chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
+        held_out = [r for i, r in enumerate(records) if i in chosen]
+        # a record taken twice is the same object: none of its copies is trained on
+        kept_out = {id(r) for r in held_out}
+        records = [r for r in records if id(r) not in kept_out]
+    with progress.counting("reading chats", len(records)) as advance:
+        documents, report = make_documents(
+            records, template, options.max_length, skip_bad=options.skip_bad, advance=advance
+        )
+    say(str(report))
+    return documents, held_out
+
+
+def _draft(
+    options: TrainOptions, target: Target, template: ChatTemplate, documents: list[Document], say: Callable[[str], None]
+) -> Draft:
+    """A new draft whose head starts from the target's rows, or the one to go on with."""
+    import torch
+
+    from fledge.config import DraftConfig
+    from fledge.data.vocab import choose_vocabulary
+    from fledge.models.draft import Draft
+    from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
+
+    known = dict(
+        target=target.name,
+        target_layers=target.num_layers,
+        tokenizer_sha256=tokenizer_sha256(target.tokenizer),
+        template_sha256=template_sha256(target.tokenizer),
+        template_kwargs=template.kwargs,
+        depth=options.depth,
+        max_length=options.max_length,
+    )
+    vocab = target.embedding.shape[0]
+    if options.init_from:
+        draft = load_draft(options.init_from)
+        draft.config = draft.config.with_provenance(**known)
+        if options.train_embeddings and draft.embed_tokens is None:
+            raise ValueError("--train-embeddings cannot be added to a draft that reads the target's; train a new one")
+        return draft.train()
+    ids, coverage = choose_vocabulary(documents, vocab, options.draft_vocab or min(vocab, 32_000), target.stop_ids)
+    say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
+    if options.train_embeddings:
+        say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
+    hf = target.config.to_dict() | {"vocab_size": vocab}
+    config = DraftConfig.for_target(
+        hf, max_length=options.max_length, draft_vocab_size=ids.numel(), num_hidden_layers=options.layers,
+        aux_layers=target.aux_layers, num_aux_hidden_states=len(target.aux_layers), fc_norm=options.fc_norm,
+        norm_output=options.norm_output, norm_before_fc=options.norm_before_fc, qk_norm=options.qk_norm,
+        norm_before_residual=options.norm_before_residual, own_embeddings=options.train_embeddings,
+    ).with_provenance(coverage=coverage, **known)  # fmt: skip
+    draft = Draft(config)
+    draft.set_vocabulary(ids)
+    with torch.no_grad():
+        for module in draft.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.normal_(0, 0.02)
+        draft.lm_head.weight.copy_(target.head.weight[ids.to(target.device)])
+        if draft.embed_tokens is not None:
+            draft.embed_tokens.weight.copy_(target.embedding)
+    return draft
+
+
+def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
+    from fledge.train.trainer import Schedule
+
+    steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
+    return Schedule(
+        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, depth=options.depth, gamma=options.gamma,
+        rows_per_step=options.rows_per_step, warmup=options.warmup, weight_decay=options.weight_decay,
+        clip=options.clip, keep_unseen=options.keep_unseen, eval_every=options.eval_every,
+        save_every=options.save_every,
+    )  # fmt: skip
+
+
+def _evaluator(
+    options: TrainOptions, target: Target, held_out: list[Record]
+) -> Callable[[Draft], dict[str, float]] | None:
+    """τ of the real decoder on held-out prompts, in the dtype that trains."""
+    from fledge.decode.engine import Engine
+    from fledge.eval.prompts import prompt_of, read_prompts
+    from fledge.eval.run import acceptance
+
+    if options.eval_prompts:
+        prompts = read_prompts(options.eval_prompts, 32)
+    elif held_out:
+        prompts = [prompt_of(r) for r in held_out]
+    else:
+        return None
+
+    def evaluate(draft: Draft) -> dict[str, float]:
+        return acceptance(Engine(target, draft), prompts, options.eval_tokens)
+
+    return evaluate
+
+
+def _fingerprint(documents: list[Document]) -> str:
+    found = hashlib.sha256()
+    for d in documents:
+        found.update(d.tokens.numpy().tobytes() + d.spans.numpy().tobytes())
+    return found.hexdigest()
+
+
+def _loggers(name: str | None, path: Any) -> list[Callable[[dict[str, Any]], None]]:
+    def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+        lists = {f"{k}/{i}": x for k, v in metrics.items() if isinstance(v, list) for i, x in enumerate(v)}
+        return lists | {k: v for k, v in metrics.items() if not isinstance(v, list)}
+
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(path / "tensorboard"))
+            return [lambda m: [writer.add_scalar(k, v, m["step"]) for k, v in scalars(m).items()]]
+        if name == "wandb":
+            import wandb
+
+            board = wandb.init(project="fledge", dir=str(path))
+            return [lambda m: board.log(scalars(m), step=m["step"])]
+    except ImportError as e:
+        raise ValueError(f"--log {name} needs a package that is not installed: pip install fledge[{name}]") from e
+    return []
