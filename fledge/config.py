@@ -206,7 +206,8 @@ class DraftConfig:
         missing = [k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in hf]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        if not any("eagle3" in a.lower() for a in hf.get("architectures", ["eagle3"])) and "draft_vocab_size" not in hf:
+        names = hf.get("architectures") or ["eagle3"]
+        if not any("eagle3" in a.lower() for a in names) and "draft_vocab_size" not in hf:
             raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE-3 draft")
         if hf.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
@@ -217,13 +218,14 @@ class DraftConfig:
             # the nested list counts as SGLang does, by the layer whose output is read
             aux = [i + 1 for i in eagle["eagle_aux_hidden_state_layer_ids"]]
         rope = RopeConfig.from_hf(hf)
+        width = hf.get("target_hidden_size") or hf["hidden_size"]
         kept = {f.name for f in fields(Provenance)}
         return cls(
             hidden_size=hf["hidden_size"],
             intermediate_size=hf["intermediate_size"],
             vocab_size=hf["vocab_size"],
             draft_vocab_size=hf.get("draft_vocab_size") or hf["vocab_size"],
-            target_hidden_size=hf.get("target_hidden_size") or hf["hidden_size"],
+            target_hidden_size=width,
             rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             rope=replace(rope, long=bool(own.get("longrope_long", False))),
             max_position_embeddings=hf.get("max_position_embeddings", 2048),
@@ -237,7 +239,7 @@ class DraftConfig:
             norm_before_fc=bool(eagle.get("norm_before_fc", hf.get("norm_before_fc", False))),
             fc_norm=bool(hf.get("fc_norm", hf.get("use_aux_norm", False))),
             norm_output=bool(hf.get("norm_output", False)),
-            own_embeddings=bool(own.get("own_embeddings", "target_hidden_size" in hf)),
+            own_embeddings=bool(own.get("own_embeddings", width != hf["hidden_size"])),
             bos_token_id=_first(hf.get("bos_token_id")),
             eos_token_id=_first(hf.get("eos_token_id")),
             pad_token_id=hf.get("pad_token_id"),
@@ -292,7 +294,7 @@ class DraftConfig:
         if self.target_hidden_size != self.hidden_size:
             hf["target_hidden_size"] = self.target_hidden_size
         layers = self.provenance.target_layers
-        if self.aux_layers and not (layers and self.aux_layers == default_aux_layers(layers)):
+        if self.aux_layers and not (layers and self.aux_layers == _default_layers(layers)):
             hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
             hf["eagle_config"] = {
                 "eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.aux_layers],
@@ -314,13 +316,17 @@ def default_aux_layers(target_layers: int) -> tuple[int, ...]:
 
     Raises ValueError for a target too shallow for three distinct ones (fewer than 7 layers).
     """
-    layers = (2, target_layers // 2, target_layers - 3)
+    layers = _default_layers(target_layers)
     if len(set(layers)) < 3 or sorted(layers) != list(layers):
         raise ValueError(
             f"a target of {target_layers} layers has no three distinct default layers to read (2, n/2, n-3 = "
             f"{layers}); name them with --aux-layers, e.g. --aux-layers 1,{target_layers // 2},{target_layers - 1}"
         )
     return layers
+
+
+def _default_layers(n: int) -> tuple[int, int, int]:
+    return 2, n // 2, n - 3
 
 
 def _first(ids: int | list[int] | None) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.models.draft import Draft
-from fledge.models.weights import recover, replacing, save_draft, write_draft
+from fledge.models.weights import disk_full, recover, replacing, save_draft, write_draft
 
 
 class RunDirectory:
@@ -23,16 +23,19 @@ class RunDirectory:
     def start(self, config: dict[str, Any]) -> None:
         """Makes the directory for a new run. Raises ValueError where one has already been."""
         if self.config.exists():
-            raise ValueError(f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out")
+            raise ValueError(
+                f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.config.with_suffix(".new")
-        temporary.write_text(json.dumps(config, indent=2) + "\n")
-        temporary.replace(self.config)
+        _replace_text(self.config, json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
         if not self.config.is_file():
             raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
-        return json.loads(self.config.read_text())
+        try:
+            return json.loads(self.config.read_text())
+        except ValueError as e:
+            raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
@@ -61,4 +64,19 @@ class RunDirectory:
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines()
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            self.metrics.write_text("".join(line + "\n" for line in kept))
+            _replace_text(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def _replace_text(file: Path, text: str) -> None:
+    """Writes a small file whole, or leaves it as it was."""
+    temporary = file.with_name(file.name + ".new")
+    try:
+        temporary.write_text(text)
+        temporary.replace(file)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        if disk_full(e) is None:
+            raise
+        raise OSError(
+            e.errno, f"no room to write {file} ({e.strerror}); free some space or choose another --out"
+        ) from e
