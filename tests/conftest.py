@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config}
+
+torch.set_num_threads(1)  # models this small only lose time to threads
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -97,6 +102,16 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     draft = draft.to(target.dtype)
     fit(draft, target)
     return draft
+
+
+def break_on_purpose(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, old: str, new: str) -> None:
+    """Replaces `old` by `new` in the source of a module's or class's function, to see a test notice."""
+    found = getattr(owner, function)
+    source = textwrap.dedent(inspect.getsource(found))
+    assert old in source, f"{function} no longer contains {old!r}: bring this mutation up to date"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<broken {function}>", "exec"), found.__globals__, made)
+    monkeypatch.setattr(owner, function, made[function])
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,366 @@
+"""The law: what training computes for slot t at step k is what the decoder computes there.
+
+The training side is `ttt` on a packed row with features of the whole row. The decoder's side is the target run on
+that document alone with its cache, in pieces, forgetting wrong tokens in between, and `ChainProposer` with its choices
+forced to the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import break_on_purpose, tiny_draft, tiny_target
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fledge.data.pack import make_row
+from fledge.decode.propose import ChainProposer
+from fledge.kernels import ttt_attention
+from fledge.models import target as target_module
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import TargetCache
+from fledge.models.target import Target
+from fledge.train import objective
+from fledge.types import Document, Packed, Sampling
+
+STEPS = 5
+TOLERANCE = 1e-4
+
+
+# -- documents ----------------------------------------------------------------------------------------------------
+
+
+def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
+    """Random tokens with the given [start, end) spans."""
+    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    marks = torch.full((length,), -1, dtype=torch.int32)
+    for i, (a, b) in enumerate(spans):
+        marks[a:b] = i
+    return Document(tokens, marks)
+
+
+ONE = [document(26, (4, 13), (16, 26), seed=1)]
+SEVERAL = [
+    document(1, seed=2),
+    document(23, (5, 11), (14, 23), seed=3),
+    document(1, (0, 1), seed=4),
+    document(2, (0, 2), seed=5),
+    document(17, (1, 17), seed=6),
+    document(9, seed=7),
+    document(8, (0, 3), (3, 8), seed=8),
+    document(1, seed=9),
+]
+
+
+def row_of(documents: list[Document], filler: int = 0) -> Packed:
+    return make_row(documents, sum(d.tokens.numel() for d in documents) + filler)
+
+
+# -- the two sides ------------------------------------------------------------------------------------------------
+
+
+def trained(draft: Draft, target: Target, row: Packed, steps: int = STEPS) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+    """(slot, step) -> hidden state, draft logits, teacher logits, as `ttt` hands them to its loss."""
+    outs: list[Tensor] = []
+    seen: dict[str, Any] = {}
+    loss, hidden = objective.soft_target_loss, objective.ttt_hidden
+
+    def spy_loss(normed, head, rows, teacher, *args, **kwargs):
+        rows_needed = max((int(r.max()) + 1 for r in rows if r.numel()), default=0)
+        seen.update(normed=normed, rows=rows, teacher=teacher(slice(0, rows_needed)))
+        return loss(normed, head, rows, teacher, *args, **kwargs)
+
+    def spy_hidden(draft, row, features, live):
+        seen["live"] = live
+        outs.extend(hidden(draft, row, features, live))
+        return outs
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(objective, "soft_target_loss", spy_loss)
+        m.setattr(objective, "ttt_hidden", spy_hidden)
+        objective.ttt(draft, row, target.features(row), target.logits, steps=steps)
+    return {
+        (slot, k): (outs[k][i], draft.lm_head(seen["normed"][k][i]), seen["teacher"][seen["rows"][k][i]])
+        for k, slots in enumerate(seen["live"])
+        for i, slot in enumerate(slots.tolist())
+    }
+
+
+class Forced:
+    """A draft whose choices are those of a script, and which keeps what it computes."""
+
+    def __init__(self, draft: Draft):
+        self.draft, self.script, self.outs, self.logits = draft, [], [], []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.draft, name)
+
+    def play(self, script: Sequence[int]) -> None:
+        self.script, self.outs, self.logits = list(script), [], []
+
+    def step(self, *args, **kwargs) -> Tensor:
+        self.outs.append(self.draft.step(*args, **kwargs))
+        return self.outs[-1]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        self.logits.append(self.draft.lm_head(hidden))
+        return self.logits[-1]
+
+    def to_target(self, chosen: Tensor) -> Tensor:
+        return torch.full_like(chosen, self.script.pop(0))
+
+
+def run_target(target: Target, tokens: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Features and logits of one document, in pieces, each followed by tokens that are taken back."""
+    cache, at, aux, logits = TargetCache(), 0, [], []
+    for size in [*pieces, tokens.numel()]:
+        if at >= tokens.numel():
+            break
+        piece = tokens[at : at + size]
+        out, features = target.forward(piece, cache)
+        logits.append(out)
+        aux.append(features.aux_TAD)
+        at += piece.numel()
+        target.forward(torch.tensor([7, 5, 3]), cache, features=False)
+        cache.rollback(at)
+    return torch.cat(aux), torch.cat(logits)
+
+
+def decoded(
+    draft: Draft, target: Target, tokens: Tensor, stride: int, first: int, pieces: Sequence[int], steps: int = STEPS
+) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+    """(slot, step) -> the same three from the decoder, for slots first, first + stride, ..; the draft's cache is
+    extended by `stride` slots a round. Steps whose token or teacher would lie beyond the document are left out."""
+    n = tokens.numel()
+    aux, target_logits = run_target(target, tokens, pieces)
+    forced = Forced(draft)
+    proposer = ChainProposer(forced, steps, Sampling())
+    out, begin = {}, 0
+    for slot in range(first, n - 1, stride):
+        forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
+        proposer.propose(tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
+        begin = slot + 1
+        for k in range(min(steps, n - 1 - slot)):
+            out[slot, k] = (forced.outs[k][0], forced.logits[k][0], target_logits[slot + 1 + k])
+    return out
+
+
+def live_by_definition(d: Document, steps: int = STEPS) -> set[tuple[int, int]]:
+    """x_{t+1} .. x_{t+2+k} all in one span."""
+    n, spans = d.tokens.numel(), d.spans.tolist()
+    return {
+        (t, k)
+        for t in range(n)
+        for k in range(steps)
+        if t + 2 + k < n and spans[t + 1] >= 0 and len(set(spans[t + 1 : t + 3 + k])) == 1
+    }
+
+
+@torch.no_grad()
+def difference(
+    draft: Draft,
+    target: Target,
+    documents: list[Document],
+    row: Packed,
+    chunkings: Sequence[tuple[int, Sequence[int]]] = ((3, (7, 1, 4)),),
+    steps: int = STEPS,
+) -> float:
+    """Largest absolute difference between the two sides, infinite where they disagree on which slots are live.
+
+    `chunkings` are (stride, pieces): with stride s the decoder goes s times through the document, so that each slot
+    is once the last of its chunk.
+    """
+    training = trained(draft, target, row, steps)
+    expected, worst, start = set(), 0.0, 0
+    for d in documents:
+        tokens = d.tokens.long()
+        live = live_by_definition(d, steps)
+        expected |= {(start + t, k) for t, k in live}
+        for stride, pieces in chunkings if live else ():
+            rounds = [decoded(draft, target, tokens, stride, first, pieces, steps) for first in range(stride)]
+            ours = {key: value for part in rounds for key, value in part.items()}
+            for t, k in live & {(t - start, k) for t, k in training}:
+                pairs = zip(ours[t, k], training[start + t, k], strict=True)
+                worst = max([worst, *(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in pairs)])
+        start += tokens.numel()
+    assert expected, "nothing was compared"
+    return worst if expected == set(training) else float("inf")
+
+
+# -- it holds -----------------------------------------------------------------------------------------------------
+
+FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[1.0, 2.0, 4.0, 8.0])
+LONGROPE = dict(rope_type="longrope", factor=8.0, original_max_position_embeddings=16, **FACTORS)
+LLAMA3 = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+def rope(**parameters) -> dict[str, Any]:
+    return dict(rope_parameters={"rope_theta": 100.0, **parameters})
+
+
+SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
+    "llama": ({}, {}),
+    "qwen3": (dict(family="qwen3"), {}),
+    "phi3": (dict(family="phi3"), {}),
+    "one key-value head": (dict(num_key_value_heads=1), {}),
+    "no sharing of heads": ({}, dict(num_key_value_heads=4)),
+    "biases": (dict(attention_bias=True, mlp_bias=True), dict(attention_bias=True, mlp_bias=True)),
+    "qk_norm": (dict(family="qwen3"), dict(qk_norm=True)),
+    "fc_norm": ({}, dict(fc_norm=True)),
+    "norm_output": ({}, dict(norm_output=True)),
+    "eagle 3.1": ({}, dict(fc_norm=True, norm_output=True)),
+    "norm_before_residual": ({}, dict(norm_before_residual=True)),
+    "norm_before_fc": ({}, dict(norm_before_fc=True)),
+    "two layers": ({}, dict(num_hidden_layers=2)),
+    "three layers 3.1": ({}, dict(num_hidden_layers=3, norm_output=True, norm_before_residual=True)),
+    "decoupled head_dim": (dict(head_dim=12), dict(head_dim=10, num_attention_heads=6, num_key_value_heads=3)),
+    "partial rotary": (dict(family="phi3", head_dim=16, **rope(rope_type="default", partial_rotary_factor=0.5)), {}),
+    "linear": (rope(rope_type="linear", factor=2.0), {}),
+    "llama3": (rope(**LLAMA3), {}),
+    "yarn": (rope(**YARN), {}),
+    "yarn mscale": (rope(**YARN, mscale=1.0, mscale_all_dim=0.5, truncate=False), {}),
+    "longrope short": (dict(max_length=16, **rope(**LONGROPE)), {}),
+    "longrope long": (dict(max_length=64, **rope(**LONGROPE)), {}),
+    "phi3 longrope short": (dict(family="phi3", max_length=16, original_max_position_embeddings=16,
+                                 **rope(**LONGROPE)), {}),
+    "phi3 longrope long": (dict(family="phi3", max_length=64, original_max_position_embeddings=16,
+                                **rope(**LONGROPE)), {}),
+    "phi3 longrope partial": (dict(family="phi3", hidden_size=64, head_dim=16, max_length=64,
+                                   original_max_position_embeddings=16,
+                                   **rope(**LONGROPE, partial_rotary_factor=0.5)), {}),
+    "wider than its target": ({}, dict(hidden_size=48)),
+    "narrower than its target": ({}, dict(hidden_size=16, fc_norm=True)),
+    "small vocabulary": ({}, dict(draft_vocab_size=150)),
+    "other layers": ({}, dict(aux_layers=(0, 3, 5, 8), num_aux_hidden_states=4)),
+    "all at once": (
+        dict(family="qwen3", attention_bias=True, head_dim=12, **rope(**YARN)),
+        dict(hidden_size=24, head_dim=6, num_attention_heads=6, num_key_value_heads=2, attention_bias=True,
+             mlp_bias=True, qk_norm=True, norm_before_residual=True, norm_output=True, fc_norm=True,
+             num_hidden_layers=2, draft_vocab_size=99),
+    ),
+}  # fmt: skip
+
+
+def models(name: str) -> tuple[Target, Draft]:
+    of_target, of_draft = SHAPES[name]
+    target = tiny_target(tokenizer=False, **of_target)
+    return target, tiny_draft(target, **of_draft)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_is_decoding(name: str) -> None:
+    """Every live slot and step, of one document alone in its row and of several packed before a filler."""
+    target, draft = models(name)
+    assert difference(draft, target, ONE, row_of(ONE), [(1, (3,))]) <= TOLERANCE
+    assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) <= TOLERANCE
+    assert target.packs, "the packed path was to be tested"
+
+
+def test_where_the_target_does_not_pack() -> None:
+    """Documents run one at a time where the model mixes packed ones; the draft's row is packed all the same."""
+    target, draft = models("llama")
+    target.packs = False
+    assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) <= TOLERANCE
+
+
+@st.composite
+def layouts(draw) -> tuple[list[Document], int]:
+    """A few documents of any length from one token on, with any spans, and the room left for filler."""
+    documents = []
+    for i in range(draw(st.integers(1, 4))):
+        n = draw(st.integers(1, 18))
+        cuts = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
+        spans = [(a, b) for a, b in pairwise(cuts) if draw(st.booleans())]
+        documents.append(document(n, *spans, seed=draw(st.integers(0, 1000)) + i))
+    return documents, draw(st.integers(0, 5))
+
+
+@functools.cache
+def two_layers() -> tuple[Target, Draft]:
+    return models("two layers")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    layout=layouts(), stride=st.integers(1, 6), pieces=st.lists(st.integers(1, 9), max_size=5), steps=st.integers(1, 7)
+)
+def test_any_layout(layout, stride: int, pieces: list[int], steps: int) -> None:
+    """Random documents, spans, filler, chunks and depths."""
+    documents, filler = layout
+    assume(any(live_by_definition(d, steps) for d in documents))
+    target, draft = two_layers()
+    row = row_of(documents, filler)
+    assert difference(draft, target, documents, row, [(stride, pieces)], steps) <= TOLERANCE
+
+
+# -- and it is the kind of law that can be broken -----------------------------------------------------------------
+
+MUTATIONS = {  # name -> (owner, function, old, new, shape)
+    "position without k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S]", "llama"),
+    "position twice k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S] + 2 * k", "llama"),
+    "tokens not shifted": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + k", "llama"),
+    "tokens shifted twice": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + 2 + k", "llama"),
+    "teacher a token early": (objective, "ttt", "t + 1 + k", "t + k", "llama"),
+    "live a token longer": (Packed, "live", "self.span_T[2 + k :]", "self.span_T[1 + k : -1]", "llama"),
+    "live a token shorter": (Packed, "live", "self.span_T[2 + k :]", "self.span_T.roll(-1)[2 + k :]", "llama"),
+    "sees one more": (ttt_attention, "visible", "<= slot_S[:, None]", "<= slot_S[:, None] + 1", "llama"),
+    "does not see itself": (ttt_attention, "visible", "<= slot_S[:, None]", "< slot_S[:, None]", "two layers"),
+    "sees other documents": (ttt_attention, "visible", "(doc_S[:, None] == doc_N) &", "", "llama"),
+    "past shrinks with k": (objective, "ttt_attention_eager", "visible(slots,", "visible(slots - len(own),", "llama"),
+    "feeds back the normed": (objective, "ttt_hidden", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
+    "feeds back the un-normed": (objective, "ttt_hidden", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
+    "feeds back features": (objective, "ttt_hidden", "draft.read(out[-1])[0][context.kept]", "hidden[at]", "llama"),
+    "forgets its own steps": (objective._Context, "attend", "self.own[layer], self", "[], self", "llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these mistakes, made on the training side alone, shows as a difference far above the tolerance."""
+    *mutation, shape = MUTATIONS[name]
+    target, draft = models(shape)
+    row = row_of(SEVERAL, filler=7)
+    break_on_purpose(monkeypatch, *mutation)
+    assert difference(draft, target, SEVERAL, row) > 1e-3
+
+
+def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own longrope, left to choose by the length of each call, differs between a packed row and its
+    documents and between prefill and decoding; chosen once, it does not."""
+    assert sum(d.tokens.numel() > 16 for d in SEVERAL) == 2 < sum(d.tokens.numel() > 0 for d in SEVERAL)
+    row = row_of(SEVERAL)
+    target, draft = models("phi3 longrope long")
+    assert difference(draft, target, SEVERAL, row) <= TOLERANCE
+    monkeypatch.setattr(target_module, "_fix_longrope", lambda *_: None)
+    target, draft = models("phi3 longrope long")
+    assert difference(draft, target, SEVERAL, row) > 1e-3
+
+
+@pytest.mark.parametrize("max_length", [16, 64])
+def test_longrope_is_one_function_of_the_document(max_length: int) -> None:
+    """Features of documents shorter and longer than the original length: packed, alone, and by the cache, one token
+    at a time across that length, are the same; and the short and the long list are not."""
+    target = tiny_target(max_length=max_length, tokenizer=False, **rope(**LONGROPE))
+    target.read_layers(None)
+    documents = [document(n, seed=n) for n in (8, 40, 12, 17, 16)]
+    packed = target.features(make_row(documents, 100))
+    other = tiny_target(max_length=80 - max_length, tokenizer=False, **rope(**LONGROPE))
+    start = 0
+    for d in documents:
+        n = d.tokens.numel()
+        alone = target.features(make_row([d], n))
+        stepped, _ = run_target(target, d.tokens.long(), [5, *[1] * n])
+        here = packed.aux_TAD[start : start + n]
+        torch.testing.assert_close(alone.aux_TAD, here, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(stepped, here, atol=TOLERANCE, rtol=0)
+        assert (other.features(make_row([d], n)).aux_TAD - here).abs().max() > 1e-3
+        start += n
