@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,9 @@ class DraftConfig:
         `hf` is the target's (text) config as a dict; `overrides` replace any field. Raises ValueError where the
         target's RoPE cannot be used or the overrides contradict each other.
         """
+        missing = [k for k in NEEDED if hf.get(k) is None]
+        if missing:
+            raise ValueError(f"the target's config has no {', '.join(missing)}, which its draft's shape is taken from")
         width = overrides.get("hidden_size", hf["hidden_size"])
         shape = dict(
             hidden_size=width,
@@ -203,7 +207,7 @@ class DraftConfig:
         """Reads a draft's config.json. Raises ValueError for what is not an EAGLE-3 draft, with the reason."""
         if "speculators_config" in hf or "speculators_model_type" in hf:
             raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
-        missing = [k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in hf]
+        missing = [k for k in NEEDED if k not in hf]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
         names = hf.get("architectures") or ["eagle3"]
