@@ -1,10 +1,10 @@
 """fledge trains EAGLE draft models for any causal language model and decodes with them, losslessly and faster.
 
-    import fledge
-    engine = fledge.load("path/to/target", draft="path/to/draft")
-    print(engine.generate("Once upon a time", max_new_tokens=100).text)
-    for piece in engine.stream([{"role": "user", "content": "Hello"}], sampling=fledge.Sampling(temperature=0.7)):
-        print(piece, end="", flush=True)
+>>> import fledge
+>>> engine = fledge.load("path/to/target", draft="path/to/draft")
+>>> print(engine.generate("Once upon a time", max_new_tokens=100).text)
+>>> for piece in engine.stream([{"role": "user", "content": "Hello"}], sampling=fledge.Sampling(temperature=0.7)):
+...     print(piece, end="", flush=True)
 """
 
 from __future__ import annotations

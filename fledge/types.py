@@ -9,6 +9,7 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +61,7 @@ class Packed:
         """[start, end) of every document in the row, the filler included."""
         cuts = (self.doc_T[1:] != self.doc_T[:-1]).nonzero().squeeze(-1) + 1
         edges = [0, *cuts.tolist(), self.doc_T.numel()]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     def to(self, device: torch.device | str) -> Packed:
         return Packed(*(getattr(self, f).to(device) for f in ("token_T", "span_T", "position_T", "doc_T")))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import random
+import sys
 import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +123,53 @@ def break_on_purpose(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str,
 @pytest.fixture(scope="session")
 def target() -> Target:
     return tiny_target()
+
+
+def tiny_target_directory(parent: Path, **config: Any) -> Path:
+    """A tiny target saved as `save_pretrained` does, for what is loaded by path."""
+    target = tiny_target(**config)
+    target.model.save_pretrained(parent / "target")
+    target.tokenizer.save_pretrained(parent / "target")
+    return parent / "target"
+
+
+def tiny_chats(file: Path, n: int) -> Path:
+    """n two-turn conversations in the words of the tiny tokenizer."""
+    words = "the young bird tries its wings falls and tries again until it can fly".split()
+    draw = random.Random(0)
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(3, 8)))
+
+    roles = ("user", "assistant") * 2
+    lines = [json.dumps({"messages": [{"role": r, "content": text()} for r in roles]}) for _ in range(n)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@dataclass
+class Ran:
+    """How a command ended: exit code, standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs a fledge command in this process, as its console script would."""
+    from fledge.cli import main
+
+    def run(*words: Any) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["fledge", *map(str, words)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        said = capsys.readouterr()
+        return Ran(code, said.out, said.err)
+
+    return run

@@ -197,7 +197,7 @@ def load(
 
 
 def resolve_device(device: str) -> str:
-    """"auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
+    """ "auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -228,4 +228,3 @@ class _Clock:
             return b - a, c - b
         c.synchronize()
         return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3
-

@@ -15,7 +15,7 @@ from fledge.types import Sampling
 
 @dataclass(frozen=True)
 class Chain:
-    """K drafted target ids, int64 [K], and the distributions they were drawn from, float64 [K, W], if they were drawn."""
+    """K drafted target ids, int64 [K], and where they were drawn their distributions, float64 [K, W]."""
 
     token_K: Tensor
     q_KW: Tensor | None = None
@@ -47,11 +47,11 @@ class ChainProposer:
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         for k in range(self.depth):
-            if k > 0:
-                out = draft.step(tokens[-1], fed_back, position[R + k - 1 : R + k], cache.attend)
-                cache.length += 1
             fed_back, normed = draft.read(out)
             tokens.append(draft.to_target(self._choose(draft.lm_head(normed), stable + 1 + k, qs)))
+            if k + 1 < self.depth:
+                out = draft.step(tokens[-1], fed_back, position[R + k : R + k + 1], cache.attend)
+                cache.length += 1
         cache.length = stable
         return Chain(torch.cat(tokens), torch.stack(qs) if qs else None)
 

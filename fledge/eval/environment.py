@@ -43,7 +43,9 @@ def commit() -> str | None:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         if names:
             return names[0]
     return platform.processor() or platform.machine()

@@ -216,5 +216,3 @@ def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_toke
                 break
         own_seconds += time.perf_counter() - began
     return (own_tokens / own_seconds) / (tokens / seconds)
-
-

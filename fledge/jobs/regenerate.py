@@ -1,4 +1,4 @@
-"""`fledge regenerate`: the target answers the data's prompts itself, since drafts trained on its words fit it better."""
+"""`fledge regenerate`: the target answers the data's prompts itself; a draft trained on its words fits it better."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def _generate(prompts: list[list[int]], target: Target, options: RegenerateOptio
         return []
     limit = target.max_length - options.max_new_tokens
     if max(map(len, prompts)) > limit:
-        raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves no room for --max-new-tokens in the target")
+        raise ValueError(
+            f"a prompt of {max(map(len, prompts))} tokens leaves no room for --max-new-tokens in the target"
+        )
     width = max(map(len, prompts))
     pad = target.tokenizer.pad_token_id if target.tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)

@@ -39,7 +39,9 @@ class Show:
         text = f"loss {metrics['loss']:.3f}  τ {metrics['tau']:.2f}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=metrics["step"], description=text)
         if "eval_tau" in metrics:
-            self._bar.console.print(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
+            self._bar.console.print(
+                f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts"
+            )
         elif not self.console.is_terminal and time.monotonic() - self._line_at > 20:
             self._line_at = time.monotonic()
             self.say(f"step {metrics['step']:,}/{steps:,}  {text}")

@@ -24,7 +24,9 @@ class TrainOptions:
     """Train an EAGLE-3 draft for a target on chats or plain text."""
 
     target: str | None = opt("the model to speed up: a directory or hub id", None)
-    data: list[str] = opt("files, globs or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True)
+    data: list[str] = opt(
+        "files, globs or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
+    )
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
     init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
@@ -80,9 +82,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         options = _saved_options(directory, options.resume)
     _check(options)
     device = resolve_device(options.device)
-    target = load_target(
-        options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length
-    )
+    target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(_layer_ids(options.aux_layers))
     target.check_isolation()
     if not target.packs:

@@ -56,23 +56,28 @@ def ttt_attention_eager(
 
 
 def document_blocks(
-    slots: Tensor, documents: Sequence[tuple[int, int]], width: int = 1024
+    slots: Tensor, documents: Sequence[tuple[int, int]], width: int = 512
 ) -> list[tuple[int, int, int, int]]:
-    """Groups whole documents into blocks of at most `width` tokens (or one longer document), with their queries.
+    """Cuts a row into blocks of whole documents of at most `width` tokens, a longer one into stretches of `width`
+    queries that read its keys so far. Each block names its queries and keys; one without queries is left out.
 
-    `slots` is ascending and on the CPU; blocks without a query are left out.
+    `slots` is ascending and on the CPU.
     """
-    edges: list[tuple[int, int]] = []
+    groups: list[tuple[int, int]] = []
     for start, end in documents:
-        if edges and end - edges[-1][0] <= width:
-            edges[-1] = (edges[-1][0], end)
+        if groups and end - groups[-1][0] <= width:
+            groups[-1] = (groups[-1][0], end)
         else:
-            edges.append((start, end))
-    if not edges:
-        return []
-    cuts = torch.searchsorted(slots, torch.tensor([e for _, e in edges], dtype=slots.dtype)).tolist()
-    first = [0, *cuts[:-1]]
-    return [(q0, q1, n0, n1) for q0, q1, (n0, n1) in zip(first, cuts, edges, strict=True) if q1 > q0]
+            groups.append((start, end))
+    cuts = torch.searchsorted(slots, torch.tensor([e for _, e in groups], dtype=slots.dtype)).tolist()
+    blocks = []
+    for q0, q1, (n0, n1) in zip([0, *cuts[:-1]], cuts, groups, strict=True):
+        if n1 - n0 <= width:
+            blocks += [(q0, q1, n0, n1)] if q1 > q0 else []
+        else:
+            ends = [min(q + width, q1) for q in range(q0, q1, width)]
+            blocks += [(q, e, n0, int(slots[e - 1]) + 1) for q, e in zip(range(q0, q1, width), ends, strict=True)]
+    return blocks
 
 
 def _attend(q_SHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, own: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:

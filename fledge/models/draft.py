@@ -33,7 +33,9 @@ class Draft(nn.Module):
         self.fc = nn.Linear(A * D, E, bias=False)
         self.midlayer = Layer(config, first=True)
         if config.num_hidden_layers > 1:
-            self.layers = nn.ModuleDict({str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)})
+            self.layers = nn.ModuleDict(
+                {str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)}
+            )
         self.norm = RMSNorm(E, eps)
         self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, E) if config.own_embeddings else None
@@ -64,7 +66,9 @@ class Draft(nn.Module):
         if ids_W.numel() != W or (W > 1 and not bool((ids_W[1:] > ids_W[:-1]).all())):
             raise ValueError(f"a draft vocabulary of {W} needs that many ascending distinct ids, got {ids_W.numel()}")
         if ids_W.min() < 0 or ids_W.max() >= V:
-            raise ValueError(f"the vocabulary map names ids {ids_W.min()}..{ids_W.max()} outside the target's 0..{V - 1}")
+            raise ValueError(
+                f"the vocabulary map names ids {ids_W.min()}..{ids_W.max()} outside the target's 0..{V - 1}"
+            )
         if self.d2t is not None:
             self.d2t.copy_(ids_W - torch.arange(W))
 

@@ -202,7 +202,11 @@ class Target:
 
 
 def load_target(
-    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, max_length: int | None = None
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
 ) -> Target:
     """Loads a model and tokenizer from a directory or a hub id.
 

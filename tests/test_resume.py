@@ -1,0 +1,83 @@
+"""A run that is killed, at any moment, and resumed ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import tiny_chats, tiny_target_directory
+
+DRIVER = """
+import json, os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)  # before any parallel region, so that forking is safe
+from fledge.jobs.show import Show
+from fledge.jobs.train import TrainOptions, run
+
+target, data, out, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+options = dict(target=target, data=[data], max_length=64, row_length=128, steps=100, depth=3, draft_vocab=200,
+               device="cpu", rows_per_step=2, eval_every=25, eval_tokens=4, save_every=4, seed=3)
+show = Show(quiet=True)
+
+def child(**more):
+    pid = os.fork()
+    if pid == 0:
+        run(TrainOptions(**{**options, **more}), show.say, show)
+        os._exit(0)
+    return pid
+
+def lines():
+    path = os.path.join(out, "metrics.jsonl")
+    return open(path).read().count("\\n") if os.path.exists(path) else 0
+
+if kills == 0:
+    os.waitpid(child(out=out), 0)
+else:
+    random.seed(kills)
+    os.makedirs(out, exist_ok=True)
+    died = 0
+    pid = child(out=out)
+    while died < kills:
+        before = lines()
+        while lines() == before:  # somewhere after its first step, be it in a step or while saving
+            time.sleep(0.002)
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run ended before it was killed"
+        time.sleep(random.random() * 0.15)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        died += 1
+        pid = child(resume=out)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def drive(target: Path, data: Path, out: Path, kills: int) -> None:
+    subprocess.run([sys.executable, "-c", DRIVER, target, data, out, str(kills)], check=True, timeout=300)
+
+
+def test_killed_ten_times_ends_bit_for_bit_the_same(tmp_path):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
+    drive(target, data, tmp_path / "unbroken", 0)
+    drive(target, data, tmp_path / "killed", 10)
+    for part in ("draft/model.safetensors", "checkpoint/model.safetensors"):
+        assert (tmp_path / "unbroken" / part).read_bytes() == (tmp_path / "killed" / part).read_bytes(), part
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("unbroken", "killed")
+    )
+    for metrics in (*ours, *theirs):
+        del metrics["tokens_per_s"]
+    assert ours == theirs
+
+
+def test_a_termination_request_saves_and_resumes(tmp_path):
+    """One SIGTERM ends the run after its step with a checkpoint, and says how to go on."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
+    fledge = [sys.executable, "-m", "fledge.cli", "train"]
+    flags = "--max-length 64 --row-length 128 --steps 2000 --depth 2 --save-every 100000 --device cpu".split()
+    assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *flags).code == 0
+    tiny_chats(data, 31)
+    refused = fledge("train", "--resume", tmp_path / "run")
+    assert refused.code == 2 and "the data is not what" in refused.err
