@@ -55,13 +55,14 @@ class ChatTemplate:
 
         One document where the template renders each turn the same whatever follows it. A template that rewrites
         history (drops earlier reasoning, say) shows the decoder another text at every turn, so there each turn whose
-        prompt or words it rewrites becomes a document of its own, rendered as the decoder would see it. Raises
-        ValueError with an example where nobody, or everybody, is the assistant, or no turn's start can be found.
+        prompt or words it rewrites becomes a document of its own, rendered as the decoder would see it. An assistant's
+        message that opens the conversation answers no prompt and is only read. Raises ValueError with an example where
+        nobody, or everybody, is the assistant, or no turn's start can be found.
         """
         if record.text is not None:
             return [self._plain(record)]
         messages = record.messages or []
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
         if not turns:
             shown = "; ".join(f"{m['role']}: {str(m.get('content'))[:60]}" for m in messages[:4])
             raise ValueError(f"{record.where} has no assistant message to learn from ({shown})")
@@ -95,8 +96,9 @@ class ChatTemplate:
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
         spans = torch.full((len(ids),), -1, dtype=torch.int32)
         for span, (start, end) in enumerate(turns):
-            # a token that straddles the start belongs to the prompt
             a, b = bisect_left(starts, start), bisect_left(starts, end)
+            if a < b and starts[a] - self._hidden_spaces(ids[a], starts[a], text) < start:
+                a += 1  # a token that straddles the start belongs to the prompt
             # the token after the turn too, for templates that end it with the next speaker's name, a stop token (GLM)
             stops = [j for j in range(a, min(b + 1, len(ids))) if ids[j] in self.stop_ids]
             spans[a : stops[0] + 1 if stops else b] = span
@@ -107,6 +109,12 @@ class ChatTemplate:
                 f"conversation begins {text[:120]!r}"
             )
         return Document(torch.tensor(ids, dtype=torch.int32), spans)
+
+    def _hidden_spaces(self, token: int, start: int, text: str) -> int:
+        """Spaces a byte-level token begins with and its offsets leave out (Llama-3 and GPT-2 trim them)."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        spaces = len(name) - len(name.lstrip("\u0120"))  # how byte-level vocabularies write a space
+        return spaces if text[start - spaces : start] == " " * spaces and not text.startswith(" ", start) else 0
 
     def _plain(self, record: Record) -> Document:
         ids = torch.tensor(self.tokenizer(record.text)["input_ids"], dtype=torch.int32)

@@ -1,0 +1,359 @@
+"""Chat templates: which tokens count as the assistant's, in which document, against spans written out by hand.
+
+Expected documents are written as text with « and » around each span, see `shown`.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import groupby
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHATML, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers, processors
+
+from fledge.data.read import Record
+from fledge.data.template import ChatTemplate
+
+STOP = 1  # <|im_end|>
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+
+# what Qwen3 does: earlier reasoning is dropped from the history, and a prompt without thinking has an empty block
+QWEN = r"""
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set content, reasoning = m.content, '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
+            {{- '<think>\n' + reasoning + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t.function.name + ';' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}{{ '[' + f.name + ' ' + f.arguments | tojson + ']' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def chat(*turns: str, **fields) -> Record:
+    """Turns written as "u:Hello", "a:Hi"."""
+    return Record("data.jsonl, line 7", messages=[{"role": ROLES[t[0]], "content": t[2:]} for t in turns], **fields)
+
+
+def made(template: str | None, record: Record, stop=(STOP,), tokenizer=None, **kwargs) -> list[str]:
+    chats = ChatTemplate(tokenizer or tiny_tokenizer(template), stop, kwargs)
+    return [shown(chats, d) for d in chats.documents(record)]
+
+
+def shown(chats: ChatTemplate, document) -> str:
+    out = ""
+    runs = groupby(zip(document.tokens.tolist(), document.spans.tolist(), strict=True), key=lambda pair: pair[1])
+    for span, run in runs:
+        text = chats.tokenizer.decode([token for token, _ in run])
+        out += text if span < 0 else f"«{text}»"
+    return out
+
+
+def supervised(chats: ChatTemplate, document) -> list[str]:
+    ids = document.spans.unique()
+    return [chats.tokenizer.decode(document.tokens[document.spans == i].tolist()) for i in ids[ids >= 0]]
+
+
+# -- spans ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_turn_is_a_span_that_ends_with_its_stop_token():
+    assert made(CHATML, chat("s:Fly.", "u:Can it?", "a:Not yet.", "u:When?", "a:Soon.")) == [
+        "<|im_start|>system\nFly.<|im_end|>\n"
+        "<|im_start|>user\nCan it?<|im_end|>\n"
+        "<|im_start|>assistant\n«Not yet.<|im_end|>»\n"
+        "<|im_start|>user\nWhen?<|im_end|>\n"
+        "<|im_start|>assistant\n«Soon.<|im_end|>»\n"
+    ]
+
+
+def test_span_ids_count_up_and_the_rest_is_minus_one():
+    (document,) = ChatTemplate(tiny_tokenizer(), [STOP]).documents(chat("u:a", "a:b", "u:c", "a:d"))
+    assert document.spans.unique().tolist() == [-1, 0, 1]
+    assert document.tokens[document.spans >= 0].tolist().count(STOP) == 2
+    assert document.tokens.dtype == document.spans.dtype and document.tokens.shape == document.spans.shape
+
+
+def test_two_assistant_messages_in_a_row_are_two_spans():
+    assert made(CHATML, chat("u:Well?", "a:One.", "a:Two.")) == [
+        "<|im_start|>user\nWell?<|im_end|>\n"
+        "<|im_start|>assistant\n«One.<|im_end|>»\n"
+        "<|im_start|>assistant\n«Two.<|im_end|>»\n"
+    ]
+
+
+def test_a_span_ends_at_the_first_stop_token_even_inside_the_text():
+    assert made(CHATML, chat("u:x", "a:One.<|im_end|>Two.")) == [
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n«One.<|im_end|>»Two.<|im_end|>\n"
+    ]
+
+
+def test_a_turn_without_a_stop_token_is_supervised_to_its_end():
+    assert made(CHATML, chat("u:x", "a:One.", "u:y", "a:Two."), stop=[0])[0].endswith(
+        "«One.<|im_end|>\n»<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n«Two.<|im_end|>\n»"
+    )
+
+
+def test_the_next_speakers_mark_is_supervised_where_it_is_the_stop_token():
+    """GLM's turns end with the next speaker's name, which its decoder stops at."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}" + PROMPT
+    assert made(template, chat("u:x", "a:One.", "u:y", "a:Two."), stop=[2]) == [
+        "<|im_start|>user\nx<|im_start|>assistant\n«One.<|im_start|>»user\ny<|im_start|>assistant\n«Two.»"
+    ]
+
+
+def test_tools_are_shown_and_calls_are_the_assistants():
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "bird"}}}
+    messages = [
+        {"role": "user", "content": "Look!"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "a wing"},
+        {"role": "assistant", "content": "A wing."},
+    ]
+    tools = [{"type": "function", "function": {"name": n, "parameters": {}}} for n in ("look", "fly")]
+    assert made(TOOLS, Record("here", messages=messages, tools=tools)) == [
+        "<|im_start|>system\nlook;fly;<|im_end|>\n<|im_start|>user\nLook!<|im_end|>\n"
+        '<|im_start|>assistant\n«[look {"at": "bird"}]<|im_end|>»\n'
+        "<|im_start|>tool\na wing<|im_end|>\n<|im_start|>assistant\n«A wing.<|im_end|>»\n"
+    ]
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["whole offsets", "offsets without spaces"])
+def test_a_token_that_straddles_the_start_belongs_to_the_prompt(trim):
+    """The space of the prompt and the first word are one token; Llama-3 and GPT-2 report its offsets without it."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer = copy.deepcopy(tiny_tokenizer(template))
+    if trim:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert len(tokenizer(" bird")["input_ids"]) == 1
+    assert made(template, chat("u:x", "a:bird tries"), tokenizer=tokenizer) == [
+        "user: x<|im_end|>assistant: bird« tries<|im_end|>»"
+    ]
+
+
+def test_an_opening_of_the_assistants_is_read_but_not_learned():
+    assert made(CHATML, chat("a:Hello!", "u:x", "a:One.")) == [
+        "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
+        "<|im_start|>assistant\n«One.<|im_end|>»\n"
+    ]
+
+
+CONTENT = st.text(max_size=12).filter(lambda s: "<|" not in s)
+TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTENT), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TURNS, CONTENT, st.booleans())
+def test_what_is_supervised_is_what_the_assistant_said(turns, last, system):
+    first = {"role": "system" if system else "user", "content": "Fly."}
+    messages = [first, *({"role": r, "content": c} for r, c in turns), {"role": "assistant", "content": last}]
+    chats = ChatTemplate(tiny_tokenizer(), [STOP])
+    (document,) = chats.documents(Record("here", messages=messages))
+    said = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+    assert supervised(chats, document) == said
+    assert chats.tokenizer.decode(document.tokens.tolist()) == chats.render(messages, prompt=False)
+
+
+# -- templates that rewrite history -----------------------------------------------------------------------------------
+
+THOUGHT = (
+    "u:One?",
+    "a:<think>\nhm\n</think>\n\nYes.",
+    "u:Two?",
+    "a:<think>\nwell\n</think>\n\nNo.",
+    "u:Three?",
+    "a:Ok.",
+)
+
+
+def as_decoded(chats: ChatTemplate, record: Record) -> dict[int, list[int]]:
+    """Per assistant turn, the tokens the decoder would have to write after that turn's own prompt.
+
+    Asserts that every span of every document comes right after the prompt of one turn.
+    """
+    turns = [i for i, m in enumerate(record.messages) if m["role"] == "assistant"]
+    prompts = {tuple(chats.prompt_ids(record.messages[:i])): i for i in turns}
+    written: dict[int, list[int]] = {}
+    for document in chats.documents(record):
+        tokens, spans = document.tokens.tolist(), document.spans.tolist()
+        for span in {s for s in spans if s >= 0}:
+            a = spans.index(span)
+            turn = prompts[tuple(tokens[:a])]
+            assert turn not in written, "a turn is learned from twice"
+            written[turn] = tokens[a : a + spans.count(span)]
+    assert sorted(written) == turns
+    return written
+
+
+def test_turns_whose_reasoning_history_drops_are_documents_of_their_own():
+    chats, record = ChatTemplate(tiny_tokenizer(QWEN), [STOP]), chat(*THOUGHT)
+    assert [shown(chats, d) for d in chats.documents(record)] == [
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+        "<|im_start|>user\nThree?<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nOk.<|im_end|>»\n",
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n«<think>\nhm\n</think>\n\nYes.<|im_end|>»\n",
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n«<think>\nwell\n</think>\n\nNo.<|im_end|>»\n",
+    ]
+    written = as_decoded(chats, record)
+    assert [chats.tokenizer.decode(written[i]) for i in (1, 3, 5)] == [
+        "<think>\nhm\n</think>\n\nYes.<|im_end|>", "<think>\nwell\n</think>\n\nNo.<|im_end|>",
+        "<think>\n\n</think>\n\nOk.<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_the_empty_block_of_a_prompt_without_thinking_is_not_the_assistants():
+    chats = ChatTemplate(tiny_tokenizer(QWEN), [STOP], {"enable_thinking": False})
+    record = chat("s:Fly.", "u:One?", "a:Yes.", "u:Two?", "a:No.")
+    empty = "<think>\n\n</think>\n\n"
+    start = "<|im_start|>system\nFly.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(chats, d) for d in chats.documents(record)] == [
+        f"{start}Yes.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n{empty}«No.<|im_end|>»\n",
+        f"{start}{empty}«Yes.<|im_end|>»\n",
+    ]
+    written = as_decoded(chats, record)
+    assert [chats.tokenizer.decode(written[i]) for i in (2, 4)] == ["Yes.<|im_end|>", "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN, TOOLS], ids=["chatml", "qwen", "tools"])
+def test_every_span_follows_the_prompt_the_decoder_would_have_seen(template):
+    as_decoded(ChatTemplate(tiny_tokenizer(template), [STOP]), chat("s:Fly.", *THOUGHT))
+
+
+def test_an_end_of_text_mark_behind_the_whole_is_no_rewriting():
+    """Phi-3 ends every rendering with a second stop token, which is not in the history; one document is enough."""
+    template = CHATML + "{% if not add_generation_prompt %}{{ '<|pad|>' }}{% endif %}"
+    assert made(template, chat("u:x", "a:One.", "u:y", "a:Two."), stop=[STOP, 0]) == [
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n«One.<|im_end|>»\n"
+        "<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n«Two.<|im_end|>»\n<|pad|>"
+    ]
+
+
+def test_a_turn_whose_stop_token_history_drops_does_not_run_into_the_next():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endfor %}" + PROMPT
+    ).replace("{% if loop.last %}", "{% if loop.last and not add_generation_prompt %}")
+    assert made(template, chat("u:x", "a:One.", "u:y", "a:Two.")) == [
+        "<|im_start|>user\nx<|im_start|>assistant\nOne.<|im_start|>user\ny<|im_start|>assistant\n«Two.<|im_end|>»",
+        "<|im_start|>user\nx<|im_start|>assistant\n«One.<|im_end|>»",
+    ]
+
+
+# -- begin-of-sequence, kwargs, plain text --------------------------------------------------------------------------
+
+
+def test_a_template_with_bos_gets_no_second_one():
+    tokenizer = copy.deepcopy(tiny_tokenizer("{{ bos_token }}" + CHATML))
+    tokenizer.bos_token = "<|pad|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
+    )
+    chats = ChatTemplate(tokenizer, [STOP])
+    record = chat("u:x", "a:y")
+    (document,) = chats.documents(record)
+    (plain,) = chats.documents(Record("here", text="Once upon a time"))
+    for ids in (document.tokens.tolist(), chats.prompt_ids(record.messages[:1]), chats.prompt_ids("x"), plain.tokens):
+        assert ids[0] == 0 and list(ids).count(0) == 1
+
+
+def test_keyword_arguments_reach_the_template():
+    messages = chat("u:x").messages
+    plain, with_kwargs = (ChatTemplate(tiny_tokenizer(QWEN), [STOP], k) for k in ({}, {"enable_thinking": False}))
+    assert with_kwargs.render(messages, prompt=True) == plain.render(messages, prompt=True) + "<think>\n\n</think>\n\n"
+
+
+def test_plain_text_is_one_span_from_its_second_token():
+    text = "Once upon a time a young bird"
+    chats = ChatTemplate(tiny_tokenizer(None), [STOP])  # plain text needs no template
+    (document,) = chats.documents(Record("here", text=text))
+    assert document.spans.tolist() == [-1] + [0] * (len(document.tokens) - 1)
+    assert document.tokens.tolist() == chats.prompt_ids(text)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(template, record, match, **kwargs):
+    with pytest.raises(ValueError, match=match) as error:
+        made(template, record, **kwargs)
+    return str(error.value)
+
+
+def test_a_template_that_refuses_roles_is_quoted_with_the_place():
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+    )
+    message = refused(template, chat("s:Fly.", "u:x", "a:y"), r"data\.jsonl, line 7: .* refuses .*System role not supp")
+    assert "(system user assistant)" in message
+    assert made(template, chat("u:x", "a:y"))  # and takes what it knows
+
+
+def test_a_prompt_that_is_not_how_the_turn_begins_is_refused():
+    """As where reasoning is asked for in the prompt and left out of the data's turns (DeepSeek-R1)."""
+    template = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+    message = refused(template, chat("u:x", "a:y"), r"line 7, message 2: the template's prompt .* is not how")
+    assert "<think>" in message and "--template-kwargs" in message
+
+
+def test_conversations_need_a_template():
+    refused(None, chat("u:x", "a:y"), "line 7 is a conversation, but the tokenizer has no chat template")
+
+
+def test_nobody_being_the_assistant_is_shown():
+    assert "user: Can it fly?" in refused(CHATML, chat("s:x", "u:Can it fly?"), "line 7 has no assistant message")
+    refused(CHATML, Record("here", messages=[]), "here has no assistant message")
+    refused(CHATML, chat("a:Hello!", "u:Hi."), "line 7 has no assistant message")
+
+
+def test_nothing_or_everything_being_the_assistants_is_shown():
+    mute = CHATML.replace("m['content']", "('' if m.role == 'assistant' else m['content'])").replace("<|im_end|>", "")
+    mute = mute.replace("+ '\n' }}{% endfor", "}}{% endfor")
+    assert "user" in refused(mute, chat("u:x", "a:y"), "line 7: 0 of .* tokens are the assistant's")
+    echo = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert "begins 'One.'" in refused(echo, chat("u:x", "a:One."), r"line 7: (\d+) of \1 tokens are the assistant's")
+
+
+def test_a_text_too_short_to_draft_in_is_refused():
+    refused(CHATML, Record("line 3", text="ab"[:1]), "line 3: a text of 1 tokens has nothing to draft")
+
+
+def test_a_tokenizer_without_offsets_is_refused():
+    with pytest.raises(ValueError, match="gives no character offsets; fledge needs a fast tokenizer"):
+        ChatTemplate(SimpleNamespace(is_fast=False), [STOP])
+
+
+def test_the_tiny_tokenizer_is_byte_level():
+    """The spans above are exact at any character only if any text survives the tokenizer."""
+    text = "Ünïcødé 你好 \U0001f426\n\t  x"
+    assert isinstance(tiny_tokenizer().backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel)
+    assert tiny_tokenizer().decode(tiny_tokenizer()(text)["input_ids"]) == text
