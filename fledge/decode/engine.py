@@ -108,7 +108,7 @@ class Engine:
         done.text = text.text
 
     def _check_length(self, prompt: int, new: int) -> None:
-        limit = self.target.max_length
+        limit = self.target.context
         if prompt == 0:
             raise ValueError("the prompt is empty")
         if new < 1:

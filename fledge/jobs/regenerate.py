@@ -130,7 +130,7 @@ def _generate(prompts: list[list[int]], target: Target, options: RegenerateOptio
 
     if not prompts:
         return []
-    limit = target.max_length - options.max_new_tokens
+    limit = target.context - options.max_new_tokens
     if max(map(len, prompts)) > limit:
         raise ValueError(
             f"a prompt of {max(map(len, prompts))} tokens leaves no room for --max-new-tokens in the target"

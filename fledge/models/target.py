@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, default_aux_layers
 from fledge.models.kv_cache import TargetCache
@@ -76,6 +77,14 @@ class Target:
         if min(layers) < 0 or max(layers) > self.num_layers:
             raise ValueError(f"layers {list(layers)} are to be read, but the target has layers 0..{self.num_layers}")
         self.aux_layers = layers
+
+    @property
+    def context(self) -> int:
+        """Most tokens it reads: its positions, or those that longrope's chosen factors are for."""
+        rope = RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length)
+        if rope.rope_type == "longrope" and not rope.long:
+            return rope.original_max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", self.max_length)
 
     # -- running it ---------------------------------------------------------------------------------------------
 
@@ -216,6 +225,8 @@ def load_target(
     device = torch.device(device)
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         RopeConfig.from_hf(AutoConfig.from_pretrained(path).get_text_config(decoder=True).to_dict())
         model = AutoModelForCausalLM.from_pretrained(
@@ -226,6 +237,9 @@ def load_target(
         if isinstance(e, ValueError) and "RoPE" in str(e):
             raise
         raise ValueError(f"the target {path} cannot be loaded: {_first_line(e)}{_cure(e)}") from e
+    finally:
+        if shown:
+            enable_progress_bar()
     return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
 
 

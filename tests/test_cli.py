@@ -1,0 +1,235 @@
+"""Every command on real files, and what each kind of bad input ends in: one sentence with the cause and the cure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from conftest import tiny_chats, tiny_target_directory
+
+TRAIN = "--max-length 64 --row-length 128 --steps 3 --depth 3 --draft-vocab 200 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A directory with a target, chats, prompts, and a run that was trained on them."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 200)
+    turns = [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
+    return root
+
+
+@pytest.fixture(scope="module")
+def draft(made):
+    """The draft of a run that `fledge train` made."""
+    from fledge.jobs.show import Show
+    from fledge.jobs.train import TrainOptions, run
+
+    show = Show(quiet=True)
+    options = TrainOptions(
+        target=str(made / "target"), data=[str(made / "chats.jsonl")], out=str(made / "run"), max_length=64,
+        row_length=128, steps=3, depth=3, draft_vocab=200, device="cpu", eval_tokens=8,
+        template_kwargs='{"enable_thinking": false}',
+    )  # fmt: skip
+    run(options, show.say, show)
+    return made / "run" / "draft"
+
+
+def test_train_writes_a_draft_and_its_metrics(made, draft):
+    lines = [json.loads(line) for line in (made / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [1, 2, 3]
+    assert lines[-1]["eval_tau"] >= 1
+    for m in lines:
+        assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
+    config = json.loads((draft / "config.json").read_text())
+    assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
+    assert not (made / "run" / "draft.new").exists()
+
+
+def test_train_refuses_to_write_over_a_run(made, draft, fledge):
+    again = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", made / "run", *TRAIN)
+    assert again.code == 2 and "--resume" in again.err
+
+
+def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
+    went = fledge(
+        "train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "more",
+        "--init-from", draft, *TRAIN,
+    )  # fmt: skip
+    assert went.code == 0, went.err
+    config = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 200
+    assert config["fledge"]["template_kwargs"] == {"enable_thinking": False}
+
+
+def test_variants_train(made, fledge, tmp_path):
+    """EAGLE-3.1's norms, trained embeddings, two layers and chosen layers, through the command line."""
+    flags = "--fc-norm --norm-output --train-embeddings --layers 2 --aux-layers 1,4,8 --log tensorboard".split()
+    went = fledge(
+        "train", "--target", made / "target", "--data", made / "chats.jsonl@0.5", "--out", tmp_path / "run", *TRAIN,
+        *flags,
+    )  # fmt: skip
+    assert went.code == 0, went.err
+    config = json.loads((tmp_path / "run" / "draft" / "config.json").read_text())
+    assert config["fc_norm"] and config["norm_output"] and config["num_hidden_layers"] == 2
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
+    assert shown.code == 0 and "EAGLE-3.1" in shown.out and "SGLang" in shown.out
+
+
+def test_generate_says_what_the_target_alone_says(made, draft, fledge):
+    words = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
+    alone, together = fledge(*words), fledge(*words, "--draft", draft, "--stats")
+    assert alone.code == together.code == 0, together.err
+    assert alone.out == together.out and "rounds" in together.err
+    sampled = ["--temperature", 1.0, "--top-p", 0.9, "--seed", 5]
+    assert fledge(*words, *sampled).out == fledge(*words, *sampled, "--draft", draft).out
+
+
+def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
+    words = [
+        "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl",
+        "--max-new-tokens", 16, "--out", tmp_path / "r.json",
+    ]  # fmt: skip
+    shown = fledge(*words, "--json")
+    assert shown.code == 0, shown.err
+    record = json.loads(shown.out)
+    assert record == json.loads((tmp_path / "r.json").read_text())
+    assert record["prompts"] == record["identical"] == 3  # two turns and one
+    assert record["different"] == 0 and record["tau"] >= 1 and len(record["alpha"]) == 3
+    assert record["template_kwargs"] == {"enable_thinking": False}
+    for key in ("tokens_per_s", "baseline_tokens_per_s", "speedup", "round", "environment", "repeated_8grams"):
+        assert record[key] is not None, key
+    table = fledge(*words)
+    assert table.code == 0 and "identical" in table.out
+
+
+def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
+    words = [
+        "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl", "--json",
+        "--max-new-tokens", 12, "--temperature", 1,
+    ]  # fmt: skip
+    same = json.loads(fledge(*words).out)
+    assert same["identical"] == same["prompts"]
+    assert json.loads(fledge(*words, "--draft-sampling", "sample").out)["identical"] is None
+
+
+def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
+    """A verification that commits a wrong token is found out, and is no near tie."""
+    from fledge.decode import engine
+
+    def wrong(chooser, prefix, drafted, logits):
+        return [(t + 1) % 400 if len(drafted) else t for t in right(chooser, prefix, drafted, logits)]
+
+    right = engine.accept_walk
+    monkeypatch.setattr(engine, "accept_walk", wrong)
+    words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
+    found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
+    assert found.code == 2 and "changed the output" in found.err
+
+
+def test_regenerate_answers_in_the_targets_words_and_resumes(made, fledge, tmp_path):
+    out = tmp_path / "own.jsonl"
+    words = [
+        "regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 4,
+        "--max-new-tokens", 8, "--out", out,
+    ]  # fmt: skip
+    assert fledge(*words).code == 0
+    whole = out.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert len(rows) == 10 and [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 2
+    out.write_text(whole[: len(whole) // 2])  # as a kill in the middle of a line leaves it
+    assert fledge(*words).code == 0
+    assert out.read_text() == whole
+    alone = fledge("generate", "--target", made / "target", "--prompt", rows[0]["messages"][0]["content"],
+                   "--max-new-tokens", 8)  # fmt: skip
+    assert alone.out.rstrip("\n") == rows[0]["messages"][1]["content"].rstrip("\n")
+
+
+def _broken_json(made, tmp_path):
+    lines = (made / "chats.jsonl").read_text().splitlines() * 40
+    lines[6999] = lines[6999][:-5]
+    (tmp_path / "broken.jsonl").write_text("\n".join(lines) + "\n")
+    return ["--data", tmp_path / "broken.jsonl"], "line 7000"
+
+
+def _empty(made, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    return ["--data", tmp_path / "empty.jsonl"], "empty.jsonl is empty"
+
+
+def _nobody_answers(made, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "the bird"}]}) + "\n")
+    return ["--data", tmp_path / "asked.jsonl"], "no assistant message"
+
+
+def _vocabulary_too_large(made, tmp_path):
+    return ["--data", made / "chats.jsonl", "--draft-vocab", 500], "--draft-vocab 500"
+
+
+def _truncated_target(made, tmp_path):
+    shutil.copytree(made / "target", tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return ["--target", tmp_path / "cut", "--data", made / "chats.jsonl"], "cut short"
+
+
+def _bad_kwargs(made, tmp_path):
+    return ["--data", made / "chats.jsonl", "--template-kwargs", "thinking=no"], "--template-kwargs is not JSON"
+
+
+def _no_such_file(made, tmp_path):
+    return ["--data", tmp_path / "nowhere.jsonl"], "does not exist"
+
+
+def _no_such_layers(made, tmp_path):
+    return ["--data", made / "chats.jsonl", "--aux-layers", "2,4,99"], "layers 0..8"
+
+
+BAD = [
+    _broken_json, _empty, _nobody_answers, _vocabulary_too_large, _truncated_target, _bad_kwargs, _no_such_file,
+    _no_such_layers,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD, ids=[case.__name__.strip("_") for case in BAD])
+def test_bad_input_ends_in_a_sentence(made, fledge, tmp_path, case):
+    flags, cause = case(made, tmp_path)
+    kept = [w for pair in zip(TRAIN[::2], TRAIN[1::2], strict=True) if pair[0] not in flags for w in pair]
+    target = [] if "--target" in flags else ["--target", made / "target"]
+    ended = fledge("train", *target, "--out", tmp_path / "run", *kept, *flags)
+    assert ended.code == 2 and cause in ended.err, ended.err
+    assert "Traceback" not in ended.err and not (tmp_path / "run" / "draft").exists()
+
+
+def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
+    from conftest import tiny_tokenizer
+
+    shutil.copytree(made / "target", tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    text = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = {name: i for i, name in enumerate(reversed(text["model"]["vocab"]))}
+    text["model"]["vocab"] = names
+    tokenizer.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(text))
+    refused = fledge("generate", "--target", tmp_path / "other", "--draft", draft, "--prompt", "the bird")
+    assert refused.code == 2 and "another tokenizer" in refused.err
+
+
+def test_a_prompt_longer_than_the_context_is_refused(made, draft, fledge):
+    refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 600)
+    assert refused.code == 2 and "reads at most 512" in refused.err
+
+
+def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
+    shutil.copytree(draft, tmp_path / "bad")
+    weights = tmp_path / "bad" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    shown = fledge("inspect", tmp_path / "bad")
+    assert shown.code == 1 and "cut short" in shown.out
+    fine = fledge("inspect", draft, "--target", made / "target")
+    assert fine.code == 0 and "Nothing is wrong" in fine.out and "200 of 400 tokens" in fine.out
