@@ -10,17 +10,21 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedTokenizerFast, Qwen3Config
 
 from fledge.config import DraftConfig
+from fledge.data.pack import make_row
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.models.weights import fit
+from fledge.types import Document, Packed
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -108,6 +112,42 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     draft = draft.to(target.dtype)
     fit(draft, target)
     return draft
+
+
+def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
+    """Random tokens with the given [start, end) spans."""
+    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    marks = torch.full((length,), -1, dtype=torch.int32)
+    for i, (a, b) in enumerate(spans):
+        marks[a:b] = i
+    return Document(tokens, marks)
+
+
+def row_of(documents: list[Document], filler: int = 0) -> Packed:
+    return make_row(documents, sum(d.tokens.numel() for d in documents) + filler)
+
+
+@st.composite
+def layouts(draw) -> tuple[list[Document], int]:
+    """A few documents of any length from one token on, with any spans, and the room left for filler."""
+    documents = []
+    for i in range(draw(st.integers(1, 4))):
+        n = draw(st.integers(1, 18))
+        cuts = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
+        spans = [(a, b) for a, b in pairwise(cuts) if draw(st.booleans())]
+        documents.append(document(n, *spans, seed=draw(st.integers(0, 1000)) + i))
+    return documents, draw(st.integers(0, 5))
+
+
+def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
+    """x_{t+1} .. x_{t+2+k} all in one span."""
+    n, spans = d.tokens.numel(), d.spans.tolist()
+    return {
+        (t, k)
+        for t in range(n)
+        for k in range(steps)
+        if t + 2 + k < n and spans[t + 1] >= 0 and len(set(spans[t + 1 : t + 3 + k])) == 1
+    }
 
 
 def break_on_purpose(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, old: str, new: str) -> None:

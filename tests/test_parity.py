@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, tiny_draft, tiny_target
+from conftest import break_on_purpose, document, layouts, live_by_definition, row_of, tiny_draft, tiny_target
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,18 +32,6 @@ STEPS = 5
 TOLERANCE = 1e-4
 
 
-# -- documents ----------------------------------------------------------------------------------------------------
-
-
-def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
-    """Random tokens with the given [start, end) spans."""
-    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    marks = torch.full((length,), -1, dtype=torch.int32)
-    for i, (a, b) in enumerate(spans):
-        marks[a:b] = i
-    return Document(tokens, marks)
-
-
 ONE = [document(26, (4, 13), (16, 26), seed=1)]
 SEVERAL = [
     document(1, seed=2),
@@ -56,13 +43,6 @@ SEVERAL = [
     document(8, (0, 3), (3, 8), seed=8),
     document(1, seed=9),
 ]
-
-
-def row_of(documents: list[Document], filler: int = 0) -> Packed:
-    return make_row(documents, sum(d.tokens.numel() for d in documents) + filler)
-
-
-# -- the two sides ------------------------------------------------------------------------------------------------
 
 
 def trained(draft: Draft, target: Target, row: Packed, steps: int = STEPS) -> dict[tuple[int, int], tuple[Tensor, ...]]:
@@ -151,17 +131,6 @@ def decoded(
     return out
 
 
-def live_by_definition(d: Document, steps: int = STEPS) -> set[tuple[int, int]]:
-    """x_{t+1} .. x_{t+2+k} all in one span."""
-    n, spans = d.tokens.numel(), d.spans.tolist()
-    return {
-        (t, k)
-        for t in range(n)
-        for k in range(steps)
-        if t + 2 + k < n and spans[t + 1] >= 0 and len(set(spans[t + 1 : t + 3 + k])) == 1
-    }
-
-
 @torch.no_grad()
 def difference(
     draft: Draft,
@@ -192,8 +161,6 @@ def difference(
     assert expected, "nothing was compared"
     return worst if expected == set(training) else float("inf")
 
-
-# -- it holds -----------------------------------------------------------------------------------------------------
 
 FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[1.0, 2.0, 4.0, 8.0])
 LONGROPE = dict(rope_type="longrope", factor=8.0, original_max_position_embeddings=16, **FACTORS)
@@ -272,18 +239,6 @@ def test_where_the_target_does_not_pack() -> None:
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) <= TOLERANCE
 
 
-@st.composite
-def layouts(draw) -> tuple[list[Document], int]:
-    """A few documents of any length from one token on, with any spans, and the room left for filler."""
-    documents = []
-    for i in range(draw(st.integers(1, 4))):
-        n = draw(st.integers(1, 18))
-        cuts = sorted(draw(st.lists(st.integers(0, n), max_size=4)))
-        spans = [(a, b) for a, b in pairwise(cuts) if draw(st.booleans())]
-        documents.append(document(n, *spans, seed=draw(st.integers(0, 1000)) + i))
-    return documents, draw(st.integers(0, 5))
-
-
 @functools.cache
 def two_layers() -> tuple[Target, Draft]:
     return models("two layers")
@@ -301,8 +256,6 @@ def test_any_layout(layout, stride: int, pieces: list[int], steps: int) -> None:
     row = row_of(documents, filler)
     assert difference(draft, target, documents, row, [(stride, pieces)], steps) <= TOLERANCE
 
-
-# -- and it is the kind of law that can be broken -----------------------------------------------------------------
 
 MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "position without k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S]", "llama"),
