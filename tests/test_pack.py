@@ -1,0 +1,250 @@
+"""Windows, rows, places through the epochs, and the draft vocabulary: nothing lost, nothing twice, nothing mixed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.data.dataset import Rows, make_documents
+from fledge.data.pack import make_row, pack, windows
+from fledge.data.read import Record
+from fledge.data.template import ChatTemplate
+from fledge.data.vocab import choose_vocabulary
+from fledge.types import Document
+
+
+def document(spans: list[int], first: int = 0) -> Document:
+    """Tokens first, first + 1, ... with these spans."""
+    tokens = torch.arange(first, first + len(spans), dtype=torch.int32)
+    return Document(tokens, torch.tensor(spans, dtype=torch.int32))
+
+
+def some(*lengths: int) -> list[Document]:
+    """Documents of these lengths, all but the first token in one span; no token occurs twice."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [document([-1] + [0] * (n - 1), a) for n, a in zip(lengths, starts, strict=True)]
+
+
+def live(d: Document) -> set[int]:
+    """First tokens of the slots of a document that are live at step 0, from the definition."""
+    spans = d.spans.tolist()
+    return {
+        int(d.tokens[t]) for t in range(len(spans) - 2) if spans[t + 1] >= 0 and spans[t + 1] == spans[t + 2]
+    }  # fmt: skip
+
+
+SPANS = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_size=8).map(
+    lambda runs: [i if on else -1 for i, (on, n) in enumerate(runs) for _ in range(n)]
+)
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_document_is_cut_and_nothing_is_lost():
+    whole = document([-1] * 3 + [0] * 20)
+    parts = windows(whole, 10)
+    assert [p.tokens.numel() for p in parts] == [10, 10, 3]
+    assert torch.equal(torch.cat([p.tokens for p in parts]), whole.tokens)
+    assert torch.equal(torch.cat([p.spans for p in parts]), whole.spans)
+    for part in parts:
+        n = part.tokens.numel()
+        assert make_row([part], 10).position_T[:n].tolist() == list(range(n))
+
+
+def test_a_document_that_fits_stays_whole():
+    whole = document([-1, 0, 0])
+    assert [d.tokens.tolist() for d in windows(whole, 3)] == [[0, 1, 2]]
+
+
+def test_windows_in_which_nothing_can_be_drafted_are_dropped():
+    silent, single = [-1] * 4, [-1, 0, -1, -1]
+    assert [d.tokens.tolist() for d in windows(document([*silent, -1, 0, 0, 0, *single]), 4)] == [[4, 5, 6, 7]]
+    assert windows(document([-1, 0, 1, 2]), 4) == []  # three spans of one token: x_{t+1}, x_{t+2} are never in one
+    assert windows(document([0, 0]), 4) == []  # the slot before the first token has no hidden state
+
+
+@settings(max_examples=200, deadline=None)
+@given(SPANS, st.integers(1, 9))
+def test_windows_keep_every_slot_that_lies_within_one(spans, length):
+    whole = document(spans)
+    parts = windows(whole, length)
+    kept = set().union(*(live(p) for p in parts))
+    assert kept == {t for t in live(whole) if t // length == (t + 2) // length}
+    assert all(live(p) and p.tokens.numel() <= length for p in parts)
+    assert [t for p in parts for t in p.tokens.tolist()] == sorted({t for p in parts for t in p.tokens.tolist()})
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=80), st.integers(0, 9), st.integers(1, 8))
+def test_every_document_is_packed_once_and_no_row_overflows(lengths, seed, open_rows):
+    rows = pack(some(*lengths), 50, seed, open_rows)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[i] for i in row) <= 50 for row in rows)
+
+
+def test_packing_is_decided_by_the_seed():
+    documents = some(*(random.Random(i).randrange(5, 60) for i in range(60)))
+    first, again, other = (pack(documents, 100, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert sorted(map(sorted, first)) != sorted(map(sorted, other))
+
+
+@pytest.mark.parametrize("longest", [100, 512])
+def test_rows_are_nearly_full(longest):
+    lengths = [random.Random(7 + i).randrange(10, longest) for i in range(600)]
+    rows = pack(some(*lengths), 512, seed=0)
+    assert len(rows) <= math.ceil(1.06 * sum(lengths) / 512)
+
+
+def test_the_fullest_row_that_fits_is_chosen():
+    """With 6 and 7 in rows of 10, best fit puts 3 beside 7 and 4 beside 6; the first row that fits may need a third."""
+    drawn = {seed: pack(some(6, 7, 3, 4), 10, seed) for seed in range(40)}
+    large_first = [rows for seed, rows in drawn.items() if set(shuffled(4, seed)[:2]) == {0, 1}]
+    assert len(large_first) > 3
+    assert all({tuple(sorted(row)) for row in rows} == {(0, 3), (1, 2)} for rows in large_first)
+
+
+def shuffled(n: int, seed: int) -> list[int]:
+    order = list(range(n))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def test_a_document_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="a document of 11 tokens does not fit a row of 10"):
+        pack(some(3, 11), 10, seed=0)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_lays_documents_out_and_fills_its_tail():
+    row = make_row([document([-1, 0, 0], 10), document([-1, -1], 20), document([0, 0, -1, 1, 1], 30)], 13, pad_id=99)
+    assert row.token_T.tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33, 34, 99, 99, 99]
+    assert row.span_T.tolist() == [-1, 0, 0, -1, -1, 1, 1, -1, 2, 2, -1, -1, -1]
+    assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
+    assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)]
+    assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int64}
+
+
+def test_a_full_row_has_no_filler():
+    row = make_row(some(3, 4), 7)
+    assert row.documents() == [(0, 3), (3, 7)] and int(row.doc_T.max()) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SPANS, min_size=1, max_size=4), st.integers(0, 5))
+def test_a_row_is_live_where_its_documents_are_and_never_in_the_filler(many, filler):
+    documents = [document(spans, 100 * i) for i, spans in enumerate(many)]
+    row = make_row(documents, sum(map(len, many)) + filler, pad_id=7)
+    slots = row.live(3)
+    assert sorted(row.token_T[slots[0]].tolist()) == sorted(set().union(*map(live, documents)))
+    for k, slots_S in enumerate(slots):
+        for t in slots_S.tolist():
+            read = row.span_T[t + 1 : t + 3 + k]
+            assert len(set(read.tolist())) == 1 and read[0] >= 0 and row.doc_T[t] == row.doc_T[t + 2 + k]
+    held = [s for s in row.span_T.unique().tolist() if s >= 0]
+    assert len(held) == sum(len(d.spans[d.spans >= 0].unique()) for d in documents), "two documents share a span id"
+
+
+def test_places_run_through_the_epochs():
+    lengths = [random.Random(i).randrange(3, 30) for i in range(20)]
+    rows = Rows(some(*lengths), 32, seed=5)
+    place, epochs = (0, 0), {}
+    while place[0] < 3:
+        epochs.setdefault(place[0], []).append((place, rows[place], rows.tokens(place)))
+        place = rows.next(place)
+    for epoch, seen in epochs.items():
+        assert [p for p, _, _ in seen] == [(epoch, i) for i in range(len(rows.epoch(epoch)))]
+        tokens = [t for _, row, n in seen for t in row.token_T[:n].tolist()]
+        assert sorted(tokens) == list(range(sum(lengths))), "every document once an epoch"
+    assert rows.epoch(0) != rows.epoch(1) != rows.epoch(2)
+    again = Rows(some(*lengths), 32, seed=5)
+    place, row, _ = epochs[1][2]
+    assert torch.equal(again[place].token_T, row.token_T), "any row can be made again, in any order"
+    assert torch.equal(rows[place].token_T, row.token_T)
+    assert Rows(some(*lengths), 32, seed=6).epoch(0) != rows.epoch(0)
+
+
+# -- from records to documents ----------------------------------------------------------------------------------------
+
+
+def talk(answer: str) -> Record:
+    return Record("here", messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}])
+
+
+def test_the_report_counts_what_became_of_the_records():
+    chats = ChatTemplate(tiny_tokenizer(), [1])
+    bad, calls = Record("bad", messages=[{"role": "user", "content": "x"}]), []
+    records = [talk("A young bird."), talk("It tries its wings, falls, and tries again. " * 3), bad]
+    documents, report = make_documents(records, chats, 32, skip_bad=True, advance=lambda: calls.append(1))
+    whole = [d for r in records[:2] for d in chats.documents(r)]
+    assert (report.records, report.refused, report.windowed, len(calls)) == (3, 1, 1, 3)
+    assert report.documents == len(documents) == 1 + len(windows(whole[1], 32)) > 2
+    assert report.tokens == sum(d.tokens.numel() for d in documents)
+    assert report.supervised == sum(int((d.spans >= 0).sum()) for d in documents)
+    assert "3 records" in str(report) and "1 refused" in str(report) and "1 longer than a window" in str(report)
+    with pytest.raises(ValueError, match="bad has no assistant message"):
+        make_documents(records, chats, 32)
+
+
+def test_data_in_which_nothing_can_be_drafted_is_refused():
+    with pytest.raises(ValueError, match="no record has an assistant turn of two tokens"):
+        make_documents([talk("")], ChatTemplate(tiny_tokenizer(), [1]), 32)
+
+
+# -- the draft vocabulary ---------------------------------------------------------------------------------------------
+
+
+def spoken(tokens: list[int], spans: list[int]) -> Document:
+    return Document(torch.tensor(tokens, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
+
+
+def test_the_most_frequent_supervised_tokens_are_chosen_ascending():
+    documents = [spoken([9, 9, 9, 5, 5, 3], [-1, -1, -1, 0, 0, 0]), spoken([5, 7, 3, 8], [-1, 0, 0, 0])]
+    ids, coverage = choose_vocabulary(documents, 10, 2)  # counts: 3 and 5 twice, 7 and 8 once
+    assert ids.tolist() == [3, 5] and ids.dtype == torch.int64
+    assert coverage == 4 / 6
+
+
+def test_ties_go_to_the_lower_id_and_kept_ids_come_first():
+    documents = [spoken([8, 2, 6, 4], [0, 0, 0, 0])]
+    assert choose_vocabulary(documents, 10, 3)[0].tolist() == [2, 4, 6]
+    ids, coverage = choose_vocabulary(documents, 10, 3, keep=[9, 12, -1])  # an id outside is no token
+    assert ids.tolist() == [2, 4, 9] and coverage == 0.5
+    assert choose_vocabulary(documents, 10, 1, keep=[9, 7])[0].tolist() == [7]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(0, 19), min_size=1, max_size=60), st.integers(1, 20), st.sets(st.integers(0, 19), max_size=3)
+)
+def test_no_vocabulary_of_that_size_covers_more(tokens, size, keep):
+    ids, coverage = choose_vocabulary([spoken(tokens, [0] * len(tokens))], 20, size, keep)
+    assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == size
+    free = max(size - len(keep), 0)
+    counts = sorted((tokens.count(i) for i in range(20) if i not in keep), reverse=True)
+    best = sum(counts[:free]) + sum(tokens.count(i) for i in ids.tolist() if i in keep)
+    assert coverage == pytest.approx(best / len(tokens))
+    assert len(keep) > size or keep <= set(ids.tolist())
+
+
+def test_sizes_and_tokens_outside_the_vocabulary_are_refused():
+    documents = [spoken([1, 9], [-1, 0])]
+    for size in (0, -1, 11):
+        with pytest.raises(ValueError, match=rf"--draft-vocab {size} is outside 1\.\.10"):
+            choose_vocabulary(documents, 10, size)
+    with pytest.raises(ValueError, match="has a token 9 and the target's vocabulary ends at 8"):
+        choose_vocabulary(documents, 9, 3)
+    ids, coverage = choose_vocabulary([spoken([1], [-1])], 10, 10)
+    assert ids.tolist() == list(range(10)) and coverage == 0.0
