@@ -25,8 +25,9 @@ def write(out: Path, prompts: int) -> None:
 
 
 def beginning(text: str) -> str:
-    """The first lines of a text, whole, up to about PROMPT_CHARACTERS."""
-    return text[: text.index("\n", PROMPT_CHARACTERS) + 1]
+    """The first lines of a text, whole, up to about PROMPT_CHARACTERS; without the last line's end, which is one token
+    with the indentation that follows it."""
+    return text[: text.index("\n", PROMPT_CHARACTERS)]
 
 
 def write_lines(file: Path, records: list[dict]) -> None:

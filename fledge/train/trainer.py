@@ -90,10 +90,12 @@ def train(
         while progress.step < schedule.steps:
             began = time.perf_counter()
             total, tokens, lr, norm = _step(draft, rows, source, schedule, optimizer, progress)
+            seconds = time.perf_counter() - began
             progress.step += 1
-            progress.seconds += time.perf_counter() - began
+            progress.seconds += seconds
             last = progress.step == schedule.steps
-            metrics = _metrics(total, schedule, progress.step, lr, norm, tokens / (time.perf_counter() - began))
+            metrics = _metrics(total, schedule, progress.step, lr, norm)
+            metrics |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
             if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
@@ -146,7 +148,7 @@ def _discounted(counts_K: Tensor, gamma: float) -> float:
     return sum(gamma**k * n for k, n in enumerate(counts_K.tolist()))
 
 
-def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float, speed: float) -> dict[str, Any]:
+def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
     live = total.live_K.clamp_min(1)
     committed, rounds = total.walked
     return {
@@ -160,7 +162,6 @@ def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float,
         "scored": total.scored_K.tolist(),
         "lr": lr,
         "grad_norm": norm,
-        "tokens_per_s": speed,
     }
 
 
