@@ -259,6 +259,8 @@ class DraftConfig:
         """
         rope = self.rope.to_hf()
         scaling = None if self.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        if self.rope.rope_type == "linear":
+            scaling = {"type": "linear", "factor": self.rope.factor}  # the one scaling SafeAILab takes, in its words
         hf: dict[str, Any] = {
             # SGLang has no draft class with q/k norms, so such a draft names vLLM's
             "architectures": ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"],

@@ -207,8 +207,10 @@ def load_draft(
         raise ValueError(f"{directory / WEIGHTS} does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}")
     draft.load_state_dict(tensors)
     ids = draft.target_ids()
-    if draft.d2t is not None:
+    try:
         draft.set_vocabulary(ids)
+    except ValueError as e:
+        raise ValueError(f"{directory / WEIGHTS}: {e}") from e
     recorded = config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
         raise ValueError(f"the vocabulary map in {directory / WEIGHTS} is not the one its {CONFIG} was written with")

@@ -1,0 +1,675 @@
+"""Draft checkpoints: the exact file other engines load, what is refused and why, and nothing ever half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target, tiny_tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
+from fledge.models import weights
+from fledge.models.draft import Draft
+from fledge.models.weights import fit, load_draft, read_draft_config, recover, replacing, save_draft
+from fledge.train.checkpoint import RunDirectory
+
+V, D, INNER, HEADS, KV, HEAD = 120, 32, 48, 4, 2, 8
+VARIANTS = {
+    "eagle3": {},
+    "eagle3.1": dict(fc_norm=True, norm_output=True),
+    "norm_before_fc": dict(norm_before_fc=True, norm_before_residual=True),
+    "qk_norm": dict(qk_norm=True),
+    "biases": dict(attention_bias=True, mlp_bias=True),
+    "two_layers": dict(num_hidden_layers=2),
+    "own_embeddings": dict(own_embeddings=True),
+    "narrow": dict(own_embeddings=True, hidden_size=16),
+    "four_layers_read": dict(num_aux_hidden_states=4, aux_layers=(1, 3, 5, 8)),
+}
+ROPES = {
+    "default": RopeConfig(rope_theta=5e5),
+    "partial": RopeConfig(rope_theta=5e5, partial_rotary_factor=0.5),
+    "linear": RopeConfig("linear", 5e5, factor=2.0),
+    "llama3": RopeConfig(
+        "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "yarn": RopeConfig("yarn", 5e5, factor=4.0, original_max_position_embeddings=64, beta_fast=16.0),
+    "longrope": RopeConfig(
+        "longrope", 5e5, factor=4.0, original_max_position_embeddings=64, short_factor=(1.0, 1.5, 2.0, 2.5),
+        long_factor=(2.0, 3.0, 4.0, 5.0), long=True,
+    ),
+}  # fmt: skip
+
+
+def config(W: int = 40, **overrides) -> DraftConfig:
+    shape = dict(
+        hidden_size=D, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=HEAD,
+        vocab_size=V, draft_vocab_size=W, target_hidden_size=D, max_position_embeddings=256, bos_token_id=2,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return DraftConfig(**{**shape, **overrides})
+
+
+def make(W: int = 40, seed: int = 0, **overrides) -> Draft:
+    """A draft of random weights, each tensor of its own scale, whose vocabulary is spread over the target's."""
+    torch.manual_seed(seed)
+    draft = Draft(config(W, **overrides))
+    for p in draft.parameters():
+        torch.nn.init.normal_(p)
+    draft.set_vocabulary(torch.randperm(V)[:W].sort().values)
+    return draft
+
+
+def saved(directory: Path, *args, **overrides) -> Draft:
+    draft = make(*args, **overrides)
+    save_draft(draft, directory, torch.float32)
+    return draft
+
+
+def rewrite(directory: Path, change) -> None:
+    """Passes the weights file through `change`, which edits a dict of tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(directory: Path, **changes) -> None:
+    """Changes config.json; None removes a key."""
+    file = directory / "config.json"
+    hf = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+def same(a: Draft, b: Draft) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("W", [40, V], ids=["W<V", "W=V"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_draft_comes_back_to_the_bit(tmp_path, variant, W, dtype):
+    draft = make(W, **VARIANTS[variant])
+    save_draft(draft, tmp_path / "draft", dtype)
+    assert listing(tmp_path / "draft") == ["config.json", "model.safetensors"]
+    loaded = load_draft(tmp_path / "draft")
+    assert same(loaded, draft.to(dtype).float())
+    assert same(load_draft(tmp_path / "draft", dtype=torch.float64), draft.double())
+    known = loaded.config.provenance.vocabulary_sha256
+    assert known and loaded.config == draft.config.with_provenance(vocabulary_sha256=known)
+    assert torch.equal(loaded.target_ids(), draft.target_ids()) and not loaded.training
+
+
+def portable(c: DraftConfig) -> dict[str, list[int]]:
+    """Names and shapes of the file every engine loads, from the contract's table."""
+    E, A, q, kv = c.hidden_size, c.num_aux_hidden_states, HEADS * HEAD, KV * HEAD
+    shapes = {"fc.weight": [E, A * D], "norm.weight": [E], "lm_head.weight": [c.draft_vocab_size, E]}
+    for i in range(c.num_hidden_layers):
+        at, width = ("midlayer", 2 * E) if i == 0 else (f"layers.{i}", E)
+        # hidden_norm of further layers is their input norm again, under the name SGLang reads
+        shapes |= {f"{at}.{n}.weight": [E] for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": [m, width] for n, m in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {f"{at}.self_attn.o_proj.weight": [E, q], f"{at}.mlp.down_proj.weight": [E, INNER]}
+        shapes |= {f"{at}.mlp.{n}_proj.weight": [INNER, E] for n in ("gate", "up")}
+        if c.qk_norm:
+            shapes |= {f"{at}.self_attn.{n}_norm.weight": [HEAD] for n in "qk"}
+        if c.attention_bias:
+            shapes |= {f"{at}.self_attn.{n}_proj.bias": [m] for n, m in (("q", q), ("k", kv), ("v", kv), ("o", E))}
+        if c.mlp_bias:
+            shapes |= {f"{at}.mlp.{n}_proj.bias": [m] for n, m in (("gate", INNER), ("up", INNER), ("down", E))}
+    if c.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": [D] for i in range(A)}
+    if c.norm_before_fc:
+        shapes |= {"input_norm.weight": [A * D]}
+    if c.own_embeddings:
+        shapes |= {"embed_tokens.weight": [V, E]}
+    if c.draft_vocab_size < V:
+        shapes |= {"d2t": [c.draft_vocab_size], "t2d": [V]}
+    return shapes
+
+
+@pytest.mark.parametrize("W", [40, V], ids=["W<V", "W=V"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_file_holds_exactly_the_contracts_tensors(tmp_path, variant, W):
+    draft = make(W, **VARIANTS[variant])
+    save_draft(draft, tmp_path / "draft")
+    with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as f:
+        assert f.metadata() == {"format": "pt"}
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    assert {n: list(t.shape) for n, t in tensors.items()} == portable(draft.config)
+    if W < V:
+        d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+        assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
+        assert torch.equal(d2t + torch.arange(W), draft.target_ids())
+        assert torch.equal(t2d.nonzero().squeeze(-1), draft.target_ids())
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    for name in tensors:
+        if name.startswith("layers.") and name.endswith("hidden_norm.weight"):
+            assert torch.equal(tensors[name], tensors[name.replace("hidden_norm", "input_layernorm")])
+
+
+CONFIG_KEYS = {
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "draft_vocab_size",
+    "max_position_embeddings", "attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters",
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_aux_hidden_states",
+}  # fmt: skip
+
+
+def test_config_json_has_every_key_of_the_contract(tmp_path):
+    saved(tmp_path / "d", fc_norm=True, norm_output=True)
+    hf = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert hf.keys() == CONFIG_KEYS | {"fledge"}
+    assert hf["architectures"] == ["LlamaForCausalLMEagle3"] and hf["model_type"] == "llama"
+    assert (hf["vocab_size"], hf["draft_vocab_size"], hf["torch_dtype"]) == (V, 40, "float32")
+    assert (hf["hidden_act"], hf["bias"], hf["tie_word_embeddings"]) == ("silu", False, False)
+    assert (hf["fc_norm"], hf["norm_output"], hf["norm_before_fc"]) == (True, True, False)
+    assert hf["rope_scaling"] is None and hf["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_transformers_reads_the_config_alike(tmp_path, rope):
+    draft = saved(tmp_path / "d", rope=ROPES[rope])
+    read = AutoConfig.from_pretrained(tmp_path / "d")
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "vocab_size", "rms_norm_eps", "max_position_embeddings"):  # fmt: skip
+        assert getattr(read, key) == getattr(draft.config, key), key
+    assert read.draft_vocab_size == 40
+    expected = ROPES[rope].to_hf()
+    assert expected["rope_theta"] == 5e5 and expected["rope_type"] == ROPES[rope].rope_type
+    assert {k: read.rope_parameters[k] for k in expected} == expected
+    assert read_draft_config(tmp_path / "d").rope == ROPES[rope]
+    hf = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert hf["rope_theta"] == 5e5, "SafeAILab reads only this one"
+    assert rope != "linear" or hf["rope_scaling"] == {"type": "linear", "factor": 2.0}, "and this spelling of it"
+
+
+def test_a_draft_with_qk_norms_names_the_only_class_that_has_them(tmp_path):
+    saved(tmp_path / "d", qk_norm=True)
+    read = AutoConfig.from_pretrained(tmp_path / "d")
+    assert (read.model_type, read.architectures) == ("qwen3", ["Eagle3Qwen3ForCausalLM"])
+
+
+# -- which layers are read --------------------------------------------------------------------------------------------
+
+
+def ids_of(directory: Path) -> tuple[list[int] | None, dict | None]:
+    hf = json.loads((directory / "config.json").read_text())
+    return hf.get("eagle_aux_hidden_state_layer_ids"), hf.get("eagle_config")
+
+
+def test_other_layers_are_written_in_both_engines_numbering(tmp_path):
+    saved(tmp_path / "d", aux_layers=(1, 4, 8))
+    nested = {"eagle_aux_hidden_state_layer_ids": [0, 3, 7], "use_aux_hidden_state": True}
+    assert ids_of(tmp_path / "d") == ([1, 4, 8], nested)
+    assert read_draft_config(tmp_path / "d").aux_layers == (1, 4, 8)
+
+
+def test_default_layers_are_left_to_the_engines(tmp_path):
+    saved(tmp_path / "d")
+    assert ids_of(tmp_path / "d") == (None, None)
+    saved(tmp_path / "e", aux_layers=default_aux_layers(8), provenance=Provenance(target_layers=8))
+    assert ids_of(tmp_path / "e") == (None, None)
+    assert read_draft_config(tmp_path / "e").aux_layers == (2, 4, 5), "named all the same for fledge"
+
+
+def test_a_draft_of_a_shallow_target_can_be_saved(tmp_path):
+    """A target of four layers has no default layers to compare with."""
+    saved(tmp_path / "d", aux_layers=(1, 2, 3), provenance=Provenance(target_layers=4))
+    assert ids_of(tmp_path / "d")[0] == [1, 2, 3]
+
+
+def test_ids_as_other_writers_give_them(tmp_path):
+    saved(tmp_path / "d")
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    reconfigure(tmp_path / "d", fledge=None, eagle_config=nested)
+    assert read_draft_config(tmp_path / "d").aux_layers == (2, 4, 5), "SGLang counts outputs"
+    reconfigure(tmp_path / "d", eagle_aux_hidden_state_layer_ids=[2, 4, 5], eagle_config=nested)
+    assert read_draft_config(tmp_path / "d").aux_layers == (2, 4, 5)
+    reconfigure(tmp_path / "d", eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
+    assert read_draft_config(tmp_path / "d").aux_layers is None
+
+
+# -- files of others --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+def test_other_names_for_the_same_tensors(tmp_path, prefix, layer):
+    draft = saved(tmp_path / "d", num_hidden_layers=2)
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.replace("midlayer.", layer)] = tensors.pop(name)
+        tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    rewrite(tmp_path / "d", rename)
+    assert same(load_draft(tmp_path / "d"), draft)
+
+
+def test_sglangs_old_names_of_the_feature_norms(tmp_path):
+    draft = saved(tmp_path / "d", fc_norm=True)
+
+    def rename(tensors):
+        for i, name in enumerate(("low", "mid", "high")):
+            tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{i}.weight")
+
+    rewrite(tmp_path / "d", rename)
+    reconfigure(tmp_path / "d", fc_norm=None, use_aux_norm=True)
+    assert same(load_draft(tmp_path / "d"), draft)
+
+
+def test_int32_offsets_and_no_t2d(tmp_path):
+    draft = saved(tmp_path / "d")
+    rewrite(tmp_path / "d", lambda t: (t.pop("t2d"), t.update(d2t=t["d2t"].int())))
+    assert same(load_draft(tmp_path / "d"), draft)
+
+
+def test_an_embedding_that_is_shipped_is_used(tmp_path):
+    """As in vLLM; its config does not say that the draft has one."""
+    draft = saved(tmp_path / "d", own_embeddings=True)
+    reconfigure(tmp_path / "d", fledge=None)
+    loaded = load_draft(tmp_path / "d")
+    loaded.share_embedding(torch.zeros(V, D))
+    assert torch.equal(loaded.embed(torch.arange(V)), draft.embed_tokens.weight)
+
+
+def test_equal_widths_spelled_out_need_no_embedding(tmp_path):
+    draft = saved(tmp_path / "d")
+    reconfigure(tmp_path / "d", fledge=None, target_hidden_size=D)
+    assert same(load_draft(tmp_path / "d"), draft)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(directory: Path, match: str) -> None:
+    with pytest.raises(ValueError, match=match) as error:
+        load_draft(directory)
+    assert str(directory) in str(error.value), "the file is named"
+
+
+def test_no_such_draft(tmp_path):
+    refused(tmp_path / "none", r"holds no config\.json; a draft is a directory")
+    saved(tmp_path / "d")
+    (tmp_path / "d" / "model.safetensors").unlink()
+    refused(tmp_path / "d", "does not exist; the draft's weights are missing")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, 0.5, -1], ids=["empty", "header", "names", "half", "last byte"])
+def test_cut_weights(tmp_path, keep):
+    saved(tmp_path / "d")
+    file = tmp_path / "d" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
+    refused(tmp_path / "d", r"cannot be read .*; it is cut short or damaged, copy it again")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"hidden_size": 32', "\x00\x01", "[]", "3", "null", '{"hidden_size": 32}'])
+def test_broken_configs(tmp_path, text):
+    saved(tmp_path / "d")
+    (tmp_path / "d" / "config.json").write_text(text)
+    refused(tmp_path / "d", r"config\.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (dict(speculators_config={}), "in speculators' format; fledge reads the flat layout"),
+        (dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None), r"\['LlamaForCausalLM'\] is not an EAGLE-3"),
+        (dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=None), "is not an EAGLE-3 draft"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (dict(intermediate_size=None), "lacks intermediate_size; is this a draft"),
+        (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "RoPE type 'dynamic' is refused"),
+        (dict(rope_scaling={"type": "odd"}), "unknown RoPE type 'odd'"),
+        (dict(draft_vocab_size=V + 1), "121 tokens and the target's only 120"),
+        (dict(num_attention_heads="four"), r"config\.json"),
+        (dict(fc_norm=True, norm_before_fc=True), "exclude each other"),
+    ],
+)
+def test_configs_of_something_else(tmp_path, changes, match):
+    saved(tmp_path / "d")
+    reconfigure(tmp_path / "d", **changes)
+    refused(tmp_path / "d", match)
+
+
+def move_one(tensors):
+    d2t = tensors["d2t"]
+    d2t[-1] += 1 if d2t[-1] + len(d2t) - 1 < V - 1 else -(d2t[-1] - d2t[-2])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("d2t"), "has no d2t: .* nothing says which"),
+        (move_one, "the vocabulary map in .* is not the one its config.json was written with"),
+        (lambda t: t["d2t"].zero_(), "is not the one its config.json was written with"),
+        (lambda t: t.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda t: t.update({"foo.weight": torch.ones(2)}), "foo.weight is not part of such a draft"),
+        (lambda t: t.update({"mask_hidden": torch.ones(1, 1, 96)}), "mask_hidden is not part of such a draft"),
+        (lambda t: t.update({"fc_norm.0.weight": torch.ones(D)}), "fc_norm.0.weight is not part of such a draft"),
+        (lambda t: t.update({"fc.weight": torch.ones(D, 2 * D)}), r"fc.weight is \[32, 64\] where .* says \[32, 96\]"),
+        (lambda t: t.update({"d2t": torch.zeros(39, dtype=torch.int64)}), r"d2t is \[39\] where .* says \[40\]"),
+        (lambda t: [t.pop(n) for n in list(t) if n.startswith("midlayer")], r"is missing; .* \(and 7 more\)"),
+    ],
+)
+def test_weights_that_do_not_fit_their_config(tmp_path, change, match):
+    saved(tmp_path / "d")
+    rewrite(tmp_path / "d", change)
+    refused(tmp_path / "d", match)
+
+
+@pytest.mark.parametrize("offset", [-V, V])
+def test_maps_that_name_no_tokens_of_the_target(tmp_path, offset):
+    saved(tmp_path / "d")
+    rewrite(tmp_path / "d", lambda t: t.update(d2t=t["d2t"] + offset))
+    refused(tmp_path / "d", "outside the target's 0..119")
+
+
+def test_maps_that_name_a_token_twice(tmp_path):
+    saved(tmp_path / "d")
+    rewrite(tmp_path / "d", lambda t: t["d2t"].copy_(-torch.arange(40)))
+    refused(tmp_path / "d", "ascending distinct ids")
+
+
+# -- the draft and its target -----------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
+    draft = tiny_draft(target, draft_vocab_size=100, aux_layers=(1, 4, 8))
+    assert target.aux_layers == (1, 4, 8)
+    assert draft._shared_embedding[0].data_ptr() == target.embedding.data_ptr()
+    fit(tiny_draft(target), target)
+    assert target.aux_layers == default_aux_layers(8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (dict(vocab_size=399, draft_vocab_size=399), "vocabulary of 399 tokens and the target has 400"),
+        (dict(target_hidden_size=64, own_embeddings=True), "hidden states 64 wide and the target's are 32"),
+        (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers and this one has 8"),
+        (dict(provenance=Provenance(tokenizer_sha256="0" * 64)), "trained with another tokenizer"),
+        (dict(aux_layers=(2, 4, 9)), "but the target has layers 0..8"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused(target, changes, match):
+    other = Draft(replace(tiny_draft(target).config, **changes))
+    with pytest.raises(ValueError, match=match):
+        fit(other, target)
+
+
+def test_the_right_tokenizer_is_recognised(target):
+    known = Provenance(
+        target_layers=8, tokenizer_sha256=weights.tokenizer_sha256(tiny_tokenizer()), template_sha256="other"
+    )
+    fit(Draft(replace(tiny_draft(target).config, provenance=known)), target)
+    smaller = weights.tokenizer_sha256(tiny_tokenizer(vocab_size=300))
+    assert smaller != known.tokenizer_sha256
+
+
+def test_longropes_other_list_is_refused():
+    lists = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **lists}}
+    short, long = (
+        tiny_target("phi3", max_length=n, original_max_position_embeddings=64, **rope) for n in (64, 256)
+    )  # fmt: skip
+    draft = tiny_draft(short)
+    with pytest.raises(ValueError, match="longrope's short factors; load the target with max_length"):
+        fit(draft, long)
+
+
+# -- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for the process ending here."""
+
+
+def write(directory: Path, content: str) -> None:
+    with replacing(directory) as new:
+        (new / "a").write_text(content)
+        (new / "b").write_text(content)
+
+
+def read(directory: Path) -> list[str]:
+    recover(directory)
+    return [(directory / n).read_text() for n in ("a", "b")] if directory.exists() else []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
+def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
+    for before in ([], ["old", "old"]):
+        with pytest.raises(error), replacing(tmp_path / "d") as new:
+            (new / "a").write_text("half")
+            raise error("stop")
+        assert read(tmp_path / "d") == before
+        assert listing(tmp_path) == (["d"] if before else [])
+        write(tmp_path / "d", "old")
+
+
+def test_a_file_that_is_no_longer_written_goes(tmp_path):
+    write(tmp_path / "d", "old")
+    with replacing(tmp_path / "d") as new:
+        (new / "c").write_text("new")
+    assert listing(tmp_path / "d") == ["c"] and listing(tmp_path) == ["d"]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("after", [False, True], ids=["before it", "after it"])
+def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, call, after):
+    """The process ends before or after the first (old away) or the second (new in place) rename."""
+    write(tmp_path / "d", "old")
+    rename, calls = Path.rename, []
+
+    def dying(self, target):
+        calls.append(self)
+        if len(calls) == call and not after:
+            raise Killed
+        rename(self, target)
+        if len(calls) == call:
+            raise Killed
+
+    monkeypatch.setattr(Path, "rename", dying)
+    with pytest.raises(Killed):
+        write(tmp_path / "d", "new")
+    monkeypatch.undo()
+    assert (tmp_path / "d").exists() == ((call, after) in {(1, False), (2, True)})
+    content = "new" if (call, after) == (2, True) else "old"
+    assert read(tmp_path / "d") == [content, content]
+    write(tmp_path / "d", "newer")
+    assert read(tmp_path / "d") == ["newer", "newer"] and listing(tmp_path) == ["d"]
+
+
+def test_readers_undo_a_replacement_stopped_half_way(tmp_path):
+    draft = saved(tmp_path / "d")
+    (tmp_path / "d").rename(tmp_path / "d.old")
+    assert same(load_draft(tmp_path / "d"), draft)
+    run = RunDirectory(tmp_path / "run")
+    run.save_checkpoint(draft, torch.float32, {"step": 3})
+    run.checkpoint.rename(tmp_path / "run" / "checkpoint.old")
+    assert run.load_checkpoint() == {"step": 3}
+
+
+CHILD = """
+import json, os, resource, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, os.environ["TESTS"])
+from test_weights import listing, make, saved
+from fledge.models.weights import save_draft
+from fledge.train.checkpoint import RunDirectory
+here = Path(sys.argv[1])
+"""
+KILLED_WHILE_WRITING = (
+    CHILD
+    + """
+def half(self, content):
+    with self.open("wb") as f:
+        f.write(content[: len(content) // 2])
+        f.flush()
+        print("half", flush=True)
+        time.sleep(600)
+saved(here / "d", seed=1)
+Path.write_bytes = half
+save_draft(make(seed=2), here / "d", torch.float32)
+"""
+)
+FULL_DISK = (
+    CHILD
+    + """
+run = RunDirectory(here)
+run.start({"a": 1})
+run.publish(make(seed=1), torch.float32)
+run.save_checkpoint(make(seed=1), torch.float32, {"step": 1})
+run.metrics.write_text('{"step": 1}\\n' * 20_000)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+small = dict(hidden_size=8, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
+big, room = {"x": torch.zeros(50_000)}, {"x": [torch.zeros(2_000) for _ in range(40)]}
+jobs = {
+    "publish": lambda: run.publish(make(seed=2), torch.float32),
+    "checkpoint draft": lambda: run.save_checkpoint(make(seed=2), torch.float32, {}),
+    "checkpoint state": lambda: run.save_checkpoint(make(seed=2, **small), torch.bfloat16, big),
+    "checkpoint state, later": lambda: run.save_checkpoint(make(seed=2, **small), torch.bfloat16, room),
+    "metrics": lambda: run.truncate_metrics(5),
+}
+for name, job in jobs.items():
+    try:
+        job()
+        print(json.dumps([name, None, None, "no error"]), flush=True)
+    except Exception as e:
+        print(json.dumps([name, type(e).__name__, getattr(e, "errno", None), str(e)]), flush=True)
+"""
+)
+
+
+def child(script: str, directory: Path) -> subprocess.Popen:
+    tests = Path(__file__).parent
+    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(directory)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
+    with child(KILLED_WHILE_WRITING, tmp_path) as process:
+        try:
+            assert process.stdout.readline() == "half\n"
+        finally:
+            process.kill()
+    assert (tmp_path / "d.new" / "model.safetensors").stat().st_size > 0, "it was in the middle of it"
+    assert same(load_draft(tmp_path / "d"), make(seed=1))
+    draft = make(seed=3)
+    save_draft(draft, tmp_path / "d", torch.float32)
+    assert same(load_draft(tmp_path / "d"), draft) and listing(tmp_path) == ["d"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
+    """Here no file may grow beyond 50,000 bytes, where the system says EFBIG as a full disk says ENOSPC."""
+    with child(FULL_DISK, tmp_path) as process:
+        lines = [json.loads(line) for line in process.stdout]
+    assert [name for name, *_ in lines] == [
+        "publish", "checkpoint draft", "checkpoint state", "checkpoint state, later", "metrics",
+    ]  # fmt: skip
+    for name, kind, number, message in lines:
+        what = tmp_path / {"publish": "draft", "metrics": "metrics.jsonl"}.get(name, "checkpoint")
+        assert (kind, number) == ("OSError", errno.EFBIG), (name, message)
+        assert "no room to " in message and str(what) in message and "ree some space" in message
+        assert "\n" not in message
+    run = RunDirectory(tmp_path)
+    assert same(load_draft(run.draft), make(seed=1)) and run.load_checkpoint() == {"step": 1}
+    assert run.metrics.read_text() == '{"step": 1}\n' * 20_000
+    assert listing(tmp_path) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
+
+
+@pytest.mark.parametrize("where", ["write_bytes", "write_text", "mkdir"])
+def test_no_space_left(tmp_path, monkeypatch, where):
+    draft = saved(tmp_path / "d", seed=1)
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, where, full)
+    with pytest.raises(OSError, match=r"no room to save .*d \(No space left on device\); what was there is untouched"):
+        save_draft(make(seed=2), tmp_path / "d")
+    monkeypatch.undo()
+    assert same(load_draft(tmp_path / "d"), draft) and listing(tmp_path) == ["d"]
+
+
+def test_a_disk_that_fills_as_the_file_is_flushed(tmp_path, monkeypatch):
+    write(tmp_path / "d", "old")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match="no room to save"):
+        write(tmp_path / "d", "new")
+    monkeypatch.undo()
+    assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == ["d"]
+
+
+def test_other_errors_keep_their_own_words(tmp_path):
+    with pytest.raises(PermissionError, match="not yours"), replacing(tmp_path / "d"):
+        raise PermissionError(errno.EACCES, "not yours")
+
+
+# -- a run's directory ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_started_once(tmp_path):
+    run = RunDirectory(tmp_path / "deep" / "run")
+    with pytest.raises(ValueError, match="holds no training run to resume"):
+        run.read_config()
+    run.start({"lr": 0.1})
+    assert run.read_config() == {"lr": 0.1} and run.load_checkpoint() is None
+    with pytest.raises(ValueError, match=r"holds a training run; go on with --resume .*run, or choose another --out"):
+        run.start({"lr": 0.2})
+    run.config.write_text('{"lr": ')
+    with pytest.raises(ValueError, match=r"train\.json is not JSON .* damaged"):
+        run.read_config()
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty"])
+def test_a_damaged_state_is_told(tmp_path, damage):
+    run = RunDirectory(tmp_path)
+    run.save_checkpoint(make(), torch.float32, {"step": 1, "x": torch.zeros(1000)})
+    file = run.checkpoint / "state.pt"
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes({"cut": content[: len(content) // 2], "noise": b"not a checkpoint", "empty": b""}[damage])
+    with pytest.raises(ValueError, match=r"state\.pt cannot be read .* damaged, start a new run"):
+        run.load_checkpoint()
+
+
+def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
+    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "place": (3, 4)}
+    run.save_checkpoint(draft, torch.float32, state)
+    loaded = run.load_checkpoint()
+    assert loaded["place"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
+    assert same(load_draft(run.checkpoint), draft)
+
+
+def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.truncate_metrics(3)  # none yet
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    run.truncate_metrics(2)
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n' and listing(tmp_path) == ["metrics.jsonl"]
