@@ -223,14 +223,16 @@ def load_target(
     where the files are missing, cut short, or not a causal language model.
     """
     device = torch.device(device)
+    if not Path(path).exists() and (Path(path).is_absolute() or str(path).count("/") > 1):
+        raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
         RopeConfig.from_hf(AutoConfig.from_pretrained(path).get_text_config(decoder=True).to_dict())
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as e:
@@ -240,6 +242,11 @@ def load_target(
     finally:
         if shown:
             enable_progress_bar()
+    if missing := sorted(found["missing_keys"]):  # which transformers fills with random numbers
+        raise ValueError(
+            f"the target {path} cannot be loaded: its weights lack {len(missing)} tensors of its config's model, such as "
+            f"{missing[0]}; copy or download it again"
+        )
     return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
 
 
