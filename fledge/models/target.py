@@ -244,7 +244,7 @@ def load_target(
             enable_progress_bar()
     if missing := sorted(found["missing_keys"]):  # which transformers fills with random numbers
         raise ValueError(
-            f"the target {path} cannot be loaded: its weights lack {len(missing)} tensors of its config's model, such as "
+            f"the target {path} cannot be loaded: its weights lack {len(missing)} tensors of its model, such as "
             f"{missing[0]}; copy or download it again"
         )
     return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
