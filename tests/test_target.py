@@ -1,0 +1,391 @@
+"""Targets: what is loaded and refused, features against transformers' own, isolation, logits, rollback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import tiny_target
+from transformers import AutoModelForCausalLM
+
+from fledge.config import DraftConfig, RopeConfig, default_aux_layers
+from fledge.data.pack import make_row
+from fledge.models.kv_cache import TargetCache
+from fledge.models.target import Target, load_target
+from fledge.types import Document, Features
+
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+)  # fmt: skip
+# each of these scales, caps or normalises in a way of its own
+HEADS = {
+    "Granite": dict(logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0, attention_multiplier=0.3),
+    "Cohere": dict(logit_scale=0.25),
+    "Gemma2": dict(final_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4),
+}
+# these keep a running summary of the past in some or all layers
+STATEFUL = {
+    "Mamba": dict(state_size=4),
+    "Qwen3Next": dict(num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    "Jamba": dict(num_experts=2, use_mamba_kernels=False),
+}
+
+
+def build(family: str, seed: int = 0, scale: float = 4.0, **config) -> torch.nn.Module:
+    """A small model of a transformers family with weights scaled up, so that context matters."""
+    torch.manual_seed(seed)
+    hf = getattr(transformers, f"{family}Config")(**{**SHAPE, **config})
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(scale)
+    return model
+
+
+def target_of(family: str, layers=(1, 2, 4), **config) -> Target:
+    max_length = config.pop("max_length", None)
+    target = Target(build(family, **config), None, name=f"tiny {family}", max_length=max_length)
+    target.read_layers(layers)
+    return target
+
+
+def some_tokens(n: int, seed: int = 0, vocab: int = 100) -> torch.Tensor:
+    return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def row_of(*lengths: int, length: int):
+    documents = [some_tokens(n, seed=i) for i, n in enumerate(lengths)]
+    return make_row([Document(t.int(), torch.zeros_like(t).int()) for t in documents], length)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A target as save_pretrained writes it."""
+    path, target = tmp_path_factory.mktemp("target") / "good", tiny_target()
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def damaged(directory, tmp_path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "bad"))
+
+
+def reconfigure(path: Path, **changes) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def refused(path, match: str) -> None:
+    with pytest.raises(ValueError, match=match) as error:
+        load_target(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_target_comes_back(directory):
+    loaded, made = load_target(directory, max_length=64), tiny_target()
+    assert loaded.dtype == torch.float32 and loaded.max_length == 64 and loaded.num_layers == 8
+    assert torch.equal(loaded.embedding, made.embedding) and loaded.stop_ids == {1}
+    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+    assert load_target(directory, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_target(directory).max_length == 512
+
+
+def test_targets_that_are_not_there(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    refused(tmp_path / "none", "none does not exist; it is a directory or a hub id")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"holds no config\.json; a target is a directory as save_pretrained writes it")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    refused("owner/nothing", "the target owner/nothing cannot be loaded: ")
+
+
+@pytest.mark.parametrize("keep", [0, 5000, -50], ids=["empty", "header cut", "end cut"])
+def test_cut_weights(damaged, keep):
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(damaged, "cannot be loaded: .* cut short or damaged: copy or download it again")
+
+
+def test_missing_weights(damaged):
+    (damaged / "model.safetensors").unlink()
+    refused(damaged, r"cannot be loaded: Error no file named model\.safetensors")
+
+
+def test_weights_that_lack_a_layer_are_not_made_up(damaged):
+    """transformers fills what is missing with random numbers and warns."""
+    reconfigure(damaged, num_hidden_layers=9)
+    refused(damaged, r"its weights lack 9 tensors of its model, such as model\.layers\.8\.input_layernorm\.weight")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_damaged_json(damaged, file):
+    (damaged / file).write_text('{"model_ty')
+    refused(damaged, "cannot be loaded: .*JSON")
+
+
+def test_what_is_no_causal_language_model(damaged, tmp_path):
+    reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
+    with pytest.raises(ValueError, match="BertModel does not show its 4 decoder layers and final norm"):
+        Target(build("Bert", is_decoder=True), None)
+
+
+def test_dynamic_rope_is_refused_with_the_reason(damaged):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    reconfigure(damaged, rope_parameters=rope)
+    refused(damaged, "RoPE type 'dynamic' is refused: it changes the frequencies with the length of a call")
+    with pytest.raises(ValueError, match="RoPE type 'dynamic' is refused"):
+        Target(build("Llama", rope_parameters=rope), None)
+
+
+def test_a_config_without_a_longest_length(tmp_path):
+    """A state-space model names none; with one given, its rollback is what is wrong with it."""
+    model = build("Mamba", **STATEFUL["Mamba"])
+    del model.config.max_position_embeddings
+    with pytest.raises(
+        ValueError, match="MambaForCausalLM has no max_position_embeddings in its config; give a max_len"
+    ):
+        Target(model, None)
+    with pytest.raises(ValueError, match="cannot verify drafts"):
+        Target(model, None, max_length=64).check_rollback()
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
+def test_a_config_that_no_draft_can_be_shaped_after(missing):
+    hf = {k: v for k, v in SHAPE.items() if k != missing}
+    with pytest.raises(ValueError, match=f"the target's config has no {missing}"):
+        DraftConfig.for_target(hf, max_length=64)
+
+
+# -- stop tokens and layers -------------------------------------------------------------------------------------------
+
+
+def test_every_stop_token_of_model_and_tokenizer_counts():
+    target = tiny_target()
+    target.model.generation_config.eos_token_id = [7, 9]
+    target.config.eos_token_id = 5
+    assert target.stop_ids == {1, 5, 7, 9}
+
+
+@pytest.mark.parametrize(("n", "layers"), [(7, (2, 3, 4)), (8, (2, 4, 5)), (32, (2, 16, 29))])
+def test_default_layers(n, layers):
+    assert default_aux_layers(n) == layers
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_targets_too_shallow_for_default_layers_are_told_the_cure(n):
+    with pytest.raises(ValueError, match=rf"a target of {n} layers has no three distinct .* --aux-layers 1,"):
+        default_aux_layers(n)
+
+
+def test_layers_that_are_not_there():
+    target = target_of("Llama")
+    for layers in ([1, 2, 5], [-1, 2, 3]):
+        with pytest.raises(ValueError, match=r"are to be read, but the target has layers 0\.\.4"):
+            target.read_layers(layers)
+    target.read_layers([4, 0, 2])
+    assert target.aux_layers == (0, 2, 4)
+    with pytest.raises(ValueError, match="--aux-layers"):
+        target.read_layers(None)
+
+
+# -- features ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Granite"])
+def test_features_are_transformers_hidden_states(family):
+    """Id i is `hidden_states[i]`: 0 the embeddings, n what the final norm reads; the last one is after that norm.
+
+    transformers gives hidden_states[n] after the norm, so the input of the norm is seen by norm(features[n]).
+    """
+    target = target_of(family, layers=range(5), **HEADS.get(family, {}))
+    tokens = some_tokens(9)
+    out = target.model(input_ids=tokens[None], output_hidden_states=True, use_cache=False)
+    features = target._run_decoder(tokens, torch.arange(9))
+    assert features.aux_TAD.shape == (9, 5, 32)
+    for i in range(4):
+        torch.testing.assert_close(features.aux_TAD[:, i], out.hidden_states[i][0], rtol=0, atol=0)
+    torch.testing.assert_close(features.last_TD, out.hidden_states[-1][0], rtol=0, atol=0)
+    torch.testing.assert_close(target.norm(features.aux_TAD[:, 4]), features.last_TD, rtol=0, atol=0)
+    assert not torch.equal(features.aux_TAD[:, 4], features.last_TD)
+
+
+def test_decoding_gives_the_same_features_and_logits_as_one_pass():
+    target, tokens, cache = target_of("Llama"), some_tokens(12), TargetCache()
+    whole = target.features(make_row([Document(tokens.int(), torch.zeros(12).int())], 12))
+    logits = target.model(input_ids=tokens[None]).logits[0]
+    for a, b in ((0, 5), (5, 6), (6, 12)):
+        own, features = target.forward(tokens[a:b], cache)
+        torch.testing.assert_close(own, logits[a:b], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features.aux_TAD, whole.aux_TAD[a:b], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features.last_TD, whole.last_TD[a:b], rtol=1e-4, atol=1e-4)
+    last, none = target.forward(tokens, TargetCache(), features=False, last_only=True)
+    assert none is None and last.shape == (1, 100)
+    torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_no_hook_is_left_behind():
+    target = target_of("Llama")
+    with pytest.raises(IndexError):
+        target._run_decoder(torch.tensor([1000]), torch.arange(1))
+    target._run_decoder(some_tokens(3), torch.arange(3))
+    modules = [target.norm, *target.layers]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+# -- isolation --------------------------------------------------------------------------------------------------------
+
+
+def alone(target: Target, row) -> Features:
+    """The features of each document of a row, run by itself with nothing of fledge in the way."""
+    aux, last = [], []
+    for a, b in row.documents():
+        out = target.model(input_ids=row.token_T[None, a:b], output_hidden_states=True, use_cache=False)
+        aux.append(torch.stack([out.hidden_states[i][0] for i in target.aux_layers], dim=1))
+        last.append(out.hidden_states[-1][0])
+    return Features(torch.cat(aux), torch.cat(last))
+
+
+def same_features(a: Features, b: Features) -> bool:
+    pairs = ((a.aux_TAD, b.aux_TAD), (a.last_TD, b.last_TD))
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in pairs)
+
+
+def leak(target: Target, monkeypatch) -> list[int]:
+    """Makes a pass over several documents mix them, as some architectures do; returns the lengths of its calls."""
+    run, calls = target._run_decoder, []
+
+    def mixing(token_T, position_T):
+        calls.append(len(token_T))
+        return run(token_T, torch.arange(len(token_T)))
+
+    monkeypatch.setattr(target, "_run_decoder", mixing)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
+def test_packed_documents_are_seen_alone(family):
+    target = target_of(family, layers=(1, 2, 3), **HEADS.get(family, dict(sliding_window=4)))
+    row = row_of(9, 7, 12, length=32)
+    features = target.features(row)
+    assert target.packs is True
+    assert same_features(features, alone(target, row))
+
+
+def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):
+    target = target_of("Llama", layers=(1, 2, 3))
+    row = row_of(9, 7, 12, length=32)
+    calls = leak(target, monkeypatch)
+    assert not same_features(target._run_decoder(row.token_T, row.position_T), alone(target, row)), "it does mix"
+    target.check_isolation()
+    assert target.packs is False
+    calls.clear()
+    assert same_features(target.features(row), alone(target, row)) and calls == [9, 7, 12, 4]
+
+
+def test_recurrent_layers_are_found_to_mix():
+    target = target_of("Mamba", layers=(1, 2, 3), **STATEFUL["Mamba"])
+    row = row_of(9, 7, length=16)
+    torch.testing.assert_close(target.features(row).last_TD, alone(target, row).last_TD, rtol=1e-4, atol=1e-4)
+    assert target.packs is False
+
+
+# -- logits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_logits_are_the_models_own(family):
+    target, tokens = target_of(family, **HEADS[family]), some_tokens(9)
+    own = target.model(input_ids=tokens[None], use_cache=False).logits[0]
+    last = target._run_decoder(tokens, torch.arange(9)).last_TD
+    torch.testing.assert_close(target.logits(last), own, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(target.head(last), own, rtol=1e-2), "the head alone is not enough"
+    target.check_isolation()
+
+
+def test_a_head_with_a_bias():
+    target = target_of("Phi", intermediate_size=64)
+    torch.nn.init.normal_(target.head.bias)
+    target.check_isolation()
+
+
+def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
+    target = target_of("Llama")
+    forward = target.model.forward
+
+    def shifted(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.01
+        return out
+
+    target.check_isolation()
+    monkeypatch.setattr(target.model, "forward", shifted)
+    with pytest.raises(ValueError, match="tiny Llama computes its logits in a way fledge does not know"):
+        target.check_isolation()
+
+
+# -- longrope ---------------------------------------------------------------------------------------------------------
+
+
+LONGROPE = dict(
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[4.0, 3.0, 2.0, 5.0]
+    ),
+    original_max_position_embeddings=32,
+)
+
+
+@pytest.mark.parametrize(("max_length", "chosen"), [(32, "short_factor"), (33, "long_factor"), (None, "long_factor")])
+def test_longrope_is_chosen_once_for_every_length_of_call(max_length, chosen):
+    """transformers chooses by the length of each call: its own features of a prefix change with what follows."""
+    target = target_of("Phi3", max_length=max_length, **LONGROPE)
+    tokens = some_tokens(48)
+    features = [target._run_decoder(tokens[:n], torch.arange(n)) for n in (8, 48, 8)]
+    assert all(torch.allclose(f.last_TD[:8], features[0].last_TD, rtol=1e-4, atol=1e-4) for f in features[1:])
+    factors = torch.tensor(LONGROPE["rope_parameters"][chosen])
+    expected = 1 / (factors * 1e4 ** (torch.arange(0, 8, 2) / 8))
+    torch.testing.assert_close(target.decoder.rotary_emb.inv_freq, expected)
+    assert RopeConfig.from_hf(target.config.to_dict()).for_length(target.max_length).long == (chosen == "long_factor")
+
+
+def test_without_it_longrope_would_change_with_the_length():
+    model, tokens = build("Phi3", **LONGROPE), some_tokens(48)
+    short, long = (
+        model(input_ids=tokens[None, :n], output_hidden_states=True, use_cache=False).hidden_states[-1][0, :8]
+        for n in (8, 48)
+    )
+    assert not torch.allclose(short, long, rtol=1e-2, atol=1e-2)
+
+
+# -- rollback ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "config"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Gemma2", {})])
+def test_caches_that_roll_back_are_accepted(family, config):
+    target_of(family, layers=(1, 2, 3), **{**HEADS.get(family, {}), **config}).check_rollback()
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_running_summaries_cannot_be_rolled_back(family):
+    target = target_of(family, layers=(1, 2, 3), **STATEFUL[family])
+    with pytest.raises(ValueError, match=f"tiny {family} cannot verify drafts: its state cannot be rolled back"):
+        target.check_rollback()
+
+
+def test_a_cache_that_forgets_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(TargetCache, "rollback", lambda self, length: None)
+    with pytest.raises(ValueError, match="cannot verify drafts"):
+        target_of("Llama").check_rollback()
