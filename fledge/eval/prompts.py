@@ -66,6 +66,7 @@ def _from_row(line: str, where: str) -> EvalPrompt:
         raise ValueError(f"{where} is not JSON: {e}") from e
     if isinstance(row.get("prompt"), str):
         return EvalPrompt(text=row["prompt"])
-    if row.get("turns") and all(isinstance(t, str) for t in row["turns"]):
-        return EvalPrompt(turns=tuple(row["turns"]))
+    turns = row.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns):
+        return EvalPrompt(turns=tuple(turns))
     raise ValueError(f"{where} has neither `turns`, a list of user messages, nor a `prompt`")

@@ -1,0 +1,95 @@
+"""Figures from traces, prompts from files, and the rule for differences that rounding makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.verify import Chooser
+from fledge.eval.metrics import alpha, repeated_ngrams, tau
+from fledge.eval.prompts import read_prompts, spread
+from fledge.eval.run import _gaps, _near_ties
+from fledge.types import Round, Sampling, Trace
+
+
+def test_tau_and_alpha_are_sums_divided_once():
+    traces = [Trace([Round(3, 0), Round(3, 3)]), Trace([Round(3, 1)]), Trace()]
+    assert tau(traces) == (1 + 4 + 2) / 3
+    assert alpha(traces) == [2 / 3, 1 / 2, 1.0]
+    assert tau([]) == 0.0 and alpha([]) == []
+
+
+def test_repeated_ngrams_counts_what_was_said_before():
+    assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == (2, 4)
+    assert repeated_ngrams([1, 2, 3], n=8) == (0, 0)
+
+
+def test_prompts_of_every_kind(tmp_path):
+    rows = {
+        "turns": [{"turns": ["a", "b"], "category": "x"}],
+        "prompt": [{"prompt": "def f"}],
+        "text": [{"text": "0123456789"}],
+        "messages": [{"messages": [{"role": r, "content": c} for r, c in zip("uaua", "1234", strict=True)]}],
+    }
+    for row in rows["messages"][0]["messages"]:
+        row["role"] = {"u": "user", "a": "assistant"}[row["role"]]
+    read = {}
+    for kind, lines in rows.items():
+        file = tmp_path / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (read[kind],) = read_prompts(file)
+    assert read["turns"].turns == ("a", "b") and read["prompt"].text == "def f" and read["text"].text == "01234"
+    assert [m["content"] for m in read["messages"].messages] == ["1", "2", "3"]
+
+
+def test_bad_prompts_are_named(tmp_path):
+    for text, cause in (("", "is empty"), ("{", "line 1 is not JSON"), ('{"turns": "a"}\n', "line 1 has neither")):
+        (tmp_path / "p.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=cause):
+            read_prompts(tmp_path / "p.jsonl")
+
+
+def test_a_limit_is_spread_over_the_file():
+    assert spread(list(range(10)), 4) == [0, 2, 5, 7]
+    assert spread([1, 2], None) == [1, 2] == spread([1, 2], 5)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    target = tiny_target()
+    return Engine(target, tiny_draft(target), depth=3)
+
+
+def test_gaps_are_those_of_the_tokens_chosen(engine):
+    """The gap at each token is the difference of the two best logits there, whatever the width they are fed in."""
+    prefix = engine.template.prompt_ids("the young bird")
+    done = engine.generate("the young bird", max_new_tokens=9, speculate=False)
+    logits = engine.target.model(torch.tensor([prefix + done.tokens])).logits[0, len(prefix) - 1 : -1]
+    top = logits.topk(2, dim=-1).values
+    for width in (1, 4):
+        gaps = _gaps(engine, prefix, done.tokens, width, Chooser(Sampling()))
+        torch.testing.assert_close(gaps, (top[:, 0] - top[:, 1]).double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_real_difference_is_no_near_tie(engine, temperature):
+    sampling = Sampling(temperature=temperature)
+    right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
+    wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
+    prefix = engine.template.prompt_ids("the young bird")
+    ties, noise = _near_ties(engine, [0], [prefix], [wrong], [right], sampling)
+    assert ties == 0 and noise is not None
+
+
+def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
+    """Where the two best tokens are closer than what another batch shape changes, a difference is allowed."""
+    from fledge.eval import run
+
+    gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
+    monkeypatch.setattr(run, "_gaps", lambda *a: next(gaps))
+    ties, noise = _near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling())
+    assert ties == 1 and noise == pytest.approx(1e-6)
