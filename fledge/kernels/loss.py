@@ -92,7 +92,7 @@ class _SoftTargetLoss(torch.autograd.Function):
                 q = z.sub_(lse[:, None]).exp_()
                 accept_K[k] += torch.minimum(q, p * tile.mass_N[at, None]).sum()
                 if grads:
-                    dz = q.sub_(p).mul_((scored * weights[k])[:, None].to(wide)).to(h.dtype)
+                    dz = q.sub_(p).mul_((scored.to(wide) * weights[k])[:, None]).to(h.dtype)
                     dhidden[k][a:b] = dz @ head_WE
                     dhead += dz.T @ h
         if grads:
