@@ -1,0 +1,563 @@
+"""Training on live slots against a dense definition, and its parts against theirs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import break_on_purpose, document, layouts, live_by_definition, row_of, tiny_draft, tiny_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fledge.kernels import loss as loss_module
+from fledge.kernels.loss import soft_target_loss, soft_target_loss_reference
+from fledge.kernels.ttt_attention import document_blocks, ttt_attention_eager, ttt_attention_reference, visible
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.train import objective
+from fledge.train.objective import ttt, walk, walk_rounds
+from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.types import Document, Features, Packed, Step
+
+STEPS = 4
+DOCUMENTS = [
+    document(1, seed=2),
+    document(21, (5, 11), (13, 21), seed=3),
+    document(1, (0, 1), seed=4),
+    document(2, (0, 2), seed=5),
+    document(13, (1, 13), seed=6),
+    document(7, seed=7),
+    document(9, (0, 4), (4, 9), seed=8),
+]
+VARIANTS = {
+    "eagle 3": {},
+    "eagle 3.1": dict(fc_norm=True, norm_output=True),
+    "two layers": dict(num_hidden_layers=2),
+    "three layers": dict(num_hidden_layers=3, norm_before_residual=True, norm_before_fc=True),
+    "own embeddings": dict(hidden_size=24, head_dim=6, attention_bias=True, mlp_bias=True, qk_norm=True),
+}
+
+
+@dataclass
+class Dense:
+    """What the dense definition finds: the loss, and per step the live slots and their logits [S_k, W]."""
+
+    loss: Tensor
+    live: list[Tensor]
+    logits: list[Tensor]
+    teacher: Tensor
+
+
+def dense(draft: Draft, row: Packed, features: Features, teacher: Tensor, gamma: float = 0.8) -> Dense:
+    """All slots of the row at every step, each attending over the whole row under a mask; the live ones are picked
+    from the outputs by the definition of a live slot."""
+    T = row.token_T.numel()
+    slots = torch.arange(T)
+    first: list[tuple[Tensor, Tensor]] = []
+    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
+    hidden, outs = draft.fuse(features.aux_TAD.to(draft.dtype)), []
+    for k in range(STEPS):
+
+        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, k: int = k) -> Tensor:
+            (own[layer] if k else first).append((keys, values))
+            return ttt_attention_reference(q, *first[layer], own[layer], slots, row.doc_T)
+
+        token = row.token_T[(slots + 1 + k).clamp_max(T - 1)]
+        out = draft.step(token, hidden, row.position_T + k, attend)
+        hidden, normed = draft.read(out)
+        outs.append(normed)
+    live = [torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(STEPS)]
+    loss = soft_target_loss_reference(
+        [o[t] for o, t in zip(outs, live, strict=True)],
+        draft.lm_head.weight,
+        [t + 1 + k for k, t in enumerate(live)],
+        teacher,
+        draft.target_ids(),
+        [gamma**k for k in range(STEPS)],
+    )
+    return Dense(loss, live, [draft.lm_head(o[t]) for o, t in zip(outs, live, strict=True)], teacher)
+
+
+def is_live(row: Packed, t: int, k: int) -> bool:
+    """x_{t+1} .. x_{t+2+k} in one span of the document that t is in."""
+    end = t + 3 + k
+    if end > row.token_T.numel():
+        return False
+    return (
+        row.span_T[t + 1] >= 0 and len(set(row.span_T[t + 1 : end].tolist()) | {-2}) == 2 and one_document(row, t, end)
+    )
+
+
+def one_document(row: Packed, a: int, b: int) -> bool:
+    return len(set(row.doc_T[a:b].tolist())) == 1
+
+
+def tiny(dtype: torch.dtype, **draft) -> tuple[Target, Draft]:
+    target = tiny_target(tokenizer=False, dtype=dtype)
+    return target, tiny_draft(target, **draft)
+
+
+def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
+    parameters = dict(draft.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
+    """Equal to `tolerance` times each gradient's largest entry."""
+    assert a.keys() == b.keys()
+    for name, expected in b.items():
+        assert torch.isfinite(a[name]).all(), name
+        size = max(float(expected.abs().max()), 1e-6)
+        assert float((a[name] - expected).abs().max()) <= tolerance * size, name
+
+
+def both(target: Target, draft: Draft, row: Packed) -> tuple[Step, Dense]:
+    features = target.features(row)
+    step = ttt(draft, row, features, target.logits, steps=STEPS)
+    return step, dense(draft, row, features, target.logits(features.last_TD))
+
+
+@pytest.mark.parametrize("vocabulary", [400, 131])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int) -> None:
+    """Loss and gradients of live-slot training equal the dense definition's, in float64 and in float32."""
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        target, draft = tiny(dtype, draft_vocab_size=vocabulary, **VARIANTS[variant])
+        row = row_of(DOCUMENTS, filler=5)
+        step, whole = both(target, draft, row)
+        torch.testing.assert_close(step.loss, whole.loss, rtol=tolerance, atol=0)
+        expected = gradients(draft, whole.loss)
+        assert all(bool(g.any()) for g in expected.values()), "a parameter has no gradient to compare"
+        assert_same_gradients(gradients(draft, step.loss), expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "old", "new"),
+    [
+        (objective, "ttt_hidden", "draft.read(out[-1])[0]", "draft.read(out[-1].detach())[0]"),
+        (objective._Context, "attend", "self.own[layer].append((k, v))", "self.own[layer].append((k.detach(), v))"),
+        (objective._Context, "attend", "self.first.append((k, v))", "self.first.append((k, v.detach()))"),
+    ],
+    ids=["fed back", "own keys", "first values"],
+)
+def test_a_cut_gradient_is_noticed(
+    owner: object, function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes that leave every value right and only stop a gradient."""
+    break_on_purpose(monkeypatch, owner, function, old, new)
+    target, draft = tiny(torch.float64)
+    step, whole = both(target, draft, row_of(DOCUMENTS))
+    torch.testing.assert_close(step.loss, whole.loss)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
+
+
+def test_counts_are_those_of_every_slot() -> None:
+    """Live, scored, hit, survive and α counts, and the walk, computed again slot by slot from dense logits."""
+    target, draft = tiny(torch.float64, draft_vocab_size=300)
+    fit_head_to_target(target, draft)
+    row = row_of(DOCUMENTS, filler=5)
+    step, whole = both(target, draft, row)
+    ids = draft.target_ids()
+    alive = set(whole.live[0].tolist())
+    hits: list[Tensor] = []
+    for k, (slots, logits) in enumerate(zip(whole.live, whole.logits, strict=True)):
+        p = whole.teacher[slots + 1 + k].softmax(-1)
+        seen = torch.isin(p.argmax(-1), ids)
+        hits.append(ids[logits.argmax(-1)] == p.argmax(-1))
+        alive &= set(slots[hits[k]].tolist())
+        assert step.live_K[k] == slots.numel()
+        assert step.scored_K[k] == seen.sum()
+        assert step.hit_K[k] == hits[k].sum()
+        assert step.survive_K[k] == len(alive)
+        torch.testing.assert_close(step.accept_K[k], torch.minimum(p[:, ids], logits.softmax(-1)).sum())
+    assert step.walked == walk(whole.live, hits)
+    assert 0 < step.hit_K[0] < step.live_K[0], "hits and misses were both to occur"
+    assert step.scored_K[0] < step.live_K[0]
+
+
+def fit_head_to_target(target: Target, draft: Draft) -> None:
+    """Solves the draft's head for the target's next tokens on the test documents, so that some are hits."""
+    row = row_of(DOCUMENTS)
+    features = target.features(row)
+    live = row.live(1)
+    with torch.no_grad():
+        hidden = draft.read(objective.ttt_hidden(draft, row, features, live)[0])[1]
+        wanted = target.logits(features.last_TD[live[0] + 1])[:, draft.target_ids()]
+        half = hidden.shape[0] // 2
+        draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden[:half], wanted[:half]).solution.T)
+
+
+def test_packed_is_the_sum_of_its_documents() -> None:
+    """Loss, counts and gradients of a packed row are the sums over rows of one document each."""
+    target, draft = tiny(torch.float64, draft_vocab_size=300)
+    fit_head_to_target(target, draft)
+
+    def run(documents: list[Document], filler: int = 0) -> tuple[Step, dict[str, Tensor]]:
+        row = row_of(documents, filler)
+        step = ttt(draft, row, target.features(row), target.logits, steps=STEPS)
+        return step, gradients(draft, step.loss)
+
+    packed, packed_gradients = run(DOCUMENTS, filler=4)
+    parts = [run([d]) for d in DOCUMENTS]
+    total, summed = parts[0]
+    for step, more in parts[1:]:
+        total, summed = total + step, {n: g + more[n] for n, g in summed.items()}
+    torch.testing.assert_close(packed.loss, total.loss)
+    for name in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"):
+        torch.testing.assert_close(getattr(packed, name), getattr(total, name))
+    assert packed.walked == total.walked
+    assert_same_gradients(packed_gradients, summed, 1e-10)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    "documents",
+    [[document(1)], [document(1, (0, 1))], [document(2, (0, 2))], [document(6)], [document(1), document(3, (1, 2))]],
+    ids=["one token", "a span of one", "two tokens", "no span", "several"],
+)
+def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layers: int) -> None:
+    """Zero loss, zero counts and zero (not missing, not NaN) gradients."""
+    target, draft = tiny(torch.float32, num_hidden_layers=layers)
+    row = row_of(documents, filler=2)
+    step = ttt(draft, row, target.features(row), target.logits, steps=STEPS)
+    assert step.loss.item() == 0
+    assert step.walked == (0, 0)
+    assert all(not getattr(step, f).any() for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"))
+    step.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 31, 33])
+def test_odd_lengths(length: int) -> None:
+    """Rows shorter than the depth, and of lengths no power of two divides."""
+    target, draft = tiny(torch.float64)
+    step, whole = both(target, draft, row_of([document(length, (0, length), seed=length)]))
+    assert step.live_K.tolist() == [max(length - 2 - k, 0) for k in range(STEPS)]
+    torch.testing.assert_close(step.loss, whole.loss)
+    assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-10)
+
+
+def test_gamma_weighs_steps() -> None:
+    """Step k counts γ^k: the loss is linear in those weights."""
+    target, draft = tiny(torch.float64)
+    row = row_of(DOCUMENTS)
+    features = target.features(row)
+    loss = {g: ttt(draft, row, features, target.logits, steps=STEPS, gamma=g).loss for g in (0.0, 0.5, 1.0)}
+    short = ttt(draft, row, features, target.logits, steps=1).loss
+    torch.testing.assert_close(loss[0.0], short)
+    torch.testing.assert_close(loss[0.5], dense(draft, row, features, target.logits(features.last_TD), gamma=0.5).loss)
+    assert loss[1.0] > loss[0.5] > loss[0.0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(layout=layouts(), steps=st.integers(1, 7))
+def test_live_is_its_definition(layout: tuple[list[Document], int], steps: int) -> None:
+    """Packed.live against the definition, document by document, spans back to back included."""
+    documents, filler = layout
+    row = row_of(documents, filler)
+    expected, start = set(), 0
+    for d in documents:
+        expected |= {(start + t, k) for t, k in live_by_definition(d, steps)}
+        start += d.tokens.numel()
+    live = row.live(steps)
+    assert len(live) == steps
+    assert {(t, k) for k, slots in enumerate(live) for t in slots.tolist()} == expected
+    assert all(bool((s[1:] > s[:-1]).all()) for s in live)
+
+
+@settings(max_examples=150, deadline=None)
+@given(layout=layouts(), steps=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: int) -> None:
+    """walk_rounds against one who walks every span as the decoder would, one slot at a time."""
+    documents, filler = layout
+    row = row_of(documents, filler)
+    live = row.live(steps)
+    generator = torch.Generator().manual_seed(seed)
+    hits = [torch.rand(s.numel(), generator=generator) < 0.7 for s in live]
+    said = {(t, k): bool(h) for k in range(steps) for t, h in zip(live[k].tolist(), hits[k], strict=True)}
+    rounds, start = [], 0
+    for d in documents:
+        spans = d.spans.tolist()
+        for span in sorted(set(spans) - {-1}, key=spans.index):
+            a = spans.index(span)  # the decoder's prompt ends before x_a, which the prefill chooses
+            t = start + max(a - 1, 0)
+            while (t, 0) in said and spans[t + 1 - start] == span:
+                accepted = 0
+                while said.get((t, accepted), False):
+                    accepted += 1
+                rounds.append(accepted)
+                t += accepted + 1
+        start += d.tokens.numel()
+    assert walk_rounds(live, hits) == rounds
+    assert walk(live, hits) == (sum(rounds) + len(rounds), len(rounds))
+
+
+def test_walk_of_a_span_by_hand() -> None:
+    """Misses at slots 3 and 4; a hit run is cut by the depth and by the end of the span."""
+    row = row_of([document(10, (1, 10))])
+    live = row.live(2)
+    assert [s.tolist() for s in live] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6]]
+    first = torch.tensor([1, 1, 1, 0, 0, 1, 1, 1]).bool()
+    second = torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool()
+    assert walk_rounds(live, [first, second]) == [2, 0, 0, 1, 1]
+
+
+def attention_inputs(row: Packed, slots: Tensor, steps: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    T, S = row.token_T.numel(), slots.numel()
+    shapes = [(S, 6, 4), (T, 3, 4), (T, 3, 4), *[(S, 3, 4)] * (2 * steps)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("width", [1, 3, 8, 20, 512])
+def test_blocks_of_attention_are_the_whole(width: int, steps: int) -> None:
+    """Values and gradients of ttt_attention_eager against the reference, for several block widths, live slots and
+    all of them."""
+    row = row_of(DOCUMENTS, filler=3)
+    for slots in (row.live(steps + 1)[steps], torch.arange(row.token_T.numel())):
+        leaves = attention_inputs(row, slots, steps)
+        q, k0, v0, *rest = leaves
+        own = list(zip(rest[::2], rest[1::2], strict=True))
+        blocks = document_blocks(slots, row.documents(), width)
+        out = ttt_attention_eager(q, k0, v0, own, slots, row.doc_T, blocks)
+        expected = ttt_attention_reference(q, k0, v0, own, slots, row.doc_T)
+        torch.testing.assert_close(out, expected)
+        weights = torch.randn_like(out)
+        for a, b in zip(
+            torch.autograd.grad((out * weights).sum(), leaves),
+            torch.autograd.grad((expected * weights).sum(), leaves),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_reference_attention_by_hand() -> None:
+    """One query at a time with plain softmax over the keys that the slot may read."""
+    row = row_of([document(4), document(3)])
+    slots = torch.tensor([0, 2, 5])
+    q, k0, v0, k1, v1 = attention_inputs(row, slots, 1)
+    out = ttt_attention_reference(q, k0, v0, [(k1, v1)], slots, row.doc_T)
+    for i, (slot, past) in enumerate(((0, [0]), (2, [0, 1, 2]), (5, [4, 5]))):
+        assert slots[i] == slot
+        for head in range(6):
+            keys = torch.cat((k0[past, head // 2], k1[i : i + 1, head // 2]))
+            values = torch.cat((v0[past, head // 2], v1[i : i + 1, head // 2]))
+            weights = (keys @ q[i, head] / math.sqrt(4)).softmax(-1)
+            torch.testing.assert_close(out[i, head], weights @ values)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layout=layouts(), width=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int, seed: int) -> None:
+    """Blocks hold every query once, in order, with all the keys it may read, whatever slots are asked for."""
+    row = row_of(*layout)
+    n = row.token_T.numel()
+    slots = (torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5).nonzero().squeeze(-1)
+    blocks = document_blocks(slots, row.documents(), width)
+    assert [i for q0, q1, _, _ in blocks for i in range(q0, q1)] == list(range(slots.numel()))
+    for q0, q1, n0, n1 in blocks:
+        assert q1 > q0
+        outside = torch.ones(n, dtype=torch.bool)
+        outside[n0:n1] = False
+        asked = slots[q0:q1]
+        assert not visible(asked, row.doc_T[asked], torch.arange(n), row.doc_T)[:, outside].any()
+
+
+@dataclass
+class LossCase:
+    hidden: list[Tensor]
+    head: Tensor
+    rows: list[Tensor]
+    teacher: Tensor
+    ids: Tensor
+    weights: list[float]
+
+    def __call__(self, **options):
+        return soft_target_loss(
+            self.hidden, self.head, self.rows, lambda s: self.teacher[s], self.ids, self.weights, **options
+        )
+
+    def reference(self) -> Tensor:
+        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights)
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, [self.head, *self.hidden])
+
+
+def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 50) -> LossCase:
+    """Three steps, the second with no slot at all and the third with few, against P teacher rows."""
+    g = torch.Generator().manual_seed(W)
+    rows = [torch.arange(0, P, 2), torch.arange(0), torch.tensor([1, 2, 30, P - 1])]
+    ids = torch.linspace(0, V - 1, W).round().long() if W < V else torch.arange(V)
+    hidden = [torch.randn(r.numel(), 11, generator=g).to(dtype).requires_grad_() for r in rows]
+    head = torch.randn(W, 11, generator=g).to(dtype).requires_grad_()
+    teacher = (3 * torch.randn(P, V, generator=g)).to(dtype)
+    return LossCase(hidden, head, rows, teacher, ids, [1.0, 0.8, 0.64])
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 49, 50, 1000])
+@pytest.mark.parametrize("W", [37, 12, 1])
+def test_loss_is_its_definition(W: int, chunk: int | None) -> None:
+    """Value and gradients against the reference, however it is cut in chunks."""
+    case = loss_case(W)
+    loss, _ = case(chunk=chunk)
+    expected = case.reference()
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(case.gradients(2 * loss), case.gradients(2 * expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("W", [37, 12])
+@pytest.mark.parametrize("keep", [False, True])
+def test_loss_counts(W: int, keep: bool) -> None:
+    """Per-step sums, hits and scored counts against direct computation, with and without unseen teachers."""
+    case = loss_case(W)
+    loss, scores = case(keep_unseen=keep, chunk=8)
+    total = torch.zeros((), dtype=torch.float64)
+    unseen = 0
+    for k, (h, r) in enumerate(zip(case.hidden, case.rows, strict=True)):
+        logits, p = h @ case.head.T, case.teacher[r].softmax(-1)
+        top = p.argmax(-1)
+        scored = torch.isin(top, case.ids) | keep
+        unseen += int((~torch.isin(top, case.ids)).sum())
+        ce = nn.functional.cross_entropy(logits, case.teacher[r][:, case.ids].softmax(-1), reduction="none")
+        total = total + case.weights[k] * ce[scored].sum()
+        assert scores.scored_K[k] == scored.sum()
+        assert torch.equal(scores.hits[k], case.ids[logits.argmax(-1)] == top)
+        torch.testing.assert_close(scores.loss_K[k], ce[scored].sum().detach())
+        torch.testing.assert_close(scores.accept_K[k], torch.minimum(logits.softmax(-1), p[:, case.ids]).sum().detach())
+    assert (unseen > 0) == (W < 37)
+    torch.testing.assert_close(loss, total)
+    for a, b in zip(case.gradients(loss), case.gradients(total), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_loss_in_16_bits() -> None:
+    """bfloat16 inputs: reductions are float32, gradients come in the inputs' type, near the exact ones."""
+    case, exact = loss_case(12, torch.bfloat16), loss_case(12)
+    loss, _ = case(chunk=9)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact.reference(), rtol=2e-2, atol=0)
+    for a, b in zip(case.gradients(loss), exact.gradients(exact.reference()), strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.05 * float(b.abs().max()) if b.numel() else 0)
+
+
+def test_loss_needs_no_gradient() -> None:
+    """Under no_grad it only counts, and finds the same."""
+    case = loss_case(12)
+    with torch.no_grad():
+        loss, scores = case()
+    again, same = case()
+    assert not loss.requires_grad
+    assert torch.equal(loss, again.detach())
+    assert torch.equal(scores.accept_K, same.accept_K)
+
+
+MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, old, new)
+    "unseen slots scored": (loss_module._SoftTargetLoss, "forward", "ce[scored].sum()", "ce.sum()"),
+    "gradient unweighted": (loss_module._SoftTargetLoss, "forward", "scored.to(wide) * weights[k]", "scored.to(wide)"),
+    "teacher not renormalised": (
+        loss_module._TeacherTile,
+        "__init__",
+        "lse = kept.logsumexp(-1)",
+        "lse = whole.logsumexp(-1)",
+    ),
+    "chunk off by one": (loss_module._SoftTargetLoss, "forward", "rows[k][a:b] - start", "rows[k][a:b] - start - 1"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_the_loss_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these mistakes shows in the loss or its gradients."""
+    owner, function, old, new = MUTATIONS[name]
+    break_on_purpose(monkeypatch, owner, function, old, new)
+    case = loss_case(12)
+    expected = case.reference()
+    loss, _ = case(chunk=7)
+    pairs = zip(case.gradients(loss), case.gradients(expected), strict=True)
+    off = [float((a - b).abs().max()) for a, b in pairs if a.numel()]
+    assert max(abs((loss - expected).item()), *off) > 1e-3
+
+
+def test_accumulated_micro_batches_are_one_batch() -> None:
+    """Four backward passes into the masters, scaled once by the global count, step as one pass over all does."""
+    x, y = torch.randn(20, 6), torch.randn(20, 3)
+
+    def trained(parts: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        optimizer = MasterAdamW(model.parameters(), (0.9, 0.95), 0.01)
+        for _ in range(3):
+            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                ((model(a) - b) ** 2).sum().backward()
+                optimizer.accumulate()
+            norm = optimizer.step(1e-2, 1 / 20, 0.5)
+        return [*model.parameters(), norm]
+
+    for a, b in zip(trained(4), trained(1), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.1, 1e9])
+def test_it_is_adamw(clip: float) -> None:
+    """In float32, torch's AdamW with matrices decayed and vectors not, after clip_grad_norm_."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+    ours, theirs = model(), model()
+    optimizer = MasterAdamW(ours.parameters(), (0.9, 0.95), 0.1)
+    groups = [
+        dict(params=[p for p in theirs.parameters() if p.dim() > 1], weight_decay=0.1),
+        dict(params=[p for p in theirs.parameters() if p.dim() == 1], weight_decay=0.0),
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        x, lr = torch.randn(7, 6), learning_rate(step, 5, 3e-2, 2)
+        ours(x).square().sum().backward()
+        optimizer.accumulate()
+        norm = optimizer.step(lr, 1 / 7, clip)
+        adamw.zero_grad()
+        (theirs(x).square().sum() / 7).backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        torch.testing.assert_close(norm, expected)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_masters_keep_what_16_bits_drop() -> None:
+    """Updates smaller than a bfloat16 step add up in the masters and reach the parameter."""
+    p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([p], (0.9, 0.95), 0.0)
+    moved = []
+    for _ in range(40):
+        p.grad = torch.ones_like(p)
+        optimizer.accumulate()
+        optimizer.step(2e-4, 1.0, 1e9)
+        moved.append(float(p.detach()[0, 0]))
+    assert moved[0] == 1.0
+    assert moved[-1] == pytest.approx(1 - 40 * 2e-4, abs=4e-3) and moved[-1] < 1
+
+
+def test_learning_rate() -> None:
+    """Up in a line to the peak, down by a cosine to a hundredth of it at the last step, never beyond either."""
+    rates = [learning_rate(i, 100, 2.0, 10) for i in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert rates[10] == max(rates) == 2.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.02)
+    middle = 10 + 89 / 2
+    assert learning_rate(int(middle), 100, 2.0, 10) == pytest.approx(1.01, rel=0.02)
+    assert learning_rate(100, 100, 2.0, 10) == pytest.approx(0.02)  # a step too many stays there
+    assert learning_rate(0, 1, 2.0, 1) == 2.0
