@@ -220,6 +220,8 @@ def test_the_most_frequent_supervised_tokens_are_chosen_ascending():
 def test_ties_go_to_the_lower_id_and_kept_ids_come_first():
     documents = [spoken([8, 2, 6, 4], [0, 0, 0, 0])]
     assert choose_vocabulary(documents, 10, 3)[0].tolist() == [2, 4, 6]
+    all_alike = [spoken(list(range(9_999, -1, -1)), [0] * 10_000)]
+    assert choose_vocabulary(all_alike, 10_000, 5_000)[0].tolist() == list(range(5_000))
     ids, coverage = choose_vocabulary(documents, 10, 3, keep=[9, 12, -1])  # an id outside is no token
     assert ids.tolist() == [2, 4, 9] and coverage == 0.5
     assert choose_vocabulary(documents, 10, 1, keep=[9, 7])[0].tolist() == [7]

@@ -499,6 +499,27 @@ def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, 
     assert read(tmp_path / "d") == ["newer", "newer"] and listing(tmp_path) == ["d"]
 
 
+def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
+    for name in ("d", "d.old", "d.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text(name)
+    write(tmp_path / "d", "new")
+    assert read(tmp_path / "d") == ["new", "new"] and listing(tmp_path) == ["d"]
+
+
+def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    """A rename may reach the disk before the content it points to, so a power cut must find the content there."""
+    flush, flushed = weights._flush, []
+
+    def noting(path):
+        flush(path)
+        flushed.append((path.name, (tmp_path / "d").exists()))
+
+    monkeypatch.setattr(weights, "_flush", noting)
+    write(tmp_path / "d", "new")
+    assert sorted(flushed) == sorted([("a", False), ("b", False), ("d.new", False), (tmp_path.name, True)])
+
+
 def test_readers_undo_a_replacement_stopped_half_way(tmp_path):
     draft = saved(tmp_path / "d")
     (tmp_path / "d").rename(tmp_path / "d.old")
