@@ -35,6 +35,7 @@ class TextStream:
         if not self.stopped:
             before = self._decode(self._start, self._end)
             self.text += self._decode(self._start, len(self.tokens))[len(before) :]
+            self._find_stop()  # one may stand before half a character
         return self._hand_out(len(self.text))
 
     def _decode(self, a: int, b: int) -> str:
