@@ -1,0 +1,482 @@
+"""Speculative decoding says what the target alone would say, token for token, and its text ends where it should."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import break_on_purpose, row_of, tiny_draft, tiny_target, tiny_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fledge.decode import engine as engine_module
+from fledge.decode import verify
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.propose import Chain, ChainProposer
+from fledge.decode.text import TextStream
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import TargetCache
+from fledge.models.target import Target
+from fledge.train import objective
+from fledge.types import Document, Sampling
+
+
+def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
+    """An engine whose prompts are token ids."""
+    engine = Engine(target, draft, depth=depth)
+    engine.template.prompt_ids = list
+    return engine
+
+
+def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random ids of random lengths from one on, with none of the special tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 400) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+@functools.cache
+def exact_target() -> Target:
+    return tiny_target(dtype=torch.float64)
+
+
+def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
+    """Makes the engine's proposer run as ever and then say `truth`, each token replaced with probability `wrong`."""
+
+    class Cheating(ChainProposer):
+        draw = random.Random(seed)
+
+        def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Chain:
+            tokens = super().propose(token_R, aux_RAD).token_K.tolist()
+            for k, place in enumerate(range(self.cache.length + 1, len(truth))):
+                if k < self.depth and self.draw.random() >= wrong:
+                    tokens[k] = truth[place]
+            return Chain(torch.tensor(tokens))
+
+    monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
+
+
+def both(engine: Engine, prompt: list[int], **options: Any) -> tuple[Completion, Completion]:
+    fast = engine.generate(prompt, **options)
+    return fast, engine.generate(prompt, speculate=False, **options)
+
+
+def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
+    """A prompt after which the target says n tokens and more, and those n."""
+    for prompt in prompts(50, seed=10):
+        done = engine.generate(prompt, max_new_tokens=n, speculate=False, **options)
+        if len(done.tokens) == n and len(set(done.tokens)) > n // 2:
+            return prompt, done
+    raise AssertionError(f"no prompt makes the target say {n} tokens")
+
+
+def assert_same(fast: Completion, plain: Completion) -> None:
+    assert fast.tokens == plain.tokens
+    assert (fast.text, fast.finish) == (plain.text, plain.finish)
+
+
+def accepted(completions: Sequence[Completion]) -> list[int]:
+    return [r.accepted for c in completions for r in c.trace.rounds]
+
+
+@pytest.mark.parametrize("vocabulary", [400, 150])
+@pytest.mark.parametrize("depth", [1, 2, 5, 8])
+def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
+    """An untrained draft, almost always wrong, changes nothing: float64, exactly."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target, draft_vocab_size=vocabulary), depth)
+    for prompt in prompts(6, seed=depth):
+        assert_same(*both(engine, prompt, max_new_tokens=30))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral"])
+@pytest.mark.parametrize("depth", [1, 3, 6])
+def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts right at random places: every number of accepted tokens from none to all occurs, and nothing changes."""
+    target = tiny_target(family, dtype=torch.float64)
+    engine = engine_of(target, tiny_draft(target, draft_vocab_size=250), depth)
+    done = []
+    for i, prompt in enumerate(prompts(6, seed=depth)):
+        plain = engine.generate(prompt, max_new_tokens=50, speculate=False)
+        cheat(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
+        fast = engine.generate(prompt, max_new_tokens=50)
+        assert_same(fast, plain)
+        done.append(fast)
+    assert set(accepted(done)) == set(range(depth + 1))
+    assert len(accepted(done)) < sum(len(c.tokens) for c in done)
+
+
+def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 too, but where the target's two best logits are as close as the rounding of another batch shape."""
+    target = tiny_target()
+    engine = engine_of(target, tiny_draft(target), 4)
+    same = 0
+    for i, prompt in enumerate(prompts(12, seed=7)):
+        plain = engine.generate(prompt, max_new_tokens=40, speculate=False)
+        cheat(monkeypatch, prompt + plain.tokens, wrong=0.3, seed=i)
+        fast = engine.generate(prompt, max_new_tokens=40)
+        same += fast.tokens == plain.tokens
+        if fast.tokens != plain.tokens:
+            at = next(j for j, (a, b) in enumerate(zip(fast.tokens, plain.tokens, strict=False)) if a != b)
+            logits, _ = target.forward(
+                torch.tensor(prompt + plain.tokens[:at]), TargetCache(), features=False, last_only=True
+            )
+            best = logits[0].topk(2).values
+            assert best[0] - best[1] < 1e-3
+    assert same >= 11
+
+
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": dict(family="mistral", sliding_window=16),
+    "qwen3 by turns": dict(family="qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=4),
+    "full": dict(family="llama"),
+}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a draft, and with a good one, the engine says what transformers' greedy generate says, on targets with
+    sliding windows too: the prompt is longer than the window, and rejected tokens are taken back inside it."""
+    target = tiny_target(dtype=torch.float64, **SLIDING[name])
+    engine = engine_of(target, tiny_draft(target), 5)
+    for i, prompt in enumerate([*prompts(3, seed=3), prompts(1, seed=4)[0] * 20]):
+        prompt = prompt[:60]
+        ids = torch.tensor([prompt])
+        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+        theirs = theirs[0, len(prompt) :].tolist()
+        assert engine.generate(prompt, max_new_tokens=48, speculate=False).tokens == theirs
+        cheat(monkeypatch, prompt + theirs, wrong=0.3, seed=i)
+        assert engine.generate(prompt, max_new_tokens=48).tokens == theirs
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_rollback_is_exact(name: str) -> None:
+    """After any tokens are taken back the cache answers as one that never saw them, to the last bits of float64."""
+    target = tiny_target(dtype=torch.float64, **SLIDING[name])
+    tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
+    used, junk = TargetCache(), random.Random(0)
+    for at in (40, 41, 47, 55, 80, 120, 263):  # the cache's room is doubled on the way
+        target.forward(tokens[used.get_seq_length() : at], used, features=False)
+        target.forward(torch.tensor(junk.choices(range(400), k=junk.randint(1, 9))), used, features=False)
+        used.rollback(at)
+        fresh = TargetCache()
+        target.forward(tokens[:at], fresh, features=False)
+        a, b = (target.forward(tokens[at : at + 3], cache, features=False)[0] for cache in (used, fresh))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+        used.rollback(at)
+
+
+class Remembers:
+    """A logits processor with a memory: notes every prefix it is shown and forbids the token it saw chosen last."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.prefixes.append(tuple(input_ids[0].tolist()))
+        scores = scores.clone()
+        scores[0, input_ids[0, -1]] = -float("inf")
+        scores[0, len(self.prefixes) % 400] += 1.0
+        return scores
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": dict(temperature=1.0),
+    "cool": dict(temperature=0.6, seed=3),
+    "top_k": dict(temperature=1.2, top_k=7),
+    "top_p": dict(temperature=1.0, top_p=0.8),
+    "repetition": dict(temperature=0.9, repetition_penalty=1.4),
+    "greedy repetition": dict(repetition_penalty=1.3),
+    "everything": dict(temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=11),
+}
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With greedy drafts, speculative sampling draws the very tokens that token-by-token sampling draws, and a
+    processor with a memory is shown the same prefixes in the same order, once each."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target), 4)
+    done = []
+    for i, prompt in enumerate(prompts(4, seed=8)):
+        seen = [(Remembers(),) if memory else () for _ in range(2)]
+        slow, quick = (Sampling(**SAMPLINGS[name], processors=p) for p in seen)
+        plain = engine.generate(prompt, max_new_tokens=40, sampling=slow, request=i, speculate=False)
+        cheat(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
+        fast = engine.generate(prompt, max_new_tokens=40, sampling=quick, request=i)
+        assert_same(fast, plain)
+        done.append(fast)
+        if memory:
+            shown = seen[0][0].prefixes
+            assert shown == [tuple(prompt + plain.tokens[:j]) for j in range(len(plain.tokens))]
+            assert seen[1][0].prefixes[: len(shown)] == shown
+    assert {0, 4} <= set(accepted(done))
+
+
+def test_seeds_and_requests_differ() -> None:
+    """Another seed, or another request at the same seed, draws other tokens; the same ones draw the same."""
+    engine = engine_of(exact_target(), None)
+    prompt = prompts(1)[0]
+
+    def sampled(seed: int, request: int) -> tuple[int, ...]:
+        sampling = Sampling(temperature=1.5, seed=seed)
+        return tuple(engine.generate(prompt, max_new_tokens=20, sampling=sampling, request=request).tokens)
+
+    drawn = {(s, r): sampled(s, r) for s in range(3) for r in range(3)}
+    assert len(set(drawn.values())) == 9
+    assert sampled(1, 2) == drawn[1, 2]
+
+
+@pytest.mark.parametrize("vocabulary", [400, 120])
+def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processors leave one token, drafts drawn from the draft's own distribution change nothing."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target, draft_vocab_size=vocabulary), 3)
+    for i, prompt in enumerate(prompts(5, seed=9)):
+        plain = engine.generate(prompt, max_new_tokens=30, speculate=False)
+        sampling = Sampling(temperature=1.0, top_k=1, draft="sample", seed=i)
+        assert engine.generate(prompt, max_new_tokens=30, sampling=sampling).tokens == plain.tokens
+
+
+def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejection sampling with q = p keeps every draft; the engine hands `q` to the rule as it was drawn from."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target, draft_vocab_size=150), 3)
+    rule, seen = engine_module.accept_rejection, []
+
+    def spy(chooser, prefix, drafted, q_KV, logits_NV):
+        ids = engine.draft.target_ids()
+        torch.testing.assert_close(q_KV.sum(-1), torch.ones(3, dtype=torch.float64))
+        outside = torch.ones(400, dtype=torch.bool)
+        outside[ids] = False
+        assert not q_KV[:, outside].any()
+        assert all(q_KV[k, t] > 0 for k, t in enumerate(drafted))
+        seen.append(drafted)
+        perfect = torch.stack([chooser.scores(prefix, x).double().softmax(-1) for x in logits_NV[:-1]])
+        assert rule(chooser, prefix, drafted, perfect, logits_NV)[:-1] == drafted
+        return rule(chooser, prefix, drafted, q_KV, logits_NV)
+
+    monkeypatch.setattr(engine_module, "accept_rejection", spy)
+    engine.generate([5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=0.8, draft="sample"))
+    assert seen
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop token among accepted drafts ends the text there, and it is the last token."""
+    target = tiny_target(dtype=torch.float64)
+    engine = engine_of(target, tiny_draft(target), 6)
+    sampling = Sampling(repetition_penalty=1.0001 if processed else 1.0)
+    prompt, done = talkative(engine, 40, sampling=sampling)
+    free = done.tokens
+    inside = set()
+    for at in range(1, 14):
+        stop = free[at]
+        end = free.index(stop) + 1
+        target.model.generation_config.eos_token_id = [stop]
+        cheat(monkeypatch, prompt + free, wrong=0.0)
+        fast, plain = both(engine, prompt, max_new_tokens=40, sampling=sampling)
+        assert fast.tokens == plain.tokens == free[:end]
+        assert fast.finish == plain.finish == "stop"
+        inside.add((end - 2) % 7)
+    assert len(inside) > 4, "stops were to fall all over a run"
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
+def test_length_is_kept(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_new_tokens cuts a run wherever it falls, after the same tokens."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target), 5)
+    prompt, free = talkative(engine, 20)
+    for n in range(1, 20):
+        cheat(monkeypatch, prompt + free.tokens, wrong, seed=n)
+        fast = engine.generate(prompt, max_new_tokens=n)
+        assert (fast.tokens, fast.finish) == (free.tokens[:n], "length")
+        assert fast.text == target.tokenizer.decode(free.tokens[:n])
+
+
+def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece of the text as a stop string, those that straddle tokens included: the text ends before it, the
+    tokens with the one that completed it, and the streamed pieces are the text."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target), 5)
+    prompt, free = talkative(engine, 60)
+    tokens, text = free.tokens, free.text
+    starts = {len(target.tokenizer.decode(tokens[:i])) for i in range(len(tokens))}
+    whole = [at for at in range(len(text) - 3) if "\ufffd" not in text[at : at + 3]]
+    straddling = [at for at in whole if starts & {at + 1, at + 2}]
+    assert len(straddling) > 4
+    for at in [*whole[:4], *straddling[:12]]:
+        stop = text[at : at + 3]
+        cheat(monkeypatch, prompt + tokens, 0.3, seed=at)
+        for speculate in (False, True):
+            done = Completion()
+            options = dict(max_new_tokens=60, stop=("never there", stop), speculate=speculate, into=done)
+            pieces = list(engine.stream(prompt, **options))
+            assert "".join(pieces) == done.text == text[: text.find(stop)]
+            assert done.finish == "stop"
+            assert done.tokens == tokens[: len(done.tokens)]
+            assert stop in target.tokenizer.decode(done.tokens)
+            assert stop not in target.tokenizer.decode(done.tokens[:-1])
+
+
+def pieces_of(tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
+    """What a stream hands out when the tokens come in groups of the given sizes, over and over."""
+    stream, pieces, at, turn = TextStream(tiny_tokenizer(), stop), [], 0, 0
+    while at < len(tokens) and not stream.stopped:
+        size = sizes[turn % len(sizes)]
+        pieces.append(stream.add(tokens[at : at + size]))
+        at, turn = at + size, turn + 1
+    return [*pieces, stream.finish()], stream
+
+
+groups = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab 你é🦆\u200d ing", max_size=25), sizes=groups)
+def test_streaming_is_the_text(text: str, sizes: list[int]) -> None:
+    """Characters of several bytes, split over tokens and groups, come whole, and all of them come."""
+    pieces, stream = pieces_of(tiny_tokenizer()(text)["input_ids"], sizes)
+    assert "".join(pieces) == stream.text == text
+    assert all("\ufffd" not in p for p in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(0, 321), max_size=25), sizes=groups)
+def test_streaming_of_any_tokens(tokens: list[int], sizes: list[int]) -> None:
+    """Broken characters and special tokens too: the pieces add up to what the tokenizer makes of the whole."""
+    pieces, stream = pieces_of(tokens, sizes)
+    assert "".join(pieces) == stream.text == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab你🦆", max_size=20),
+    stop=st.text("ab你🦆", min_size=1, max_size=4),
+    sizes=groups,
+    cut=st.integers(0, 3),
+)
+@example(text="xyEND🦆", stop="END", sizes=[1], cut=2)
+def test_streaming_stops(text: str, stop: str, sizes: list[int], cut: int) -> None:
+    """The text ends before the first stop string, however tokens and groups cut it; no piece is ever taken back.
+    With `cut` the last character may be left in the middle."""
+    tokens = tiny_tokenizer()(text)["input_ids"]
+    tokens = tokens[: len(tokens) - cut]
+    whole = tiny_tokenizer().decode(tokens)
+    pieces, stream = pieces_of(tokens, sizes, (stop,))
+    assert "".join(pieces) == stream.text == whole.split(stop)[0]
+    assert stream.stopped == (stop in whole)
+
+
+class Scripted:
+    """A tokenizer of whatever bytes the test names, for splits that the tiny one does not make."""
+
+    def __init__(self, *pieces: bytes):
+        self.pieces = pieces
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return b"".join(self.pieces[t] for t in tokens).decode(errors="replace")
+
+
+def test_a_stop_string_before_half_a_character() -> None:
+    """A token may end a stop string and begin a character that never comes."""
+    stream = TextStream(Scripted(b"some EN", b"D\xf0\x9f"), ("END",))
+    assert stream.add([0, 1]) == "some "
+    assert stream.finish() == ""
+    assert stream.text == "some "
+    assert stream.stopped
+
+
+def test_the_first_of_several_stop_strings() -> None:
+    """Of two that appear, the one that begins first ends the text."""
+    stream = TextStream(Scripted(b"abc", b"def", b"ghi"), ("ef", "bcde"))
+    assert stream.add([0, 1, 2]) == "a"
+    assert stream.stopped
+    assert stream.tokens == [0, 1]
+
+
+def fit_head(target: Target, draft: Draft, document: Document, steps: int) -> None:
+    """Solves the draft's head for the target's logits on the slots of one document, which it then drafts well."""
+    row = row_of([document])
+    features = target.features(row)
+    live = row.live(steps)
+    with torch.no_grad():
+        hidden = torch.cat([draft.read(out)[1] for out in objective.ttt_hidden(draft, row, features, live)])
+        wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
+        draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)
+
+
+def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Completion]:
+    """A document of the prompt and what the target says after it, and how the decoder went about it."""
+    done = engine.generate(prompt, max_new_tokens=n)
+    tokens = torch.tensor(prompt + done.tokens, dtype=torch.int32)
+    spans = torch.full_like(tokens, -1)
+    spans[len(prompt) :] = 0
+    return Document(tokens, spans), done
+
+
+@pytest.mark.parametrize("vocabulary", [400, 350])
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the target's own greedy text, training's walk accepts what the decoder accepts, round for round; the last
+    round is cut with the text."""
+    target = exact_target()
+    draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
+    engine = engine_of(target, draft, depth)
+    asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
+    fit_head(target, draft, spoken(engine, asked[0], 40)[0], depth)
+    seen: dict[str, Any] = {}
+    walk = objective.walk
+    monkeypatch.setattr(objective, "walk", lambda live, hits: seen.update(live=live, hits=hits) or walk(live, hits))
+    every = []
+    for prompt in asked:
+        document, done = spoken(engine, prompt, 40)
+        step = objective.ttt(draft, row := row_of([document]), target.features(row), target.logits, steps=depth)
+        left, decoded = len(done.tokens) - 1, []
+        for r in done.trace.rounds:
+            decoded.append(min(r.accepted, left))
+            left -= r.accepted + 1
+        assert objective.walk_rounds(seen["live"], seen["hits"]) == decoded
+        assert step.walked == (sum(decoded) + len(decoded), len(decoded))
+        every += decoded
+    assert {0, depth} <= set(every), "rejections and full acceptance were both to occur"
+
+
+MUTATIONS: dict[str, tuple] = {
+    "commits the draft's token": (verify, "accept_walk", "own[: agreed + 1]", "[*drafted, *own[-1:]]"),
+    "commits one too many": (verify, "accept_walk", "own[: agreed + 1]", "own[: agreed + 2]"),
+    "forgets a token too few": (Engine, "_speculative", "len(committed) - 1)", "len(committed))"),
+    "no rollback": (Engine, "_speculative", "cache.rollback(", "(lambda n: None)("),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes in the rule or the rollback show as other tokens, or stop the engine."""
+    target = exact_target()
+    engine = engine_of(target, tiny_draft(target), 4)
+    prompt, done = talkative(engine, 30)
+    plain = done.tokens
+    owner, function, old, new = MUTATIONS[name]
+    break_on_purpose(monkeypatch, owner, function, old, new)
+    if owner is verify:
+        monkeypatch.setattr(engine_module, function, getattr(verify, function))
+    cheat(monkeypatch, prompt + plain, wrong=0.3)
+    assert engine.generate(prompt, max_new_tokens=30).tokens != plain
+
+
+@pytest.mark.gpu
+def test_two_devices() -> None:
+    """A target on the accelerator and its draft on the CPU say what the target alone says."""
+    made = tiny_target(dtype=torch.float64)
+    target = Target(made.model.to("cuda"), made.tokenizer)
+    engine = engine_of(target, tiny_draft(made).cpu(), 4)
+    assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
+    for prompt in prompts(4, seed=15):
+        assert_same(*both(engine, prompt, max_new_tokens=30))
