@@ -43,8 +43,8 @@ def uniforms(key: tuple[int, int, int, int], n: int, device: torch.device | str 
     for part in key:
         state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
     counter = torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(state)
-    bits = (_mix_tensor(counter) >> 11) & ((1 << 53) - 1)
-    return (bits.double() + 0.5) * 2.0**-53
+    bits = (_mix_tensor(counter) >> 12) & ((1 << 52) - 1)  # 52, so that the half is exact and 1 never comes out
+    return (bits.double() + 0.5) * 2.0**-52
 
 
 def gumbel(key: tuple[int, int, int, int], n: int, device: torch.device | str = "cpu") -> Tensor:
