@@ -1,0 +1,292 @@
+"""Sampled verification is distributed as the target alone: chi-square tests of whole sequences, drawn through rounds of
+drafting and verifying, against probabilities enumerated token by token; and the same test on broken samplers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import break_on_purpose
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fledge.decode import verify
+from fledge.decode.propose import ChainProposer
+from fledge.decode.verify import Chooser
+from fledge.kernels import sampling as keyed
+from fledge.kernels.sampling import gumbel_argmax, uniforms
+from fledge.types import Sampling
+
+V, LENGTH, DEPTH, DRAWS = 6, 3, 2, 100_000
+PROMPT = (4, 1)
+DRAFT_IDS = torch.tensor([0, 1, 3, 4])
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "temperature": dict(temperature=0.8),
+    "top_p and repetition": dict(temperature=1.1, top_p=0.85, repetition_penalty=1.6),
+}
+
+
+def target_logits(prefix: Sequence[int]) -> Tensor:
+    """A model made up of its prefixes: any two have unrelated logits, float32 [V]."""
+    seed = sum((t + 1) * 7**i for i, t in enumerate(prefix))
+    return 1.3 * torch.randn(V, generator=torch.Generator().manual_seed(seed))
+
+
+def draft_logits(prefix: Sequence[int]) -> Tensor:
+    """A draft that has an idea of the target, over its own vocabulary, float32 [W]."""
+    noise = torch.randn(
+        V, generator=torch.Generator().manual_seed(10**6 + sum((t + 2) * 11**i for i, t in enumerate(prefix)))
+    )
+    return (target_logits(prefix) + noise)[DRAFT_IDS]
+
+
+def exact_probabilities(sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """Every sequence's probability, token by token with transformers' processors in the order of `generate`."""
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+
+    def after(prefix: tuple[int, ...]) -> list[float]:
+        scores = processors(torch.tensor([prefix]), target_logits(prefix)[None].clone())
+        return scores[0].double().softmax(-1).tolist()
+
+    found = {(): 1.0}
+    for _ in range(LENGTH):
+        found = {
+            (*said, token): p * here for said, p in found.items() for token, here in enumerate(after(PROMPT + said))
+        }
+    return found
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Pearson's chi-square over the sequences, those expected fewer than five times taken together."""
+    n = sum(counts.values())
+    rare = [s for s, p in expected.items() if p * n < 5]
+    cells = [(counts[s], p * n) for s, p in expected.items() if p * n >= 5]
+    pooled = sum(expected[s] for s in rare) * n
+    if pooled >= 5:
+        cells.append((sum(counts[s] for s in rare), pooled))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    return float(
+        torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2.0).double(), torch.tensor(statistic / 2.0).double())
+    )
+
+
+def uniforms_of_all(key: tuple[int, Tensor, int, int], n: int) -> Tensor:
+    """`uniforms` of many requests at once, [requests, n]; equal to it, bit for bit."""
+    state = torch.zeros((), dtype=torch.int64)
+    for part in key:
+        state = keyed._mix_tensor(state + keyed._signed(keyed._GOLDEN) + part)
+    counter = torch.arange(1, n + 1) * keyed._signed(keyed._GOLDEN) + state[:, None]
+    return (((keyed._mix_tensor(counter) >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+
+
+@functools.cache
+def table(seed: int, position: int, purpose: int) -> Tensor:
+    return uniforms_of_all((seed, torch.arange(DRAWS), position, purpose), V)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws made for all requests at once and looked up, as 100,000 requests one at a time would take minutes."""
+
+    def looked_up(key: tuple[int, int, int, int], n: int, device: Any = "cpu") -> Tensor:
+        seed, request, position, purpose = key
+        return table(seed, position, purpose)[request, :n]
+
+    monkeypatch.setattr(keyed, "uniforms", looked_up)
+    monkeypatch.setattr(verify, "uniforms", looked_up)
+
+
+def test_quick_draws_are_the_draws() -> None:
+    requests = torch.arange(50)
+    for position, purpose in itertools.product((0, 2, 5), range(4)):
+        many = uniforms_of_all((3, requests, position, purpose), V)
+        assert all(torch.equal(many[i], uniforms((3, i, position, purpose), V)) for i in range(50))
+
+
+class Remembering(Chooser):
+    """Processes each node once: the draws of all requests meet the same few nodes."""
+
+    def __init__(self, sampling: Sampling):
+        super().__init__(sampling)
+        self.known: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def scores(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
+        key = (tuple(prefix), logits_V.data_ptr())
+        if key not in self.known:
+            self.known[key] = super().scores(prefix, logits_V)
+        return self.known[key]
+
+
+@dataclass
+class Harness:
+    """Decodes sequences as the engine does, with functions for models. What depends on a prefix alone is computed
+    once a prefix, by the code under test."""
+
+    sampling: Sampling
+    rounds: Counter[int] = field(default_factory=Counter)
+    target: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    draft: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    nodes: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._chooser = Remembering(self.sampling)
+        self._proposer = object.__new__(ChainProposer)
+        self._proposer.sampling, self._proposer.draws = self.sampling, self.sampling.draft == "sample"
+
+    def propose(self, prefix: tuple[int, ...], request: int) -> tuple[list[int], Tensor | None]:
+        """A chain by the proposer's own choice, and its distributions over the target's vocabulary."""
+        self._proposer.request = request
+        drafted: list[int] = []
+        qs: list[Tensor] = []
+        for _ in range(DEPTH):
+            path = (*prefix, *drafted)
+            if path not in self.draft:
+                self.draft[path] = draft_logits(path)[None]
+            drafted.append(int(DRAFT_IDS[self._proposer._choose(self.draft[path], len(path), qs)]))
+        if not qs:
+            return drafted, None
+        q_KV = torch.zeros(DEPTH, V, dtype=torch.float64)
+        q_KV[:, DRAFT_IDS] = torch.stack(qs)
+        return drafted, q_KV
+
+    def logits(self, prefix: tuple[int, ...], drafted: Sequence[int]) -> Tensor:
+        path = (*prefix, *drafted)
+        if path not in self.nodes:
+            at = range(len(prefix), len(path) + 1)
+            self.nodes[path] = torch.stack([target_logits(path[:i]) for i in at])
+        return self.nodes[path]
+
+    def sequence(self, request: int) -> tuple[int, ...]:
+        chooser, prefix = self._chooser, PROMPT
+        chooser.request = request
+        while len(prefix) < len(PROMPT) + LENGTH:
+            drafted, q_KV = self.propose(prefix, request)
+            logits = self.logits(prefix, drafted)
+            if q_KV is None:
+                committed = verify.accept_walk(chooser, prefix, drafted, logits)
+            else:
+                committed = verify.accept_rejection(chooser, prefix, drafted, q_KV, logits)
+            self.rounds[len(committed) - 1] += 1
+            prefix = (*prefix, *committed)
+        return prefix[len(PROMPT) : len(PROMPT) + LENGTH]
+
+
+def drawn(sampling: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
+    """Sequences of as many requests, and how many tokens their rounds accepted."""
+    harness = Harness(sampling)
+    return Counter(harness.sequence(i) for i in range(draws)), harness.rounds
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sample"])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_sequences_are_the_targets(name: str, rule: str, quick: None) -> None:
+    """100,000 sequences through rounds: walking with greedy drafts, and rejection with sampled ones."""
+    sampling = Sampling(**SAMPLINGS[name], draft=rule, seed=1)
+    expected = exact_probabilities(sampling)
+    assert abs(sum(expected.values()) - 1) < 1e-9
+    counts, rounds = drawn(sampling)
+    assert all(expected[s] > 0 for s in counts), "a sequence that the target never says"
+    assert min(rounds[k] for k in range(DEPTH + 1)) > DRAWS / 20, "rejections and acceptance were both to occur"
+    assert p_value(counts, expected) > 1e-3
+
+
+REDRAWN = "path[-1] = gumbel_argmax(chooser.scores(path[:-1], logits_NV[j]), chooser.key(j, RESIDUAL)); break"
+BROKEN: dict[str, tuple[str, Any, str, str, str]] = {  # name -> (draft, owner, function, old, new)
+    "residual skipped": ("sample", verify, "residual", "(p_V - q_V).clamp_min(0)", "p_V"),
+    "mismatch redrawn": ("greedy", verify, "accept_walk", "break", REDRAWN),
+    "a node without its last token": ("greedy", Chooser, "ranking", "self.scores(prefix,", "self.scores(prefix[:-1],"),
+    "every node on the committed prefix": ("sample", verify, "accept_rejection", "scores(path,", "scores(prefix,"),
+    "accepted too often": ("sample", verify, "accept_rejection", "* float(q[token])", "* 0.9 * float(q[token])"),
+    "always accepted": ("sample", verify, "accept_rejection", "< float(p[token])", "< 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_samplers_are_rejected(name: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test that the rules pass above finds each of these mistakes beyond doubt, with a fifth of the draws."""
+    rule, *mutation = BROKEN[name]
+    sampling = Sampling(**SAMPLINGS["top_p and repetition"], draft=rule, seed=1)
+    expected = exact_probabilities(sampling)
+    break_on_purpose(monkeypatch, *mutation)
+    assert p_value(drawn(sampling, DRAWS // 5)[0], expected) < 1e-6
+
+
+def chi_square_uniform(counts: Tensor) -> float:
+    mean = counts.sum() / counts.numel()
+    statistic = ((counts - mean) ** 2 / mean).sum()
+    return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2.0).double(), statistic.double() / 2))
+
+
+def pairs(a: Tensor, b: Tensor, bins: int = 10) -> float:
+    """p-value of two samples being uniform and independent, on a grid."""
+    cell = (a * bins).long() * bins + (b * bins).long()
+    return chi_square_uniform(torch.bincount(cell, minlength=bins * bins).double())
+
+
+def keys(component: int) -> Iterator[tuple[int, int, int, int]]:
+    """Keys that differ in one component alone, by one at a time."""
+    for i in range(10_000):
+        key = [5, 6, 7, 2]
+        key[component] = i
+        yield tuple(key)
+
+
+def test_uniforms_within_a_key() -> None:
+    """Inside (0, 1), uniform, neighbours independent; the first n do not depend on how many are asked for."""
+    for key in ((0, 0, 0, 0), (1, 2, 3, 1), (-1, 10**12, 4096, 3)):
+        u = uniforms(key, 200_000)
+        assert u.min() > 0 and u.max() < 1
+        assert chi_square_uniform(torch.bincount((u * 1000).long(), minlength=1000).double()) > 1e-3
+        assert pairs(u[:-1:2], u[1::2]) > 1e-3
+        assert pairs(u[:-151], u[151:]) > 1e-3
+        assert torch.equal(uniforms(key, 17), u[:17])
+    for shift in range(52):
+        bit = ((u * 2.0**52).long() >> shift) & 1
+        assert abs(bit.double().mean() - 0.5) < 0.005
+
+
+@pytest.mark.parametrize("component", range(4), ids=["seed", "request", "position", "purpose"])
+def test_uniforms_across_keys(component: int) -> None:
+    """Keys that are neighbours give unrelated draws, at the same place and at the next."""
+    u = torch.stack([uniforms(key, 3) for key in keys(component)])
+    assert u.unique().numel() == u.numel()
+    for i, j in itertools.product(range(3), repeat=2):
+        assert pairs(u[:-1, i], u[1:, j]) > 1e-4
+    assert all(
+        chi_square_uniform(torch.bincount((u[:, i] * 50).long(), minlength=50).double()) > 1e-4 for i in range(3)
+    )
+
+
+def test_keys_are_not_mixed_up() -> None:
+    """The components have places: permuted keys, and keys with equal sums, are other keys."""
+    small = list(itertools.product(range(3), repeat=4))
+    first = torch.stack([uniforms(key, 1) for key in small])
+    assert first.unique().numel() == len(small)
+    assert torch.equal(uniforms((1, 2, 3, 0), 5), uniforms((1, 2, 3, 0), 5))
+
+
+def test_gumbel_argmax_never_draws_the_impossible() -> None:
+    """-inf is never drawn, a certain token always, and float32 scores are as good as float64 ones."""
+    scores = torch.tensor([-float("inf"), 0.0, -float("inf"), 1.0])
+    drawn = Counter(gumbel_argmax(scores, (0, i, 0, 0)) for i in range(5000))
+    assert set(drawn) == {1, 3}
+    assert abs(drawn[3] / 5000 - torch.sigmoid(torch.tensor(1.0)).item()) < 0.03
+    certain = torch.full((4,), -float("inf"))
+    certain[2] = -1e4
+    assert all(gumbel_argmax(certain, (0, i, 0, 0)) == 2 for i in range(100))
