@@ -159,7 +159,7 @@ def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
 
 def break_on_purpose(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, old: str, new: str) -> None:
     """Replaces `old` by `new` in the source of a module's or class's function, to see a test notice."""
-    found = getattr(owner, function)
+    found = inspect.unwrap(getattr(owner, function))
     source = textwrap.dedent(inspect.getsource(found))
     assert old in source, f"{function} no longer contains {old!r}: bring this mutation up to date"
     made: dict[str, Any] = {}
