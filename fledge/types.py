@@ -63,8 +63,23 @@ class Packed:
         edges = [0, *cuts.tolist(), self.doc_T.numel()]
         return list(itertools.pairwise(edges))
 
+    def pieces(self, width: int) -> list[tuple[int, int]]:
+        """The row cut between documents into stretches of at most `width` tokens, or one longer document."""
+        return group_documents(self.documents(), width)
+
     def to(self, device: torch.device | str) -> Packed:
         return Packed(*(getattr(self, f).to(device) for f in ("token_T", "span_T", "position_T", "doc_T")))
+
+
+def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
+    """Joins neighbouring [start, end) documents into stretches of at most `width` tokens, or one longer document."""
+    groups: list[tuple[int, int]] = []
+    for start, end in documents:
+        if groups and end - groups[-1][0] <= width:
+            groups[-1] = (groups[-1][0], end)
+        else:
+            groups.append((start, end))
+    return groups
 
 
 @dataclass(frozen=True)

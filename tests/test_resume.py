@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +79,22 @@ def test_a_termination_request_saves_and_resumes(tmp_path):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     fledge = [sys.executable, "-m", "fledge.cli", "train"]
     flags = "--max-length 64 --row-length 128 --steps 2000 --depth 2 --save-every 100000 --device cpu".split()
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*fledge, "--target", target, "--data", data, "--out", run, *flags], stderr=subprocess.PIPE, text=True
+    )
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert process.poll() is None, process.stderr.read()
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "--resume" in said
+    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
+
+
+def test_resume_refuses_changed_data(tmp_path, fledge):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    flags = "--max-length 64 --row-length 128 --steps 2 --depth 2 --device cpu".split()
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *flags).code == 0
     tiny_chats(data, 31)
     refused = fledge("train", "--resume", tmp_path / "run")

@@ -90,8 +90,13 @@ def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
     return messages
 
 
+def first_prompt(prompt: EvalPrompt) -> Any:
+    """What the engine is asked first: the raw text, or the messages up to the first answer."""
+    return _prompt(prompt, ())
+
+
 def _once(engine: Engine, prompt: EvalPrompt, options: dict[str, Any]) -> Completion:
-    return engine.generate(_prompt(prompt, ()), **options)
+    return engine.generate(first_prompt(prompt), **options)
 
 
 def _both(engine: Engine, prompt: EvalPrompt, options: dict[str, Any], *, request: int, fast_first: bool):

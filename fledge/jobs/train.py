@@ -94,6 +94,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     fit(draft, target)
     rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
     schedule = _schedule(options, draft, rows)
+    evaluate = _evaluator(options, target, template, held_out)
     if not options.resume:
         directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
@@ -113,7 +114,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
 
     where = train(
         draft, rows, Source(target.features, target.logits), schedule, directory,
-        save_dtype=torch.bfloat16, evaluate=_evaluator(options, target, held_out), resume=bool(options.resume),
+        save_dtype=torch.bfloat16, evaluate=evaluate, resume=bool(options.resume),
         report=report,
     )  # fmt: skip
     if where.step < schedule.steps:
@@ -183,12 +184,11 @@ def _documents(
 def _draft(
     options: TrainOptions, target: Target, template: ChatTemplate, documents: list[Document], say: Callable[[str], None]
 ) -> Draft:
-    """A new draft whose head starts from the target's rows, or the one to go on with."""
-    import torch
-
+    """A new draft that starts from the target's own weights, or the one to go on with."""
     from fledge.config import DraftConfig
     from fledge.data.vocab import choose_vocabulary
     from fledge.models.draft import Draft
+    from fledge.models.init import start_from_target
     from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
 
     known = dict(
@@ -220,13 +220,7 @@ def _draft(
     ).with_provenance(coverage=coverage, **known)  # fmt: skip
     draft = Draft(config)
     draft.set_vocabulary(ids)
-    with torch.no_grad():
-        for module in draft.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.normal_(0, 0.02)
-        draft.lm_head.weight.copy_(target.head.weight[ids.to(target.device)])
-        if draft.embed_tokens is not None:
-            draft.embed_tokens.weight.copy_(target.embedding)
+    start_from_target(draft, target)
     return draft
 
 
@@ -243,22 +237,38 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
 
 
 def _evaluator(
-    options: TrainOptions, target: Target, held_out: list[Record]
+    options: TrainOptions, target: Target, template: ChatTemplate, held_out: list[Record]
 ) -> Callable[[Draft], dict[str, float]] | None:
-    """τ of the real decoder on held-out prompts, in the dtype that trains."""
+    """τ of the real decoder on held-out prompts, in the dtype that trains; None without prompts.
+
+    Prompts given by name must fit the target's context (ValueError before training starts); of the data's own, texts
+    are cut short and longer chats left out.
+    """
     from fledge.decode.engine import Engine
-    from fledge.eval.prompts import prompt_of, read_prompts
-    from fledge.eval.run import acceptance
+    from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
+    from fledge.eval.run import acceptance, first_prompt
+
+    room = target.context - options.eval_tokens
+
+    def fits(prompt: EvalPrompt) -> bool:
+        return len(template.prompt_ids(first_prompt(prompt))) <= room
 
     if options.eval_prompts:
         prompts = read_prompts(options.eval_prompts, 32)
-    elif held_out:
-        prompts = [prompt_of(r) for r in held_out]
+        if not all(map(fits, prompts)):
+            raise ValueError(
+                f"{options.eval_prompts} has a prompt of over {room} tokens, more than the target can read"
+            )
     else:
+        texts = [template.prompt_ids(r.text) for r in held_out if r.text is not None]
+        starts = [ids[: min(len(ids) // 2, options.max_length // 2, room)] for ids in texts]
+        prompts = [EvalPrompt(text=target.tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
+        prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if fits(p)]
+    if not prompts:
         return None
 
     def evaluate(draft: Draft) -> dict[str, float]:
-        return acceptance(Engine(target, draft), prompts, options.eval_tokens)
+        return acceptance(Engine(target, draft, template_kwargs=template.kwargs), prompts, options.eval_tokens)
 
     return evaluate
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.precision import at_least_float32
+from fledge.types import group_documents
 
 
 def visible(slot_S: Tensor, doc_S: Tensor, key_N: Tensor, doc_N: Tensor) -> Tensor:
@@ -63,12 +64,7 @@ def document_blocks(
 
     `slots` is ascending and on the CPU.
     """
-    groups: list[tuple[int, int]] = []
-    for start, end in documents:
-        if groups and end - groups[-1][0] <= width:
-            groups[-1] = (groups[-1][0], end)
-        else:
-            groups.append((start, end))
+    groups = group_documents(documents, width)
     cuts = torch.searchsorted(slots, torch.tensor([e for _, e in groups], dtype=slots.dtype)).tolist()
     blocks = []
     for q0, q1, (n0, n1) in zip([0, *cuts[:-1]], cuts, groups, strict=True):

@@ -18,6 +18,9 @@ from fledge.config import RopeConfig, default_aux_layers
 from fledge.models.kv_cache import TargetCache
 from fledge.types import Features, Packed
 
+# tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
+PIECE = {"cpu": 1024, "cuda": 8192}
+
 
 class Target:
     """A frozen causal language model, its tokenizer, and the layers a draft reads.
@@ -122,14 +125,13 @@ class Target:
     def features(self, row: Packed) -> Features:
         """Features of a packed row, each document seen alone. No logits are computed.
 
-        Packed in one pass where `check_isolation` found that the model keeps documents apart, else one at a time.
+        Many documents in one pass where `check_isolation` found that the model keeps them apart, else one at a time.
         """
         if self.packs is None:
             self.check_isolation()
         token, position = row.token_T.to(self.device), row.position_T.to(self.device)
-        if self.packs:
-            return self._run_decoder(token, position)
-        parts = [self._run_decoder(token[a:b], position[a:b]) for a, b in row.documents()]
+        pieces = row.pieces(PIECE[self.device.type]) if self.packs else row.documents()
+        parts = [self._run_decoder(token[a:b], position[a:b]) for a, b in pieces]
         return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
 
     def _run_decoder(self, token_T: Tensor, position_T: Tensor) -> Features:

@@ -1,0 +1,95 @@
+"""Makes demo/draft, the draft that ships: trained for longer than the demo's, on a GPU, in three `fledge` commands.
+
+    python -m demo.ship --out demo/draft
+
+First on source text (the standard library's and other installed packages'), then on the target's own continuations of
+it, which are what a decoder will meet. Nothing held out (demo/corpus.py) is read.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from demo.corpus import held_out, package_files, stdlib_files
+from demo.data import write_lines
+from demo.pretrain import PACKAGES, machine, versions
+
+WORK = Path("runs/ship")
+TARGET = "demo/target"
+SHAPE = "--draft-vocab 2048 --depth 5 --max-length 512 --row-length 8192 --save-every 100000".split()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo/draft"))
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text")
+    parser.add_argument("--own-steps", type=int, default=1000, help="optimizer steps on the target's own text")
+    parser.add_argument("--own-records", type=int, default=12_000, help="continuations that the target writes")
+    parser.add_argument("--megabytes", type=float, default=60, help="source of packages to train on")
+    options = parser.parse_args()
+
+    began = time.monotonic()
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    write_texts(options.megabytes, options.own_records)
+    first = ["--data", WORK / "text.jsonl", "--out", WORK / "first", "--steps", options.steps, "--lr", "2e-3"]
+    fledge("train", "--target", TARGET, *first, *SHAPE)
+    fledge(
+        "regenerate", "--target", TARGET, "--data", WORK / "prompts.jsonl", "--out", WORK / "own.jsonl",
+        "--prompt-tokens", 192, "--max-new-tokens", 192, "--batch", 1024,
+    )  # fmt: skip
+    own = ["--data", WORK / "own.jsonl", "--data", WORK / "text.jsonl@0.05", "--out", WORK / "second"]
+    more = ["--init-from", WORK / "first" / "draft", "--steps", options.own_steps, "--lr", "1e-3"]
+    fledge("train", "--target", TARGET, *own, *more, *SHAPE)
+    shutil.rmtree(options.out, ignore_errors=True)
+    shutil.copytree(WORK / "second" / "draft", options.out)
+    record = {
+        "seconds": time.monotonic() - began,
+        "machine": machine(),
+        "versions": versions(),
+        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "runs": {name: last_metrics(WORK / name) for name in ("first", "second")},
+    }
+    (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_texts(megabytes: float, records: int) -> None:
+    """text.jsonl to train on, and prompts.jsonl: beginnings and middles of the same files, at line ends."""
+    random.seed(0)
+    packages = package_files(PACKAGES)
+    random.shuffle(packages)
+    texts = [text for path, text in stdlib_files() if not held_out(path)]
+    size = 0
+    for _, text in packages:
+        if size < megabytes * 1e6:
+            texts.append(text)
+            size += len(text)
+    random.shuffle(texts)
+    write_lines(WORK / "text.jsonl", [{"text": text} for text in texts])
+    prompts = []
+    while len(prompts) < records:
+        text = random.choice(texts)
+        start = text.find("\n", random.randrange(len(text))) + 1
+        if start and len(text) - start > 1000:
+            prompts.append({"text": text[start : start + 1000]})
+    write_lines(WORK / "prompts.jsonl", prompts)
+
+
+def fledge(*words: object) -> None:
+    """Runs a fledge command, shown first."""
+    command = [str(w) for w in words]
+    print("$ fledge " + " ".join(command), flush=True)
+    subprocess.run([sys.executable, "-m", "fledge.cli", *command], check=True)
+
+
+def last_metrics(run: Path) -> dict:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

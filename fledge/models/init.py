@@ -1,0 +1,79 @@
+"""Where a new draft's weights start from: the target's last layer, read off its final hidden states' neighbourhood."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.models.draft import Draft
+from fledge.models.layers import RMSNorm
+from fledge.models.target import Target
+
+
+@torch.no_grad()
+def start_from_target(draft: Draft, target: Target) -> None:
+    """Starts a draft as close to its target as their shapes allow, so that it has less to learn.
+
+    The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
+    that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
+    hidden half of the input) and MLP. Whatever has another shape, or is not a projection as Llama's are, stays
+    normal(0, 0.02). Measured on the demo's pair (bench/results/init.json).
+    """
+    for module in draft.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0, 0.02)
+    E, layer = draft.config.hidden_size, draft.midlayer
+    if draft.config.target_hidden_size != E:
+        return
+    draft.lm_head.weight.copy_(target.head.weight[draft.target_ids().to(target.device)])
+    draft.fc.weight[:, -E:] += torch.eye(E)
+    _copy_norm(draft.norm, target.norm)
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.weight.copy_(target.embedding)
+    last = target.layers[-1]
+    attention, mlp = getattr(last, "self_attn", None), getattr(last, "mlp", None)
+    if attention is None or mlp is None:
+        return
+    _copy_norm(layer.hidden_norm, getattr(last, "input_layernorm", None))
+    _copy_norm(layer.post_attention_layernorm, getattr(last, "post_attention_layernorm", None))
+    ours = layer.self_attn
+    for projection, weight in zip((ours.q_proj, ours.k_proj, ours.v_proj), _qkv(attention), strict=True):
+        _copy(projection.weight[:, E:], weight)
+    _copy(ours.o_proj.weight, _weight(attention, "o_proj"))
+    for projection, weight in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _gate_up(mlp), strict=True):
+        _copy(projection.weight, weight)
+    _copy(layer.mlp.down_proj.weight, _weight(mlp, "down_proj"))
+
+
+def _weight(module: nn.Module, name: str) -> Tensor | None:
+    return getattr(getattr(module, name, None), "weight", None)
+
+
+def _qkv(attention: nn.Module) -> list[Tensor | None]:
+    """q, k and v projections, which Phi-3 keeps in one matrix."""
+    fused = _weight(attention, "qkv_proj")
+    if fused is None:
+        return [_weight(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
+    kv = attention.num_key_value_heads * attention.head_dim
+    return list(fused.split([fused.shape[0] - 2 * kv, kv, kv]))
+
+
+def _gate_up(mlp: nn.Module) -> list[Tensor | None]:
+    fused = _weight(mlp, "gate_up_proj")
+    return [_weight(mlp, n) for n in ("gate_proj", "up_proj")] if fused is None else list(fused.chunk(2))
+
+
+def _copy(ours: Tensor, theirs: Tensor | None) -> None:
+    if theirs is not None and theirs.shape == ours.shape:
+        ours.copy_(theirs)
+
+
+def _copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> None:
+    """Takes a norm's gains where it computes what ours does with them (Gemma's adds one to them, say)."""
+    weight = getattr(theirs, "weight", None)
+    if weight is None or weight.shape != ours.weight.shape:
+        return
+    x = torch.linspace(-1, 2, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
+    if torch.allclose(theirs(x), F.rms_norm(x, weight.shape, weight, ours.eps), rtol=2e-2, atol=2e-2):
+        ours.weight.copy_(weight)
