@@ -61,9 +61,13 @@ class RopeConfig:
             )
         if kind not in ROPE_TYPES:
             raise ValueError(f"unknown RoPE type {kind!r}; fledge knows {', '.join(ROPE_TYPES)}")
-        for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        for key in ("rope_theta", "partial_rotary_factor"):
             if hf.get(key) is not None:
                 params.setdefault(key, hf[key])
+        if kind in ("llama3", "yarn", "longrope"):
+            # as in transformers: the top level's trained length wins, and where there is none the positions stand in
+            given = params.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+            params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings") or given
         known = {f.name for f in fields(cls)} - {"rope_type", "long"}
         rope = cls(
             rope_type=kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if k in known}
@@ -72,14 +76,15 @@ class RopeConfig:
 
     def _with_factor(self, max_positions: int | None) -> RopeConfig:
         """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek)."""
-        if self.rope_type not in ("yarn", "longrope") or self.factor is not None:
+        if self.rope_type == "default" or self.factor is not None:
             return self
-        if not self.original_max_position_embeddings or not max_positions:
+        original = self.original_max_position_embeddings
+        if self.rope_type not in ("yarn", "longrope") or not original or not max_positions:
             raise ValueError(
-                f"RoPE type {self.rope_type!r} needs `factor`, or `original_max_position_embeddings` and "
-                "`max_position_embeddings` to derive it from; the config has neither"
+                f"RoPE type {self.rope_type!r} needs a `factor` in the config"
+                + ("" if self.rope_type in ("linear", "llama3") else ", or the two lengths that it is the ratio of")
             )
-        return replace(self, factor=max_positions / self.original_max_position_embeddings)
+        return replace(self, factor=max_positions / original)
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_parameters` dict of transformers 5; fields left unset are left out."""

@@ -166,3 +166,26 @@ def test_frequencies_stay_exact_in_16_bits() -> None:
     position = torch.tensor([0, 1, 1000, 100_003])
     for a, b in zip(exact(position, torch.float32), cast(position, torch.float32), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("stated", "original"),
+    [
+        (dict(rope_parameters={**YARN, "original_max_position_embeddings": 64}), 64),
+        (
+            dict(rope_parameters={**YARN, "original_max_position_embeddings": 64}, original_max_position_embeddings=96),
+            96,
+        ),
+        (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), 512),
+    ],
+)
+def test_the_trained_length_is_the_one_transformers_takes(stated, original):
+    """The top level's before the nested one, and the positions where neither says it."""
+    hf = dict(max_position_embeddings=512, rope_theta=10000.0, **stated)
+    assert RopeConfig.from_hf(hf).original_max_position_embeddings == original
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_a_missing_factor_is_named(kind):
+    with pytest.raises(ValueError, match="needs a `factor`"):
+        RopeConfig.from_hf(dict(rope_parameters={"rope_type": kind}, max_position_embeddings=512))

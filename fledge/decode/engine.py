@@ -88,24 +88,24 @@ class Engine:
         began = time.perf_counter()
         rounds = self._speculative if speculate and self.draft is not None else self._vanilla
         for tokens in rounds(prefix, sampling, request, done.trace):
-            for i, token in enumerate(tokens[: max_new_tokens - len(done.tokens)]):
-                if token in self.target.stop_ids:
-                    tokens, done.finish = tokens[: i + 1], "stop"
-                    break
             tokens = tokens[: max_new_tokens - len(done.tokens)]
+            end = next((i for i, token in enumerate(tokens) if token in self.target.stop_ids), len(tokens))
             seen = len(text.tokens)
-            piece = text.add(tokens)
+            piece = text.add(tokens[:end])
             done.tokens += text.tokens[seen:]
+            if end < len(tokens) and not text.stopped:
+                done.tokens.append(tokens[end])  # the stop token is said, but is no text
+                done.finish = "stop"
             done.trace.t_total = time.perf_counter() - began
             if piece:
                 yield piece
-            if text.stopped:
-                done.finish = "stop"
-            if done.finish == "stop" or len(done.tokens) >= max_new_tokens:
+            if text.stopped or done.finish == "stop" or len(done.tokens) >= max_new_tokens:
                 break
         if rest := text.finish():
             yield rest
         done.text = text.text
+        if text.stopped:
+            done.finish = "stop"
 
     def _check_length(self, prompt: int, new: int) -> None:
         limit = self.target.context
