@@ -486,10 +486,10 @@ def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
     """The stop ends the tokens and is no part of the text, whether or not the tokenizer would skip it."""
     target = tiny_target()
     engine = Engine(target, tiny_draft(target))
-    free = engine.generate("the young bird", max_new_tokens=12)
+    free = engine.generate("it can fly", max_new_tokens=12)
     stop = next(t for t in free.tokens[1:] if t > 2)
     end = free.tokens.index(stop)
     target.model.generation_config.eos_token_id = [stop]
-    done = engine.generate("the young bird", max_new_tokens=12)
+    done = engine.generate("it can fly", max_new_tokens=12)
     assert done.finish == "stop" and done.tokens == free.tokens[: end + 1]
     assert done.text == target.tokenizer.decode(free.tokens[:end], skip_special_tokens=True)
