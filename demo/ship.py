@@ -21,7 +21,7 @@ from demo.pretrain import PACKAGES, machine, versions
 
 WORK = Path("runs/ship")
 TARGET = "demo/target"
-SHAPE = "--draft-vocab 2048 --depth 5 --max-length 512 --row-length 8192 --save-every 100000".split()
+SHAPE = "--draft-vocab 2048 --depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from fledge.models.kv_cache import TargetCache
 from fledge.types import Features, Packed
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
-PIECE = {"cpu": 1024, "cuda": 8192}
+PIECE = {"cpu": 1024, "cuda": 4096}
 
 
 class Target:

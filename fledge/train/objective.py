@@ -12,6 +12,9 @@ from fledge.kernels.ttt_attention import document_blocks, ttt_attention_eager
 from fledge.models.draft import Draft
 from fledge.types import Features, Packed, Step
 
+# tokens of an attention block: a dense block costs its square, each block costs its launches
+BLOCK = {"cpu": 512, "cuda": 2048}
+
 
 def ttt(
     draft: Draft,
@@ -59,7 +62,11 @@ def ttt_hidden(draft: Draft, row: Packed, features: Features, live: list[Tensor]
     out: list[Tensor] = []
     for k, slots in enumerate(live):
         at = slots.to(device)
-        context.enter(at, document_blocks(slots, documents), _within(slots, live[k - 1], device) if k else None)
+        context.enter(
+            at,
+            document_blocks(slots, documents, BLOCK[device.type]),
+            _within(slots, live[k - 1], device) if k else None,
+        )
         if k == 0:
             hidden = draft.fuse(features.aux_TAD.to(device, draft.dtype))
             after, place = step_inputs(token, position, torch.arange(token.numel(), device=device), 0)
@@ -100,7 +107,7 @@ class _Context:
             self.own.append([])
             if q.shape[0] == k.shape[0]:  # a layer below the last: every token asks
                 rows = torch.arange(k.shape[0])
-                blocks = document_blocks(rows, self.documents)
+                blocks = document_blocks(rows, self.documents, BLOCK[k.device.type])
                 return ttt_attention_eager(q, k, v, [], rows.to(q.device), self.doc_T, blocks)
         else:
             self.own[layer].append((k, v))
