@@ -1,4 +1,4 @@
-"""Where a new draft's weights start from: the target's last layer, read off its final hidden states' neighbourhood."""
+"""Where a new draft's weights start from: the target's last layer, final norm and head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start_from_target(draft: Draft, target: Target) -> None:
     The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
     that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
     hidden half of the input) and MLP. Whatever has another shape, or is not a projection as Llama's are, stays
-    normal(0, 0.02). Measured on the demo's pair (bench/results/init.json).
+    normal(0, 0.02).
     """
     for module in draft.modules():
         if isinstance(module, nn.Linear):

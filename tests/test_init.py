@@ -1,0 +1,61 @@
+"""A new draft starts from its target's last layer, wherever the two compute alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+from torch import nn
+
+from fledge.models.init import start_from_target
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_the_last_layer_is_taken_over(family):
+    target = tiny_target(family)
+    draft = tiny_draft(target, draft_vocab_size=100)
+    start_from_target(draft, target)
+    E, last, ours = 32, target.layers[-1], draft.midlayer
+    torch.testing.assert_close(draft.lm_head.weight, target.head.weight[draft.target_ids()])
+    torch.testing.assert_close(draft.norm.weight, target.norm.weight)
+    torch.testing.assert_close(ours.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    x = torch.randn(3, E)
+    if family == "phi3":
+        q, k, v = last.self_attn.qkv_proj(x).split([32, 16, 16], dim=-1)
+        gate, up = last.mlp.gate_up_proj(x).chunk(2, dim=-1)
+    else:
+        q, k, v = (getattr(last.self_attn, f"{n}_proj")(x) for n in "qkv")
+        gate, up = last.mlp.gate_proj(x), last.mlp.up_proj(x)
+    for projection, expected in zip("qkv", (q, k, v), strict=True):
+        weight = getattr(ours.self_attn, f"{projection}_proj").weight
+        torch.testing.assert_close(x @ weight[:, E:].T, expected)
+        assert 0.01 < weight[:, :E].std() < 0.03  # the embedding's half is new
+    torch.testing.assert_close(ours.mlp.gate_proj(x), gate)
+    torch.testing.assert_close(ours.mlp.up_proj(x), up)
+    assert (draft.fc.weight[:, -E:].diagonal() > 0.9).all()
+
+
+def test_a_norm_that_computes_otherwise_is_left(monkeypatch):
+    """Gemma's norm multiplies by one plus its weight; its gains would be wrong ones here."""
+
+    class OnePlus(nn.Module):
+        def __init__(self, norm: nn.Module):
+            super().__init__()
+            self.weight, self.norm = norm.weight, norm
+
+        def forward(self, x):
+            return self.norm(x) + x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+    target = tiny_target()
+    draft = tiny_draft(target)
+    before = draft.norm.weight.clone()
+    target.norm = OnePlus(target.norm)
+    start_from_target(draft, target)
+    assert torch.equal(draft.norm.weight, before)
+
+
+def test_another_width_starts_anew():
+    target = tiny_target()
+    draft = tiny_draft(target, hidden_size=16, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1)
+    start_from_target(draft, target)
+    assert 0.015 < draft.lm_head.weight.std() < 0.025
