@@ -37,7 +37,9 @@ def commit() -> str | None:
         changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "fledge"], cwd=root, capture_output=True)
     except OSError:
         return None
-    return (head.stdout.strip() + ("+" if changed.returncode else "")) or None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if changed.returncode else "")
 
 
 def _processor() -> str:
