@@ -493,3 +493,25 @@ def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
     done = engine.generate("it can fly", max_new_tokens=12)
     assert done.finish == "stop" and done.tokens == free.tokens[: end + 1]
     assert done.text == target.tokenizer.decode(free.tokens[:end], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_while_confident_changes_no_token(temperature):
+    """A round that stops drafting early commits the same tokens, and rounds do stop at different depths."""
+    target = tiny_target(dtype=torch.float64)
+    draft = tiny_draft(target, draft_vocab_size=100)
+    sampling = Sampling(temperature=temperature, seed=2)
+    options = dict(max_new_tokens=30, sampling=sampling)
+    drafted = set()
+    for prompt in ("it can fly", " wings", "a"):
+        plain = Engine(target, draft, depth=5).generate(prompt, speculate=False, **options)
+        confident = Engine(target, draft, depth=5, confidence=0.2).generate(prompt, **options)
+        assert confident.tokens == plain.tokens
+        drafted |= {r.drafted for r in confident.trace.rounds}
+    assert min(drafted) >= 1 and max(drafted) <= 5 and len(drafted) > 1
+
+
+def test_confidence_outside_its_range_is_refused():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="confidence"):
+        Engine(target, tiny_draft(target), confidence=1.0)

@@ -36,8 +36,9 @@ class Completion:
 class Engine:
     """A target, and a draft that speeds it up without changing what it says.
 
-    `depth` is the number of tokens drafted a round; None takes the depth the draft was trained to. Raises ValueError
-    where draft and target do not belong together, or the target's cache cannot be rolled back.
+    `depth` is the number of tokens drafted a round; None takes the depth the draft was trained to. With `confidence`
+    above 0 a round drafts on only while the draft gives its chain at least that probability. Raises ValueError where
+    draft and target do not belong together, or the target's cache cannot be rolled back.
     """
 
     def __init__(
@@ -46,8 +47,12 @@ class Engine:
         draft: Draft | None = None,
         *,
         depth: int | None = None,
+        confidence: float = 0.0,
         template_kwargs: dict[str, Any] | None = None,
     ):
+        if not 0 <= confidence < 1:
+            raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
+        self.confidence = confidence
         self.target, self.draft = target, draft
         if draft is not None:
             fit(draft, target)
@@ -133,7 +138,7 @@ class Engine:
     def _speculative(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
         """Rounds of drafting and verifying; each yields what it committed. The prefill and its token are no round."""
         target, chooser, cache = self.target, Chooser(sampling, request), TargetCache()
-        proposer = ChainProposer(self.draft, self.depth, sampling, request)
+        proposer = ChainProposer(self.draft, self.depth, sampling, request, self.confidence)
         began = time.perf_counter()
         logits, features = target.forward(self._ids(prefix), cache, last_only=True)
         committed = accept_walk(chooser, prefix, (), logits)
@@ -176,6 +181,7 @@ def load(
     draft_device: str | None = None,
     dtype: torch.dtype | None = None,
     depth: int | None = None,
+    confidence: float = 0.0,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Engine:
     """Loads a target, and a draft for it, from directories or hub ids.
@@ -193,7 +199,7 @@ def load(
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs)
     made = load_draft(draft, device=draft_device or device, dtype=loaded.dtype)
-    return Engine(loaded, made, depth=depth, template_kwargs=template_kwargs)
+    return Engine(loaded, made, depth=depth, confidence=confidence, template_kwargs=template_kwargs)
 
 
 def resolve_device(device: str) -> str:

@@ -22,10 +22,16 @@ class Chain:
 
 
 class ChainProposer:
-    """Drafts chains for one sequence: EAGLE-3's linear drafting with a stable draft cache."""
+    """Drafts chains for one sequence: EAGLE-3's linear drafting with a stable draft cache.
 
-    def __init__(self, draft: Draft, depth: int, sampling: Sampling, request: int = 0):
+    With `confidence` above 0 it drafts on only while the draft's own probability of the chain so far is at least
+    that, up to `depth`. The token that brings it below is kept: whether a place is drafted depends on what stands
+    before it alone, so that verification stays lossless. Each step then waits for the device.
+    """
+
+    def __init__(self, draft: Draft, depth: int, sampling: Sampling, request: int = 0, confidence: float = 0.0):
         self.draft, self.depth, self.sampling, self.request = draft, depth, sampling, request
+        self.confidence = confidence
         self.cache = DraftCache(draft.config, draft.device, draft.dtype)
         self.draws = sampling.draft == "sample" and not sampling.greedy
 
@@ -46,12 +52,18 @@ class ChainProposer:
         stable = cache.length
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
+        chance = 1.0
         for k in range(self.depth):
             fed_back, normed = draft.read(out)
-            tokens.append(draft.to_target(self._choose(draft.lm_head(normed), stable + 1 + k, qs)))
-            if k + 1 < self.depth:
-                out = draft.step(tokens[-1], fed_back, position[R + k : R + k + 1], cache.attend)
-                cache.length += 1
+            logits = draft.lm_head(normed)
+            chosen = self._choose(logits, stable + 1 + k, qs)
+            tokens.append(draft.to_target(chosen))
+            if self.confidence:
+                chance *= float(logits[0].softmax(-1)[chosen])
+            if k + 1 == self.depth or chance < self.confidence:
+                break
+            out = draft.step(tokens[-1], fed_back, position[R + k : R + k + 1], cache.attend)
+            cache.length += 1
         cache.length = stable
         return Chain(torch.cat(tokens), torch.stack(qs) if qs else None)
 

@@ -24,7 +24,8 @@ class EvalOptions:
     repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
     seed: int = opt("of sampling", 0)
-    depth: int | None = opt("tokens drafted a round (default: as trained)", None)
+    depth: int | None = opt("most tokens drafted a round (default: as trained)", None)
+    confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
     template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
     out: str | None = opt("also write the JSON here", None)
     json: bool = opt("print the JSON alone", False)
@@ -52,7 +53,8 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     )  # fmt: skip
     engine = load(
         options.target, options.draft, device=options.device, draft_device=options.draft_device,
-        dtype=dtype_named(options.dtype), depth=options.depth, template_kwargs=template_kwargs(options.template_kwargs),
+        dtype=dtype_named(options.dtype), depth=options.depth, confidence=options.confidence,
+        template_kwargs=template_kwargs(options.template_kwargs),
     )  # fmt: skip
     records = {}
     for name, prompts in sets.items():
@@ -91,8 +93,8 @@ def _sentences(r: dict[str, Any]) -> list[str]:
     split = r["round"]
     lines = [
         f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
-        f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. Without overhead the "
-        f"speedup could be {split['ceiling']:.2f}.",
+        f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what the "
+        f"bytes of its weights do, the speedup would be {split['ceiling']:.2f}.",
         f"{r['not_looping']} of {r['prompts']} answers do not loop; τ on those {r['tau_not_looping']:.2f}.",
     ]
     if r["identical"] is None:

@@ -27,7 +27,8 @@ class GenerateOptions:
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
     seed: int = opt("of sampling; the same seed gives the same text", 0)
     stop: list[str] = opt("end the text before this string; repeatable", many=True)
-    depth: int | None = opt("tokens drafted a round (default: as trained)", None)
+    depth: int | None = opt("most tokens drafted a round (default: as trained)", None)
+    confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
     template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
     stats: bool = opt("print speed and acceptance to standard error afterwards", False)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
@@ -47,7 +48,8 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     )  # fmt: skip
     engine = load(
         options.target, options.draft, device=options.device, draft_device=options.draft_device,
-        dtype=dtype_named(options.dtype), depth=options.depth, template_kwargs=template_kwargs(options.template_kwargs),
+        dtype=dtype_named(options.dtype), depth=options.depth, confidence=options.confidence,
+        template_kwargs=template_kwargs(options.template_kwargs),
     )  # fmt: skip
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     done = Completion()
