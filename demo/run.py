@@ -17,10 +17,10 @@ WORK = Path("build/demo")
 TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
 PROMPTS = 16
 TRAIN = (
-    "--steps 360 --depth 4 --draft-vocab 2048 --max-length 512 --row-length 1024 --lr 2e-3 --eval-every 180 "
+    "--fc-norm --norm-output --steps 1250 --depth 2 --draft-vocab 2048 --max-length 256 --row-length 512 --lr 1.5e-3 "
     "--eval-tokens 32"
 ).split()
-DECODE = "--max-new-tokens 128 --depth 4".split()
+DECODE = {"trained just now": "--depth 3 --confidence 0.3".split(), "shipped": "--depth 8 --confidence 0.3".split()}
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
             out = WORK / f"eval-{draft.parent.name}-{temperature}.json"
             fledge(
                 "eval", "--target", TARGET, "--draft", draft, "--prompts", WORK / "prompts.jsonl", "--limit", limit,
-                "--temperature", temperature, "--out", out, *DECODE,
+                "--temperature", temperature, "--max-new-tokens", 128, "--out", out, *DECODE[name],
             )  # fmt: skip
             results[f"{name}, temperature {temperature}"] = json.loads(out.read_text())
     seconds = time.monotonic() - began

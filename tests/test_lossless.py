@@ -505,7 +505,7 @@ def test_drafting_while_confident_changes_no_token(temperature):
     drafted = set()
     for prompt in ("it can fly", " wings", "a"):
         plain = Engine(target, draft, depth=5).generate(prompt, speculate=False, **options)
-        confident = Engine(target, draft, depth=5, confidence=0.2).generate(prompt, **options)
+        confident = Engine(target, draft, depth=5, confidence=0.005).generate(prompt, **options)
         assert confident.tokens == plain.tokens
         drafted |= {r.drafted for r in confident.trace.rounds}
     assert min(drafted) >= 1 and max(drafted) <= 5 and len(drafted) > 1
