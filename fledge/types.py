@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -66,9 +65,6 @@ class Packed:
     def pieces(self, width: int) -> list[tuple[int, int]]:
         """The row cut between documents into stretches of at most `width` tokens, or one longer document."""
         return group_documents(self.documents(), width)
-
-    def to(self, device: torch.device | str) -> Packed:
-        return Packed(*(getattr(self, f).to(device) for f in ("token_T", "span_T", "position_T", "doc_T")))
 
 
 def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
@@ -162,15 +158,11 @@ class Round:
 
 @dataclass
 class Trace:
-    """What a generation did: one `Round` a target forward, and the seconds of the prefill and of the whole.
-
-    `gaps` holds, per generated token of a greedy run, the difference of the target's two largest logits.
-    """
+    """What a generation did: one `Round` a verification, and the seconds of the prefill and of the whole."""
 
     rounds: list[Round] = field(default_factory=list)
     t_prefill: float = 0.0
     t_total: float = 0.0
-    gaps: list[float] = field(default_factory=list)
 
 
 def without_processors(sampling: Sampling) -> Sampling:
