@@ -128,6 +128,8 @@ def _generate(prompts: list[list[int]], target: Target, options: RegenerateOptio
     """Texts of a left-padded batch, and whether each was cut by the limit. Uses transformers' own generate."""
     import torch
 
+    from fledge.models.kv_cache import TargetCache
+
     if not prompts:
         return []
     limit = target.context - options.max_new_tokens
@@ -143,6 +145,8 @@ def _generate(prompts: list[list[int]], target: Target, options: RegenerateOptio
     greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
     out = target.model.generate(
         ids, attention_mask=mask, max_new_tokens=options.max_new_tokens, pad_token_id=pad,
+        past_key_values=TargetCache(),  # grows in place, where transformers' own copies itself every step
+
         eos_token_id=sorted(target.stop_ids) or None, **(sampling if options.temperature > 0 else greedy),
     )[:, width:].tolist()  # fmt: skip
     texts = []
