@@ -232,3 +232,13 @@ def test_files_of_other_kinds_are_named(tmp_path):
 def test_a_share_that_is_no_number_is_refused(tmp_path, share):
     source = jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     refused(f"{source}@{share}", "what follows @ is the share to take")
+
+
+def test_json_lines_named_json(tmp_path):
+    """Many hub files hold JSON lines under the name .json; their errors name the line too."""
+    file = tmp_path / "chats.json"
+    file.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert [r.text for r in read_records([str(file)])] == ["one", "two"]
+    file.write_text('{"text": "one"}\n{"text": \n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_records([str(file)])

@@ -86,7 +86,7 @@ def _read_file(path: Path) -> Iterator[Record]:
 
 def _rows(path: Path) -> Iterator[Record]:
     """JSON and JSON lines are read here, for errors that name the line; other formats by `datasets`."""
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".json" and _is_lines(path)):
         with path.open(encoding="utf-8-sig") as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
@@ -121,6 +121,19 @@ def _read_hub(name: str) -> Iterator[Record]:
         raise ValueError(f"{name} is no file here, and as a hub data set it cannot be loaded: {e}") from e
     for i, row in enumerate(rows):
         yield _record(row, f"{name}, row {i + 1}")
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a .json file holds JSON lines, as many on the hub do: its first line is a whole object, and not alone."""
+    with path.open(encoding="utf-8-sig") as f:
+        first = f.readline().strip()
+        if not (first.startswith("{") and first.endswith("}")):
+            return False
+        try:
+            json.loads(first)
+        except ValueError:
+            return False
+        return any(line.strip() for line in f)
 
 
 def _parse(text: str, where: str) -> Any:
