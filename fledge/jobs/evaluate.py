@@ -6,56 +6,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.jobs.options import dtype_named, opt, template_kwargs
+from fledge.jobs.options import DecodeOptions, opt
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class EvalOptions(DecodeOptions):
     """Decode prompts with and without the draft in one run, and report acceptance, speed and identity."""
 
-    target: str = opt("the model that speaks: a directory or hub id")
     draft: str = opt("its draft")
     prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None)
     max_new_tokens: int = opt("new tokens a prompt", 128)
-    temperature: float = opt("0 is greedy", 0.0)
-    top_k: int = opt("sample among the k likeliest only (0: all)", 0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
-    repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
-    draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
-    seed: int = opt("of sampling", 0)
-    depth: int | None = opt("most tokens drafted a round (default: as trained)", None)
-    confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
-    template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
     out: str | None = opt("also write the JSON here", None)
     json: bool = opt("print the JSON alone", False)
-    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
-    draft_device: str | None = opt("where the draft sits (default: with the target)", None)
-    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
 
 
 def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     """One record for one prompts file, or {file name: record} for several."""
     from pathlib import Path
 
-    from fledge.decode.engine import load
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
     from fledge.jobs.options import write_json
-    from fledge.types import Sampling
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
-    sampling = Sampling(
-        options.temperature, options.top_k, options.top_p, options.repetition_penalty, options.seed,
-        options.draft_sampling,
-    )  # fmt: skip
-    engine = load(
-        options.target, options.draft, device=options.device, draft_device=options.draft_device,
-        dtype=dtype_named(options.dtype), depth=options.depth, confidence=options.confidence,
-        template_kwargs=template_kwargs(options.template_kwargs),
-    )  # fmt: skip
+    sampling, engine = options.sampling(), options.engine()
     records = {}
     for name, prompts in sets.items():
         with progress.counting(f"decoding {name} with and without the draft", len(prompts)) as advance:

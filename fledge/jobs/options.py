@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
+    from fledge.types import Sampling
 
 
 def opt(help: str, default: Any = MISSING, *, many: bool = False, flag: str | None = None) -> Any:
@@ -48,3 +52,41 @@ def write_json(path: str | Path, record: Any) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(record, indent=2) + "\n")
     new.replace(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """What every command that decodes lets its user choose."""
+
+    target: str = opt("the model that speaks: a directory or hub id")
+    draft: str | None = opt("its draft; without one it decodes token by token", None)
+    temperature: float = opt("0 is greedy", 0.0)
+    top_k: int = opt("sample among the k likeliest only (0: all)", 0)
+    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
+    repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
+    draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
+    seed: int = opt("of sampling; the same seed gives the same text", 0)
+    depth: int | None = opt("most tokens drafted a round (default: as trained)", None)
+    confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
+    template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
+    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
+    draft_device: str | None = opt("where the draft sits (default: with the target)", None)
+    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+    def sampling(self) -> Sampling:
+        """How the target chooses its tokens."""
+        from fledge.types import Sampling
+
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
+        )
+
+    def engine(self) -> Engine:
+        """The loaded pair."""
+        from fledge.decode.engine import load
+
+        return load(
+            self.target, self.draft, device=self.device, draft_device=self.draft_device,
+            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence,
+            template_kwargs=template_kwargs(self.template_kwargs),
+        )  # fmt: skip
