@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import DraftConfig
-from fledge.models.layers import Layer, RMSNorm, Rotary
+from fledge.models.layers import Layer, Linear, RMSNorm, Rotary
 
 # attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller holds the context
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,14 +30,14 @@ class Draft(nn.Module):
             self.input_norm = RMSNorm(A * D, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(D, eps) for _ in range(A))
-        self.fc = nn.Linear(A * D, E, bias=False)
+        self.fc = Linear(A * D, E, bias=False)
         self.midlayer = Layer(config, first=True)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleDict(
                 {str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)}
             )
         self.norm = RMSNorm(E, eps)
-        self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(E, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, E) if config.own_embeddings else None
         self.rotary = Rotary(config)
         if config.draft_vocab_size < config.vocab_size:

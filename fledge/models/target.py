@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fledge.config import RopeConfig, default_aux_layers
 from fledge.models.kv_cache import TargetCache
+from fledge.models.layers import Linear
 from fledge.types import Features, Packed
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
@@ -27,7 +28,8 @@ class Target:
 
     `aux_layers` counts as transformers' `hidden_states` does (id i is the input of layer i; id n the input of the
     final norm). Features are taken by hooks on the running modules; nothing of the model is patched, except that
-    longrope's choice of frequencies is made once, for `max_length`.
+    longrope's choice of frequencies is made once, for `max_length`, and that on the CPU its `nn.Linear` modules
+    become ours, which differ in the speed of few rows alone.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str = "", max_length: int | None = None):
@@ -46,6 +48,10 @@ class Target:
         self.aux_layers: tuple[int, ...] = ()
         self.packs: bool | None = None
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if self.device.type == "cpu":
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.__class__ = Linear
         _fix_longrope(self.decoder, RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length))
 
     # -- what it is ---------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Times the two orders of multiplying few float32 rows with a weight matrix on this CPU: x Wᵀ, and (W xᵀ)ᵀ
+with one row doubled.
+
+    python bench/small_rows.py --out bench/results/small_rows.json
+
+What fledge/kernels/linear.py chooses by. Weights are rotated among enough copies that none stays in a cache.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from fledge.eval.environment import environment
+from fledge.jobs.options import write_json
+
+SHAPES = ((256, 256), (432, 256), (4096, 256), (1536, 512), (2048, 2048), (8192, 2048))
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 256)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/small_rows.json"))
+    rows = []
+    options = parser.parse_args()
+    for out, width in SHAPES:
+        weights = [torch.randn(out, width) for _ in range(max(2, (1 << 26) // (out * width)))]
+        for n in ROWS:
+            x = torch.randn(n, width)
+            rows_first = microseconds(lambda w, x=x: F.linear(x, w), weights)
+            weights_first = microseconds(
+                lambda w, x=torch.cat((x, x)) if n == 1 else x: (w @ x.T)[:, :n].T.contiguous(), weights
+            )
+            rows.append(
+                {"weights": [out, width], "rows": n, "rows_first_us": rows_first, "weights_first_us": weights_first}
+            )
+            print(f"{out:5} x {width:4}, {n:3} rows: {rows_first:8.1f} us, weights first {weights_first:8.1f} us")
+    write_json(options.out, {"environment": environment("cpu", "float32"), "rows": rows})
+
+
+def microseconds(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor], repeats: int = 9):
+    """Median over passes through all weights, a product's share."""
+    for w in weights:
+        product(w)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for w in weights:
+            product(w)
+        times.append((time.perf_counter() - began) / len(weights))
+    return 1e6 * statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The product of few rows gives what `F.linear` gives, in every shape, and the target's and the draft's use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+from torch import nn
+from torch.nn import functional as F
+
+from fledge.kernels import linear as linear_module
+from fledge.kernels.linear import FEW, linear
+from fledge.models.layers import Linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 8), (FEW, 8), (FEW + 1, 8), (1, 3, 8), (2, 3, 8), (0, 8), (8,)])
+def test_products_of_few_rows(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(shape, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5)
+    ours, plain = linear(x, w, b if bias else None), F.linear(x, w, b if bias else None)
+    torch.testing.assert_close(ours, plain)
+    assert ours.is_contiguous()
+    weights = torch.randn_like(plain)
+    for a, c in zip(
+        torch.autograd.grad(ours, (x, w), weights), torch.autograd.grad(plain, (x, w), weights), strict=True
+    ):
+        torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(3, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
+    assert torch.equal(linear(x, w), F.linear(x, w))
+
+
+def test_target_and_draft_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target)
+    for model in (target.model, draft):
+        found = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        assert found and all(type(m) is Linear for m in found)
+    monkeypatch.setattr(linear_module, "FEW", -1)
+    ids = torch.arange(3, 10)[None]
+    plain = target.model(ids).logits
+    monkeypatch.undo()
+    torch.testing.assert_close(target.model(ids).logits, plain)
