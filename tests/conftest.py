@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import random
 import sys
 import textwrap
@@ -16,6 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the following do
+
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,

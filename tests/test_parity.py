@@ -26,6 +26,7 @@ from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.train import objective
+from fledge.train.objective import Ways
 from fledge.types import Document, Packed, Sampling
 
 STEPS = 5
@@ -45,31 +46,31 @@ SEVERAL = [
 ]
 
 
-def trained(draft: Draft, target: Target, row: Packed, steps: int = STEPS) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+def trained(
+    draft: Draft, target: Target, row: Packed, steps: int = STEPS, ways: Ways = Ways()
+) -> dict[tuple[int, int], tuple[Tensor, ...]]:
     """(slot, step) -> hidden state, draft logits, teacher logits, as `ttt` hands them to its loss."""
-    outs: list[Tensor] = []
-    seen: dict[str, Any] = {}
-    loss, hidden = objective.soft_target_loss, objective.ttt_hidden
+    found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    chunk: dict[str, Any] = {}
+    loss, later = objective.soft_target_loss, objective._later_steps
+
+    def spy_later(draft, row, first, live, ways):
+        chunk.update(live=live, outs=later(draft, row, first, live, ways))
+        return chunk["outs"]
 
     def spy_loss(normed, head, rows, teacher, *args, **kwargs):
-        rows_needed = max((int(r.max()) + 1 for r in rows if r.numel()), default=0)
-        seen.update(normed=normed, rows=rows, teacher=teacher(slice(0, rows_needed)))
+        needed = max((int(r.max()) + 1 for r in rows if r.numel()), default=0)
+        taught = teacher(slice(0, needed))
+        for k, slots in enumerate(chunk["live"]):
+            for i, slot in enumerate(slots.tolist()):
+                found[slot, k] = (chunk["outs"][k][i], draft.lm_head(normed[k][i]), taught[rows[k][i]])
         return loss(normed, head, rows, teacher, *args, **kwargs)
-
-    def spy_hidden(draft, row, features, live):
-        seen["live"] = live
-        outs.extend(hidden(draft, row, features, live))
-        return outs
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(objective, "soft_target_loss", spy_loss)
-        m.setattr(objective, "ttt_hidden", spy_hidden)
-        objective.ttt(draft, row, target.features(row), target.logits, steps=steps)
-    return {
-        (slot, k): (outs[k][i], draft.lm_head(seen["normed"][k][i]), seen["teacher"][seen["rows"][k][i]])
-        for k, slots in enumerate(seen["live"])
-        for i, slot in enumerate(slots.tolist())
-    }
+        m.setattr(objective, "_later_steps", spy_later)
+        objective.ttt(draft, row, target.features(row), target.logits, steps=steps, ways=ways)
+    return found
 
 
 class Forced:
@@ -139,13 +140,14 @@ def difference(
     row: Packed,
     chunkings: Sequence[tuple[int, Sequence[int]]] = ((3, (7, 1, 4)),),
     steps: int = STEPS,
+    ways: Ways = Ways(),
 ) -> float:
     """Largest absolute difference between the two sides, infinite where they disagree on which slots are live.
 
     `chunkings` are (stride, pieces): with stride s the decoder goes s times through the document, so that each slot
     is once the last of its chunk.
     """
-    training = trained(draft, target, row, steps)
+    training = trained(draft, target, row, steps, ways)
     expected, worst, start = set(), 0.0, 0
     for d in documents:
         tokens = d.tokens.long()
@@ -265,14 +267,14 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "teacher a token early": (objective, "ttt", "t + 1 + k", "t + k", "llama"),
     "live a token longer": (Packed, "live", "self.span_T[2 + k :]", "self.span_T[1 + k : -1]", "llama"),
     "live a token shorter": (Packed, "live", "self.span_T[2 + k :]", "self.span_T.roll(-1)[2 + k :]", "llama"),
-    "sees one more": (ttt_attention, "visible", "<= slot_S[:, None]", "<= slot_S[:, None] + 1", "llama"),
-    "does not see itself": (ttt_attention, "visible", "<= slot_S[:, None]", "< slot_S[:, None]", "two layers"),
-    "sees other documents": (ttt_attention, "visible", "(doc_S[:, None] == doc_N) &", "", "llama"),
-    "past shrinks with k": (objective, "ttt_attention_eager", "visible(slots,", "visible(slots - len(own),", "llama"),
-    "feeds back the normed": (objective, "ttt_hidden", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
-    "feeds back the un-normed": (objective, "ttt_hidden", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
-    "feeds back features": (objective, "ttt_hidden", "draft.read(out[-1])[0][context.kept]", "hidden[at]", "llama"),
-    "forgets its own steps": (objective._Context, "attend", "self.own[layer], self", "[], self", "llama"),
+    "sees one more": (ttt_attention, "visible", "key <= queries", "key - 1 <= queries", "llama"),
+    "does not see itself": (ttt_attention, "visible", "key <= queries", "key < queries", "two layers"),
+    "sees other documents": (ttt_attention, "visible", "(key >= queries.first_S[rows, None]) &", "", "llama"),
+    "past shrinks with k": (objective, "_queries", "Queries(packed[0],", "Queries(packed[0] - len(own),", "llama"),
+    "feeds back the normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
+    "feeds back the un-normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
+    "feeds back nothing": (objective, "_later_steps", "draft.read(out[-1])[0]", "0 * draft.read(out[-1])[0]", "llama"),
+    "forgets its own values": (objective, "_later_steps", "(keys, values))", "(keys, 0 * values))", "llama"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fledge.kernels import loss as loss_module
-from fledge.kernels.loss import soft_target_loss, soft_target_loss_reference
-from fledge.kernels.ttt_attention import document_blocks, ttt_attention_eager, ttt_attention_reference, visible
+from fledge.kernels.loss import KINDS, soft_target_loss, soft_target_loss_reference
+from fledge.kernels.ttt_attention import Queries, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.train.objective import ttt, walk, walk_rounds
+from fledge.train.objective import Ways, ttt, walk, walk_rounds
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Document, Features, Packed, Step
 
@@ -63,7 +64,7 @@ def dense(draft: Draft, row: Packed, features: Features, teacher: Tensor, gamma:
 
         def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, k: int = k) -> Tensor:
             (own[layer] if k else first).append((keys, values))
-            return ttt_attention_reference(q, *first[layer], own[layer], slots, row.doc_T)
+            return ttt_attention_reference(q, *first[layer], own[layer], queries_of(row, slots, len(own[layer])))
 
         token = row.token_T[(slots + 1 + k).clamp_max(T - 1)]
         out = draft.step(token, hidden, row.position_T + k, attend)
@@ -79,6 +80,13 @@ def dense(draft: Draft, row: Packed, features: Features, teacher: Tensor, gamma:
         [gamma**k for k in range(STEPS)],
     )
     return Dense(loss, live, [draft.lm_head(o[t]) for o, t in zip(outs, live, strict=True)], teacher)
+
+
+def queries_of(row: Packed, slots: Tensor, steps: int, blocks: Sequence[tuple[int, int, int, int]] = ()) -> Queries:
+    """Queries that ask about all own keys of `steps` steps."""
+    begins = torch.tensor([a for a, _ in row.documents()])
+    first = begins[torch.searchsorted(begins, slots, right=True) - 1]
+    return Queries(slots.int(), first.int(), torch.arange(slots.numel()).int().expand(steps, -1), blocks)
 
 
 def is_live(row: Packed, t: int, k: int) -> bool:
@@ -101,7 +109,12 @@ def tiny(dtype: torch.dtype, **draft) -> tuple[Target, Draft]:
 
 
 def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
+    """Of a loss with a graph; or those that `ttt`, whose loss has none, added to the parameters."""
     parameters = dict(draft.named_parameters())
+    if not loss.requires_grad:
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        draft.zero_grad()
+        return found
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
 
@@ -115,20 +128,22 @@ def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance:
         assert float((a[name] - expected).abs().max()) <= tolerance * size, name
 
 
-def both(target: Target, draft: Draft, row: Packed) -> tuple[Step, Dense]:
+def both(target: Target, draft: Draft, row: Packed, ways: Ways = Ways()) -> tuple[Step, Dense]:
     features = target.features(row)
-    step = ttt(draft, row, features, target.logits, steps=STEPS)
+    step = ttt(draft, row, features, target.logits, steps=STEPS, ways=ways)
     return step, dense(draft, row, features, target.logits(features.last_TD))
 
 
+@pytest.mark.parametrize("slots", [None, 7])
 @pytest.mark.parametrize("vocabulary", [400, 131])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int) -> None:
-    """Loss and gradients of live-slot training equal the dense definition's, in float64 and in float32."""
+def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots: int | None) -> None:
+    """Loss and gradients of live-slot training equal the dense definition's, in float64 and in float32, all slots at
+    once or a few at a time."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
         target, draft = tiny(dtype, draft_vocab_size=vocabulary, **VARIANTS[variant])
         row = row_of(DOCUMENTS, filler=5)
-        step, whole = both(target, draft, row)
+        step, whole = both(target, draft, row, Ways(slots=slots))
         torch.testing.assert_close(step.loss, whole.loss, rtol=tolerance, atol=0)
         expected = gradients(draft, whole.loss)
         assert all(bool(g.any()) for g in expected.values()), "a parameter has no gradient to compare"
@@ -138,9 +153,9 @@ def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int) -> Non
 @pytest.mark.parametrize(
     ("owner", "function", "old", "new"),
     [
-        (objective, "ttt_hidden", "draft.read(out[-1])[0]", "draft.read(out[-1].detach())[0]"),
-        (objective._Context, "attend", "self.own[layer].append((k, v))", "self.own[layer].append((k.detach(), v))"),
-        (objective._Context, "attend", "self.first.append((k, v))", "self.first.append((k, v.detach()))"),
+        (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1].detach())[0]"),
+        (objective, "_later_steps", "append((keys, values))", "append((keys.detach(), values))"),
+        (objective._FirstPass, "leaves", "cut[2::2]", "[v.detach() for v in cut[2::2]]"),
     ],
     ids=["fed back", "own keys", "first values"],
 )
@@ -156,12 +171,13 @@ def test_a_cut_gradient_is_noticed(
         assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
 
 
-def test_counts_are_those_of_every_slot() -> None:
+@pytest.mark.parametrize("slots", [None, 1, 7])
+def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     """Live, scored, hit, survive and α counts, and the walk, computed again slot by slot from dense logits."""
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
     row = row_of(DOCUMENTS, filler=5)
-    step, whole = both(target, draft, row)
+    step, whole = both(target, draft, row, Ways(slots=slots))
     ids = draft.target_ids()
     alive = set(whole.live[0].tolist())
     hits: list[Tensor] = []
@@ -228,7 +244,6 @@ def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layer
     assert step.loss.item() == 0
     assert step.walked == (0, 0)
     assert all(not getattr(step, f).any() for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"))
-    step.loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
 
@@ -324,9 +339,9 @@ def test_blocks_of_attention_are_the_whole(width: int, steps: int) -> None:
         leaves = attention_inputs(row, slots, steps)
         q, k0, v0, *rest = leaves
         own = list(zip(rest[::2], rest[1::2], strict=True))
-        blocks = document_blocks(slots, row.documents(), width)
-        out = ttt_attention_eager(q, k0, v0, own, slots, row.doc_T, blocks)
-        expected = ttt_attention_reference(q, k0, v0, own, slots, row.doc_T)
+        queries = queries_of(row, slots, steps, document_blocks(slots, row.documents(), width))
+        out = ttt_attention(q, k0, v0, own, queries)
+        expected = ttt_attention_reference(q, k0, v0, own, queries)
         torch.testing.assert_close(out, expected)
         weights = torch.randn_like(out)
         for a, b in zip(
@@ -342,7 +357,7 @@ def test_reference_attention_by_hand() -> None:
     row = row_of([document(4), document(3)])
     slots = torch.tensor([0, 2, 5])
     q, k0, v0, k1, v1 = attention_inputs(row, slots, 1)
-    out = ttt_attention_reference(q, k0, v0, [(k1, v1)], slots, row.doc_T)
+    out = ttt_attention_reference(q, k0, v0, [(k1, v1)], queries_of(row, slots, 1))
     for i, (slot, past) in enumerate(((0, [0]), (2, [0, 1, 2]), (5, [4, 5]))):
         assert slots[i] == slot
         for head in range(6):
@@ -366,7 +381,7 @@ def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int
         outside = torch.ones(n, dtype=torch.bool)
         outside[n0:n1] = False
         asked = slots[q0:q1]
-        assert not visible(asked, row.doc_T[asked], torch.arange(n), row.doc_T)[:, outside].any()
+        assert not visible(queries_of(row, asked, 0), slice(None), range(n))[:, outside].any()
 
 
 @dataclass
@@ -383,8 +398,8 @@ class LossCase:
             self.hidden, self.head, self.rows, lambda s: self.teacher[s], self.ids, self.weights, **options
         )
 
-    def reference(self) -> Tensor:
-        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights)
+    def reference(self, kind: str = "ce") -> Tensor:
+        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind)
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss, [self.head, *self.hidden])
@@ -403,11 +418,12 @@ def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 49, 50, 1000])
 @pytest.mark.parametrize("W", [37, 12, 1])
-def test_loss_is_its_definition(W: int, chunk: int | None) -> None:
-    """Value and gradients against the reference, however it is cut in chunks."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_is_its_definition(kind: str, W: int, chunk: int | None) -> None:
+    """Value and gradients against the reference, of every kind and however it is cut in chunks."""
     case = loss_case(W)
-    loss, _ = case(chunk=chunk)
-    expected = case.reference()
+    loss, _ = case(chunk=chunk, kind=kind)
+    expected = case.reference(kind)
     torch.testing.assert_close(loss, expected)
     for a, b in zip(case.gradients(2 * loss), case.gradients(2 * expected), strict=True):
         torch.testing.assert_close(a, b)
@@ -461,15 +477,15 @@ def test_loss_needs_no_gradient() -> None:
 
 
 MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, old, new)
-    "unseen slots scored": (loss_module._SoftTargetLoss, "forward", "ce[scored].sum()", "ce.sum()"),
-    "gradient unweighted": (loss_module._SoftTargetLoss, "forward", "scored.to(wide) * weights[k]", "scored.to(wide)"),
+    "unseen slots scored": (loss_module, "_chunk_loss", "torch.where(scored, loss, 0)", "loss"),
+    "gradient unweighted": (loss_module, "_chunk_loss", "(scored * weight_M)", "(scored * 1.0)"),
     "teacher not renormalised": (
         loss_module._TeacherTile,
         "__init__",
         "lse = kept.logsumexp(-1)",
         "lse = whole.logsumexp(-1)",
     ),
-    "chunk off by one": (loss_module._SoftTargetLoss, "forward", "rows[k][a:b] - start", "rows[k][a:b] - start - 1"),
+    "chunk off by one": (loss_module, "_by_chunk", "rows[k][a:b] - i * chunk", "rows[k][a:b] - i * chunk - 1"),
 }
 
 

@@ -5,12 +5,14 @@ slot's own keys of steps 1 .. k (EAGLE-3, section 3.2; the causal part never shr
 
     out = softmax(d^-1/2 [q . K0_s for s <= t in doc(t) ; q . k_1 ; .. ; q . k_k]) [V0 ; v_1 ; .. ; v_k]
 
-Scores and softmax are at least float32, whatever the inputs are.
+Scores and softmax are at least float32, whatever the inputs are. `ttt_attention` computes it in one of three ways,
+with the values and gradients of `ttt_attention_reference`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,41 +20,78 @@ from torch import Tensor
 from fledge.kernels.precision import at_least_float32
 from fledge.types import group_documents
 
+IMPLS = ("eager", "flex", "triton")
 
-def visible(slot_S: Tensor, doc_S: Tensor, key_N: Tensor, doc_N: Tensor) -> Tensor:
-    """Which of the row's keys each query slot may read, bool [S, N]: the same document, not later than itself."""
-    return (doc_S[:, None] == doc_N) & (key_N <= slot_S[:, None])
-
-
-def ttt_attention_reference(
-    q_SHd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own: Sequence[tuple[Tensor, Tensor]], slot_S: Tensor, doc_T: Tensor
-) -> Tensor:
-    """The definition, dense over the whole row. `own` holds (k_SGd, v_SGd) of steps 1 .. k. Returns [S, H, d]."""
-    rows = torch.arange(doc_T.numel(), device=doc_T.device)
-    mask = visible(slot_S, doc_T[slot_S], rows, doc_T)
-    return _attend(q_SHd, k0_TGd, v0_TGd, own, mask)
+# keys of a dense block of the eager way: a block costs its square, each block costs its launches
+BLOCK = {"cpu": 512, "cuda": 2048}
 
 
-def ttt_attention_eager(
+@dataclass(frozen=True)
+class Queries:
+    """Who asks at a step, and what each may read. int32, on the device: `slot_S` is the key a query stands at,
+    `first_S` the first key of its document, both ascending, and `at_JS` its row among the own keys of steps 1 .. J.
+    `blocks` (first query, end query, first key, end key), on the host, hold between them every query with all it may
+    read, as `document_blocks` makes them."""
+
+    slot_S: Tensor
+    first_S: Tensor
+    at_JS: Tensor
+    blocks: Sequence[tuple[int, int, int, int]]
+
+
+def ttt_attention(
     q_SHd: Tensor,
     k0_TGd: Tensor,
     v0_TGd: Tensor,
     own: Sequence[tuple[Tensor, Tensor]],
-    slot_S: Tensor,
-    doc_T: Tensor,
-    blocks: Sequence[tuple[int, int, int, int]],
+    queries: Queries,
+    impl: str = "eager",
 ) -> Tensor:
-    """The same, a block of whole documents at a time, so that the cost follows their lengths and not the row's.
+    """Attention of S queries over T keys and J own steps, each (k, v) of shape [P_j, G, d]. Returns [S, H, d].
 
-    `blocks` holds (first query, end query, first key, end key) of each block, as `document_blocks` makes them on the
-    host; between them they hold every query.
+    `impl`: "eager" in dense blocks of documents, "flex" by FlexAttention, "triton" by our kernels; the last two need
+    a GPU. Raises ValueError for another.
     """
+    if impl == "eager":
+        return _eager(q_SHd, k0_TGd, v0_TGd, own, queries)
+    if impl == "flex":
+        from fledge.kernels.ttt_attention_flex import ttt_attention_flex
+
+        return ttt_attention_flex(q_SHd, k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
+    if impl == "triton":
+        from fledge.kernels.ttt_attention_triton import ttt_attention_triton
+
+        return ttt_attention_triton(q_SHd, k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
+    raise ValueError(f"attention {impl!r} is none of {', '.join(IMPLS)}")
+
+
+def visible(queries: Queries, rows: slice, keys: range) -> Tensor:
+    """Which keys of a range some of the queries may read, bool [S, N]: the same document, not later than itself."""
+    key = torch.arange(keys.start, keys.stop, device=queries.slot_S.device)
+    return (key >= queries.first_S[rows, None]) & (key <= queries.slot_S[rows, None])
+
+
+def ttt_attention_reference(
+    q_SHd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own: Sequence[tuple[Tensor, Tensor]], queries: Queries
+) -> Tensor:
+    """The definition, dense over the whole row."""
+    near = [(k[at], v[at]) for (k, v), at in zip(own, queries.at_JS, strict=True)]
+    return _attend(q_SHd, k0_TGd, v0_TGd, near, visible(queries, slice(None), range(k0_TGd.shape[0])))
+
+
+def _eager(
+    q_SHd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own: Sequence[tuple[Tensor, Tensor]], queries: Queries
+) -> Tensor:
+    """A block of whole documents at a time, so that the cost follows their lengths and not the row's."""
+    whole = [k.shape[0] == q_SHd.shape[0] for k, _ in own]  # then every row is asked about, in order
+    near = [
+        (k, v) if all_rows else (k[at], v[at]) for (k, v), at, all_rows in zip(own, queries.at_JS, whole, strict=True)
+    ]
     out = []
-    for q0, q1, n0, n1 in blocks:
-        slots = slot_S[q0:q1]
-        mask = visible(slots, doc_T[slots], torch.arange(n0, n1, device=doc_T.device), doc_T[n0:n1])
-        near = [(k[q0:q1], v[q0:q1]) for k, v in own]
-        out.append(_attend(q_SHd[q0:q1], k0_TGd[n0:n1], v0_TGd[n0:n1], near, mask))
+    for q0, q1, n0, n1 in queries.blocks:
+        mask = visible(queries, slice(q0, q1), range(n0, n1))
+        block = [(k[q0:q1], v[q0:q1]) for k, v in near]
+        out.append(_attend(q_SHd[q0:q1], k0_TGd[n0:n1], v0_TGd[n0:n1], block, mask))
     return torch.cat(out) if out else torch.zeros_like(q_SHd)
 
 
@@ -67,7 +106,7 @@ def document_blocks(
     groups = group_documents(documents, width)
     cuts = torch.searchsorted(slots, torch.tensor([e for _, e in groups], dtype=slots.dtype)).tolist()
     blocks = []
-    for q0, q1, (n0, n1) in zip([0, *cuts[:-1]], cuts, groups, strict=True):
+    for q0, q1, (n0, n1) in zip([0, *cuts][: len(cuts)], cuts, groups, strict=True):
         if n1 - n0 <= width:
             blocks += [(q0, q1, n0, n1)] if q1 > q0 else []
         else:

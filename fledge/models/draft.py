@@ -109,20 +109,24 @@ class Draft(nn.Module):
         Every row gives keys and values to `attend`; with `rows` (int64 [S]) only those rows are computed further in
         the last layer, since only their outputs are wanted. Returns [S, E] (or [T, E]).
         """
-        first = self.midlayer
-        normed = first.hidden_norm(hidden_TE)
-        x = torch.cat((first.input_layernorm(self.embed(token_T)), normed), dim=-1)
-        residual = normed if self.config.norm_before_residual else hidden_TE
-        rotary = self.rotary(position_T, x.dtype)
+        rotary = self.rotary(position_T, self.dtype)
         blocks = self.blocks
         for i, layer in enumerate(blocks):
-            if i > 0:
-                x = layer.input_layernorm(residual)
+            x, residual = self.inputs(i, token_T, hidden_TE)
             k, v = layer.self_attn.keys_values(x, rotary)
             if rows is not None and i == len(blocks) - 1:
                 x, residual, rotary = x[rows], residual[rows], (rotary[0][rows], rotary[1][rows])
-            residual = layer.close(attend(i, layer.self_attn.queries(x, rotary), k, v), residual)
-        return residual
+            hidden_TE = layer.close(attend(i, layer.self_attn.queries(x, rotary), k, v), residual)
+        return hidden_TE
+
+    def inputs(self, layer: int, token_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's projections read, and its residual, of the state that enters it: [T, 2E or E] and [T, E]."""
+        block = self.blocks[layer]
+        if layer > 0:
+            return block.input_layernorm(hidden_TE), hidden_TE
+        normed = block.hidden_norm(hidden_TE)
+        x = torch.cat((block.input_layernorm(self.embed(token_T)), normed), dim=-1)
+        return x, normed if self.config.norm_before_residual else hidden_TE
 
     def read(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
         """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.

@@ -1,19 +1,32 @@
-"""Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2)."""
+"""Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2).
+
+Slots meet only in the keys of step 0. So one pass makes those for the whole row, then the slots go by in chunks, each
+through all its steps, its loss and its backward pass, before the next: what is held follows the chunk, not the row.
+The chunks' gradients for the keys add up, and go back through the first pass at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fledge.kernels.loss import Scores, soft_target_loss
-from fledge.kernels.ttt_attention import document_blocks, ttt_attention_eager
+from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
 from fledge.types import Features, Packed, Step
 
-# tokens of an attention block: a dense block costs its square, each block costs its launches
-BLOCK = {"cpu": 512, "cuda": 2048}
+
+@dataclass(frozen=True)
+class Ways:
+    """How the step is computed; every way gives the same values and gradients to rounding. `attention` and `loss`
+    name implementations, `slots` is the most slots in flight (None: all)."""
+
+    attention: str = "eager"
+    loss: str = "eager"
+    slots: int | None = None
 
 
 def ttt(
@@ -24,113 +37,198 @@ def ttt(
     *,
     steps: int,
     gamma: float = 0.8,
+    kind: str = "ce",
     keep_unseen: bool = False,
+    ways: Ways = Ways(),
 ) -> Step:
-    """Loss and counts of a packed row (on the CPU; features and draft wherever they are).
+    """Loss and counts of a packed row (on the CPU; features and draft wherever they are). Where gradients are enabled,
+    those of the loss, a sum, are added to the draft's parameters.
 
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]. Slot t's teacher at step k is the target
     after x_{t+1+k}. A row without a live slot gives zeros.
     """
     live = row.live(steps)
-    hidden = [draft.read(out)[1] for out in ttt_hidden(draft, row, features, live)]
-    # teacher rows that some slot needs, ascending, and each slot's place among them
-    needed = torch.cat([t + 1 + k for k, t in enumerate(live)]).unique()
-    rows = [torch.searchsorted(needed, t + 1 + k) for k, t in enumerate(live)]
-    last_PD = features.last_TD[needed.to(features.last_TD.device)]
-    loss, scores = soft_target_loss(
-        hidden,
-        draft.lm_head.weight,
-        rows,
-        lambda s: teacher(last_PD[s]),
-        draft.target_ids(),
-        [gamma**k for k in range(steps)],
-        keep_unseen=keep_unseen,
-    )
-    return _count(loss, scores, live)
+    first = _FirstPass(draft, row, features, ways)
+    parts = []
+    for chunk in _chunks(live, ways.slots):
+        leaves = first.leaves(chunk[0])
+        hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways)]
+        # teacher rows that some slot needs, ascending, and each slot's place among them
+        needed = torch.cat([t + 1 + k for k, t in enumerate(chunk)]).unique()
+        rows = [torch.searchsorted(needed, t + 1 + k) for k, t in enumerate(chunk)]
+        last_PD = features.last_TD[needed.to(features.last_TD.device)]
+        loss, scores = soft_target_loss(
+            hidden,
+            draft.lm_head.weight,
+            rows,
+            lambda s, last_PD=last_PD: teacher(last_PD[s]),
+            draft.target_ids(),
+            [gamma**k for k in range(steps)],
+            keep_unseen=keep_unseen,
+            kind=kind,
+            impl=ways.loss,
+        )
+        if loss.requires_grad:
+            loss.backward()
+            first.collect(leaves)
+        parts.append((loss.detach(), scores))
+    first.backward()
+    return _count(parts, live, draft.device)
 
 
-def ttt_hidden(draft: Draft, row: Packed, features: Features, live: list[Tensor]) -> list[Tensor]:
-    """The draft's layer output of every live slot at every step: K tensors [S_k, E].
+def ttt_hidden(
+    draft: Draft, row: Packed, features: Features, live: Sequence[Tensor], ways: Ways = Ways()
+) -> list[Tensor]:
+    """The draft's layer output of every live slot at every step: K tensors [S_k, E]."""
+    first = _FirstPass(draft, row, features, ways)
+    return _later_steps(draft, row, first.whole(), live, ways)
 
-    Keys of step 0 are made for every token; everything else only where a slot is live (a draft of several layers
-    needs step 0 of all but its last layer for every token, since deeper keys come from there).
-    """
+
+@dataclass
+class _Keys:
+    """What slots read of the first pass: the state that enters the last layer [N, E] and each layer's K0, V0
+    [N, G, d], of the row's tokens from `start` on."""
+
+    start: int
+    hidden: Tensor
+    keys: list[tuple[Tensor, Tensor]]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, *(x for pair in self.keys for x in pair)]
+
+
+class _FirstPass:
+    """Step 0 of every token, as far as other slots read it: every layer's keys and values, and so all of the layers
+    below the last."""
+
+    def __init__(self, draft: Draft, row: Packed, features: Features, ways: Ways):
+        device = draft.device
+        self.documents = row.documents()
+        self.begins = torch.tensor([a for a, _ in self.documents])
+        everyone = torch.arange(row.token_T.numel())
+        token, position = (x.to(device) for x in step_inputs(row, everyone, 0))
+        rotary = draft.rotary(position, draft.dtype)
+        hidden = draft.fuse(features.aux_TAD.to(device, draft.dtype))
+        keys = []
+        for i, layer in enumerate(draft.blocks):
+            x, residual = draft.inputs(i, token, hidden)
+            keys.append(layer.self_attn.keys_values(x, rotary))
+            if i + 1 < len(draft.blocks):
+                queries = _queries(everyone, [], 0, row, device)
+                out = ttt_attention(layer.self_attn.queries(x, rotary), *keys[i], [], queries, ways.attention)
+                hidden = layer.close(out, residual)
+        self.made = _Keys(0, hidden, keys)
+        self.gradients: list[Tensor] = []
+
+    def whole(self) -> _Keys:
+        """All of it, within the graph."""
+        return self.made
+
+    def leaves(self, slots: Tensor) -> _Keys:
+        """What these slots read, cut out of the graph: from the first one's document on, to the last."""
+        start, end = _reach(slots, self.begins)
+        cut = [x.detach()[start:end].requires_grad_(x.requires_grad) for x in self.made.tensors()]
+        return _Keys(start, cut[0], list(zip(cut[1::2], cut[2::2], strict=True)))
+
+    def collect(self, leaves: _Keys) -> None:
+        """Adds a chunk's gradients; those of keys that several chunks read are summed in float32."""
+        whole = self.made.tensors()
+        if not self.gradients:
+            wide = [x.dtype if i == 0 else torch.promote_types(x.dtype, torch.float32) for i, x in enumerate(whole)]
+            self.gradients = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(whole, wide, strict=True)]
+        for total, leaf in zip(self.gradients, leaves.tensors(), strict=True):
+            if leaf.grad is not None:
+                total[leaves.start : leaves.start + leaf.shape[0]] += leaf.grad
+
+    def backward(self) -> None:
+        """Sends what was collected back to the parameters."""
+        if self.gradients:
+            whole = self.made.tensors()
+            reached = [(x, g.to(x.dtype)) for x, g in zip(whole, self.gradients, strict=True) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in reached], [g for _, g in reached])
+
+
+def _later_steps(draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor], ways: Ways) -> list[Tensor]:
+    """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
     device = draft.device
-    token, position = row.token_T.to(device), row.position_T.to(device)
-    documents = row.documents()
-    context = _Context(row.doc_T.to(device), documents)
+    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
     out: list[Tensor] = []
     for k, slots in enumerate(live):
-        at = slots.to(device)
-        context.enter(
-            at,
-            document_blocks(slots, documents, BLOCK[device.type]),
-            _within(slots, live[k - 1], device) if k else None,
-        )
+        queries = _queries(slots, live[1 : k + 1], first.start, row, device)
+        token, position = (x.to(device) for x in step_inputs(row, slots, k))
+
+        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, queries: Queries = queries) -> Tensor:
+            own[layer].append((keys, values))
+            return ttt_attention(q, *first.keys[layer], own[layer], queries, ways.attention)
+
         if k == 0:
-            hidden = draft.fuse(features.aux_TAD.to(device, draft.dtype))
-            after, place = step_inputs(token, position, torch.arange(token.numel(), device=device), 0)
-            out.append(draft.step(after, hidden, place, context.attend, rows=at))
+            last, top = len(draft.blocks) - 1, draft.blocks[-1]
+            x, residual = draft.inputs(last, token, first.hidden.index_select(0, queries.slot_S))
+            q = top.self_attn.queries(x, draft.rotary(position, draft.dtype))
+            out.append(top.close(ttt_attention(q, *first.keys[last], [], queries, ways.attention), residual))
         else:
-            fed_back = draft.read(out[-1])[0][context.kept]
-            after, place = step_inputs(token, position, at, k)
-            out.append(draft.step(after, fed_back, place, context.attend))
+            fed_back = draft.read(out[-1])[0]
+            if slots.numel() < live[k - 1].numel():
+                fed_back = fed_back.index_select(0, torch.searchsorted(live[k - 1], slots).to(device))
+            out.append(draft.step(token, fed_back, position, attend))
     return out
 
 
-def step_inputs(token_T: Tensor, position_T: Tensor, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Token x_{t+1+k} and rotary position pos_t + k of each slot t. (The row's last slot has no next token and is
     never live; it reads token 0, and only its own key, which nothing sees, comes of it.)"""
-    after = slots_S + 1 + k
-    token = torch.where(after < token_T.numel(), token_T[after.clamp_max(token_T.numel() - 1)], 0)
-    return token, position_T[slots_S] + k
+    after, n = slots_S + 1 + k, row.token_T.numel()
+    token = torch.where(after < n, row.token_T[after.clamp_max(n - 1)], 0)
+    return token, row.position_T[slots_S] + k
 
 
-class _Context:
-    """What slots attend to while the steps go by: K0, V0 of the row, and their own keys of the steps since."""
-
-    def __init__(self, doc_T: Tensor, documents: list[tuple[int, int]]):
-        self.doc_T, self.documents = doc_T, documents
-        self.first: list[tuple[Tensor, Tensor]] = []
-        self.own: list[list[tuple[Tensor, Tensor]]] = []
-        self.kept: Tensor | None = None
-
-    def enter(self, slots: Tensor, blocks: list[tuple[int, int, int, int]], kept: Tensor | None) -> None:
-        """Begins a step: its slots, and where they stand among those of the step before."""
-        self.slots, self.blocks, self.kept = slots, blocks, kept
-        if kept is not None:
-            self.own = [[(k[kept], v[kept]) for k, v in layer] for layer in self.own]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.kept is None:
-            self.first.append((k, v))
-            self.own.append([])
-            if q.shape[0] == k.shape[0]:  # a layer below the last: every token asks
-                rows = torch.arange(k.shape[0])
-                blocks = document_blocks(rows, self.documents, BLOCK[k.device.type])
-                return ttt_attention_eager(q, k, v, [], rows.to(q.device), self.doc_T, blocks)
-        else:
-            self.own[layer].append((k, v))
-        return ttt_attention_eager(q, *self.first[layer], self.own[layer], self.slots, self.doc_T, self.blocks)
+def _queries(slots: Tensor, own: Sequence[Tensor], start: int, row: Packed, device: torch.device) -> Queries:
+    """Queries of a step whose keys are the row's from `start` on; `own` are the slots that made each own step."""
+    end = int(slots[-1]) + 1 if slots.numel() else start
+    documents = [(a, min(b, end)) for a, b in row.documents() if start <= a < end]
+    begins = torch.tensor([a for a, _ in documents])
+    first = begins[torch.searchsorted(begins, slots, right=True) - 1]
+    at = [torch.searchsorted(before, slots) for before in own]
+    packed = torch.stack([slots - start, first - start, *at]).to(device, torch.int32)
+    blocks = document_blocks(slots - start, [(a - start, b - start) for a, b in documents], BLOCK[device.type])
+    return Queries(packed[0], packed[1], packed[2:], blocks)
 
 
-def _within(slots: Tensor, before: Tensor, device: torch.device) -> Tensor:
-    return torch.searchsorted(before, slots).to(device)
+def _reach(slots: Tensor, begins: Tensor) -> tuple[int, int]:
+    """The row's tokens that these slots may read: from the first one's document to the last slot."""
+    if not slots.numel():
+        return 0, 0
+    return int(begins[torch.searchsorted(begins, slots[:1], right=True) - 1]), int(slots[-1]) + 1
 
 
-def _count(loss: Tensor, scores: Scores, live: list[Tensor]) -> Step:
-    hits = [h.cpu() for h in scores.hits]
+def _chunks(live: Sequence[Tensor], slots: int | None) -> list[list[Tensor]]:
+    """The live slots of every step, in runs of at most `slots`; at least one run, which may be empty."""
+    n = live[0].numel()
+    chunks = []
+    for a in range(0, max(n, 1), slots or max(n, 1)):
+        mine = live[0][a : a + (slots or n)]
+        ends = mine[[0, -1]] + torch.tensor([0, 1]) if mine.numel() else torch.tensor([0, 0])
+        cuts = [torch.searchsorted(t, ends).tolist() for t in live]
+        chunks.append([t[i:j] for t, (i, j) in zip(live, cuts, strict=True)])
+    return chunks
+
+
+def _count(parts: Sequence[tuple[Tensor, Scores]], live: Sequence[Tensor], device: torch.device) -> Step:
+    """Sums over chunks, brought to the host once."""
+    steps = range(len(live))
+    hits = [torch.cat([scores.hits[k] for _, scores in parts]) for k in steps]
+    hits = torch.cat(hits).cpu().split([t.numel() for t in live])
     survive, alive = [], None
     for k, (slots, hit) in enumerate(zip(live, hits, strict=True)):
         alive = hit if k == 0 else alive[torch.searchsorted(live[k - 1], slots)] & hit
         survive.append(int(alive.sum()))
     return Step(
-        loss=loss,
+        loss=sum(loss for loss, _ in parts),
         live_K=torch.tensor([t.numel() for t in live]),
-        scored_K=scores.scored_K.cpu(),
+        scored_K=sum(scores.scored_K for _, scores in parts).cpu(),
         hit_K=torch.tensor([int(h.sum()) for h in hits]),
         survive_K=torch.tensor(survive),
-        accept_K=scores.accept_K.cpu(),
+        accept_K=sum(scores.accept_K for _, scores in parts).cpu(),
         walked=walk(live, hits),
     )
 

@@ -133,7 +133,6 @@ def _step(
             gamma=schedule.gamma,
             keep_unseen=schedule.keep_unseen,
         )
-        step.loss.backward()
         optimizer.accumulate()
         total = step if total is None else total + step
     scored = _discounted(total.scored_K, schedule.gamma)

@@ -1,0 +1,182 @@
+"""The chunk of fledge/kernels/loss.py on a GPU: torch's matrix products, and two kernels over rows between them.
+
+`_teacher_rows` reads a teacher row of V logits: its argmax as a draft id, log-sum-exp over V and over the draft's W
+ids, and the W logits gathered. `_student_rows` reads a slot's W logits z and its teacher's, twice (three times for
+the losses of α): first log-sum-exp, argmax and Σ p'z online, then α and the gradient, which takes the place of z.
+So the largest things held are [N, V] and [M, W] in the model's own dtype; sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.kernels.loss import KINDS, LEAST_ALPHA, _Sums
+
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _fold(m, total, x):
+    """Online log-sum-exp, lane by lane."""
+    new = tl.maximum(m, x)
+    return new, total * tl.exp(m - new) + tl.exp(x - new)
+
+
+@triton.jit
+def _close(m, total):
+    most = tl.max(m, 0)
+    return most + tl.log(tl.sum(total * tl.exp(m - most), 0))
+
+
+@triton.jit
+def _teacher_rows(
+    logits_ptr, ids_ptr, draft_id_ptr, kept_ptr, lse_ptr, mass_ptr, top_ptr, V, W, known,
+    GATHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], LOWEST, tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + n * V + start + lane, mask=start + lane < V, other=LOWEST).to(tl.float32)
+        where = tl.where(x > best, start + lane, where)
+        best = tl.maximum(best, x)
+        m, total = _fold(m, total, tl.where(start + lane < V, x, LOWEST))
+    whole = _close(m, total)
+    most = tl.max(best, 0)
+    top = tl.min(tl.where(best == most, where, V), 0)  # the first of equals
+    tl.store(top_ptr + n, tl.load(draft_id_ptr + top, mask=top < known, other=-1))
+    if GATHER:
+        m = tl.full([BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, W, BLOCK):
+            inside = start + lane < W
+            at = tl.load(ids_ptr + start + lane, mask=inside, other=0)
+            x = tl.load(logits_ptr + n * V + at, mask=inside, other=LOWEST)
+            tl.store(kept_ptr + n * W + start + lane, x, mask=inside)
+            m, total = _fold(m, total, tl.where(inside, x.to(tl.float32), LOWEST))
+        lse = _close(m, total)
+    else:
+        lse = whole
+    tl.store(lse_ptr + n, lse)
+    tl.store(mass_ptr + n, tl.exp(lse - whole))
+
+
+@triton.jit
+def _student_rows(
+    z_ptr, kept_ptr, row_ptr, place_ptr, weight_ptr, lse_ptr, mass_ptr, top_ptr,
+    loss_ptr, accept_ptr, scored_ptr, hit_ptr, W,
+    KIND: tl.constexpr, KEEP: tl.constexpr, GRAD: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    n = tl.load(row_ptr + i)
+    teacher_lse, mass, top = tl.load(lse_ptr + n), tl.load(mass_ptr + n), tl.load(top_ptr + n)
+    z_row, t_row = z_ptr + i * W, kept_ptr + n * W
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], LOWEST, tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    agree = tl.zeros([BLOCK], tl.float32)  # Σ p' z
+    entropy = tl.zeros([BLOCK], tl.float32)  # Σ p' log p'
+    for start in range(0, W, BLOCK):
+        inside = start + lane < W
+        z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+        t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+        where = tl.where(z > best, start + lane, where)
+        best = tl.maximum(best, z)
+        m, total = _fold(m, total, tl.where(inside, z, LOWEST))
+        p = tl.where(inside, tl.exp(t - teacher_lse), 0.0)
+        agree += tl.where(inside, p * z, 0.0)
+        if KIND != "ce":
+            entropy += tl.where(p > 0, p * (t - teacher_lse), 0.0)
+    lse = _close(m, total)
+    most = tl.max(best, 0)
+    said = tl.min(tl.where(best == most, where, W), 0)
+    scored = (top >= 0) | KEEP
+    scale = tl.where(scored, tl.load(weight_ptr + i), 0.0)
+    alpha = tl.zeros([BLOCK], tl.float32)
+    below = tl.zeros([BLOCK], tl.float32)  # Σ q [q < p]
+    for start in range(0, W, BLOCK):
+        inside = start + lane < W
+        z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+        t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+        q, p = tl.exp(z - lse), tl.exp(t - teacher_lse)
+        alpha += tl.where(inside, tl.minimum(q, p * mass), 0.0)
+        if KIND == "accept" or KIND == "mixed":
+            below += tl.where(inside & (q < p * mass), q, 0.0)
+        elif GRAD:
+            tl.store(z_row + start + lane, ((q - p) * scale).to(z_ptr.dtype.element_ty), mask=inside)
+    accepted = tl.sum(alpha, 0)
+    ce = lse - tl.sum(agree, 0)
+    kl = ce + tl.sum(entropy, 0)
+    if KIND == "ce":
+        loss = ce
+    elif KIND == "kl":
+        loss = kl
+    else:
+        c = tl.sum(below, 0)
+        if KIND == "accept":
+            loss = -tl.log(tl.maximum(accepted, LEAST))
+            by_kl = 0.0
+            by_alpha = tl.where(accepted >= LEAST, 1.0 / tl.maximum(accepted, LEAST), 0.0)
+        else:
+            by_kl = tl.exp(-3.0 * accepted)
+            by_alpha = 1.0 - by_kl
+            loss = by_kl * kl + by_alpha * (1.0 - accepted)
+        if GRAD:
+            for start in range(0, W, BLOCK):
+                inside = start + lane < W
+                z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+                t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+                q, p = tl.exp(z - lse), tl.exp(t - teacher_lse)
+                dz = by_kl * (q - p) - by_alpha * q * (tl.where(q < p * mass, 1.0, 0.0) - c)
+                tl.store(z_row + start + lane, (dz * scale).to(z_ptr.dtype.element_ty), mask=inside)
+    place = tl.load(place_ptr + i)
+    tl.store(loss_ptr + place, tl.where(scored, loss, 0.0))
+    tl.store(accept_ptr + place, accepted)
+    tl.store(scored_ptr + place, scored)
+    tl.store(hit_ptr + place, said == top)
+
+
+def chunk_loss(
+    h_ME: Tensor, head_WE: Tensor, teacher_NV: Tensor, row_M: Tensor, place_M: Tensor, weight_M: Tensor,
+    ids_W: Tensor, draft_id: Tensor, kind: str, keep_unseen: bool, sums: _Sums,
+) -> None:  # fmt: skip
+    """`_chunk_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
+    if head_WE.dtype == torch.float64:
+        raise ValueError("the loss 'triton' computes in float32; use 'eager' for float64")
+    assert kind in KINDS
+    (N, V), W, M = teacher_NV.shape, head_WE.shape[0], h_ME.shape[0]
+    gather = W != V
+    teacher_NV = teacher_NV.contiguous()
+    kept = teacher_NV.new_empty(N, W) if gather else teacher_NV
+    lse, mass = torch.empty(2, N, dtype=torch.float32, device=h_ME.device)
+    top = torch.empty(N, dtype=torch.int64, device=h_ME.device)
+    _teacher_rows[(N,)](
+        teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, draft_id.numel(), GATHER=gather, BLOCK=2048,
+        num_warps=8,
+    )  # fmt: skip
+    z = h_ME @ head_WE.T
+    _student_rows[(M,)](
+        z, kept, row_M, place_M, weight_M, lse, mass, top, sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
+        KIND=kind, KEEP=keep_unseen, GRAD=sums.dhead_WE is not None, LEAST=LEAST_ALPHA, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    if sums.dhead_WE is not None:
+        sums.dhidden_SE[place_M] = z @ head_WE
+        _add_product(sums.dhead_WE, z.T, h_ME)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, with float32 sums of 16-bit factors made in one product."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a.to(total.dtype) @ b.to(total.dtype)

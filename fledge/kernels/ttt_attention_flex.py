@@ -1,0 +1,57 @@
+"""TTT attention by FlexAttention over the row's keys, its log-sum-exp merged with the slot's own steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from fledge.kernels.precision import at_least_float32
+
+BLOCK = 128
+
+
+@functools.cache
+def _compiled():
+    """One compilation for all lengths."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def ttt_attention_flex(
+    q_SHd: Tensor,
+    k0_TGd: Tensor,
+    v0_TGd: Tensor,
+    own: Sequence[tuple[Tensor, Tensor]],
+    at_JS: Tensor,
+    slot_S: Tensor,
+    first_S: Tensor,
+) -> Tensor:
+    """`ttt_attention_reference` on a GPU, forward and backward. Returns [S, H, d]. Raises ValueError on a CPU, where
+    FlexAttention has no backward pass."""
+    if q_SHd.device.type == "cpu":
+        raise ValueError("attention 'flex' has no backward pass on a CPU; use 'eager'")
+    S, H, d = q_SHd.shape
+    T, G, _ = k0_TGd.shape
+    if not S:
+        return torch.zeros_like(q_SHd)
+    mask = create_block_mask(
+        lambda b, h, q, k: (k >= first_S[q]) & (k <= slot_S[q]), None, None, S, T, device=q_SHd.device, BLOCK_SIZE=BLOCK
+    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_SHd, k0_TGd, v0_TGd))
+    past, lse = _compiled()(q, k, v, block_mask=mask, enable_gqa=H != G, return_lse=True)
+    if not own:
+        return past[0].transpose(0, 1)
+    rows = [
+        (keys.index_select(0, at), values.index_select(0, at)) for (keys, values), at in zip(own, at_JS, strict=True)
+    ]
+    q = q_SHd.view(S, G, H // G, d)
+    near = [at_least_float32(torch.einsum("sgrd,sgd->sgr", q, keys)) * d**-0.5 for keys, _ in rows]
+    lse = lse[0].T.view(S, G, H // G)
+    weights = torch.stack([lse, *near], dim=-1).softmax(-1).to(q.dtype)
+    out = weights[..., :1] * past[0].transpose(0, 1).view(S, G, H // G, d)
+    for j, (_, values) in enumerate(rows):
+        out = out + weights[..., j + 1 : j + 2] * values[:, :, None]
+    return out.view(S, H, d)

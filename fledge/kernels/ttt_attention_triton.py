@@ -1,0 +1,314 @@
+"""TTT attention as two Triton passes, the slot's own steps folded into the online softmax.
+
+Forward, for a block of query slots: the keys of the row that any of them may read go by in blocks, with the running
+maximum m, sum l and weighted values of FlashAttention-2 (Dao 2023, arXiv:2307.08691); then each own step j adds one
+score per slot, its own key's. Saved: the output and log2-sum-exp2 of every slot and head.
+
+Backward, with delta = Σ_d out dout and p = exp2(score - lse):
+
+    dp = dout . v,   ds = p (dp - delta),   dq = scale Σ ds k,   dk = scale Σ ds q,   dv = Σ p dout
+
+One kernel makes dq and delta, block of queries by block of queries; one makes dk and dv of the row's keys, summed over
+the heads that share them; one those of the own steps, where each slot's keys are its alone. Nothing of size
+slots x keys is held, and keys are not repeated for the heads that share them. Products are accumulated in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _load(ptr, key, stride, T, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """Rows `key` of a head, [BN, BD]; beyond the row's end, zeros."""
+    d = tl.arange(0, BD)
+    at = ptr + key[:, None] * stride + d[None, :]
+    if MASKED:
+        x = tl.load(at, mask=(key < T)[:, None] & (d < D)[None, :], other=0.0)
+    elif BD != D:
+        x = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def _fold(
+    acc, m, total, q, k_ptr, v_ptr, start, end, slot, first, stride, T, scale2,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Folds keys [start, end), whole blocks, into the running softmax."""
+    for at in range(start, end, BN):
+        key = at + tl.arange(0, BN)
+        k = _load(k_ptr, key, stride, T, D, BD, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        if MASKED:
+            s = tl.where((key[None, :] <= slot[:, None]) & (key[None, :] >= first[:, None]), s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(m - safe)
+        v = _load(v_ptr, key, stride, T, D, BD, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        m = new
+    return acc, m, total
+
+
+@triton.jit
+def _range(slot, first, inside, T, BN: tl.constexpr):
+    """Key blocks the queries need: [lo, a) and [b, hi) to be masked, [a, b) seen whole by all."""
+    lo = tl.min(tl.where(inside, first, T)) // BN * BN
+    hi = tl.cdiv(tl.max(tl.where(inside, slot, -1)) + 1, BN) * BN
+    a = tl.minimum(tl.cdiv(tl.max(tl.where(inside, first, 0)), BN) * BN, hi)
+    b = tl.maximum((tl.min(tl.where(inside, slot, T - 1)) + 1) // BN * BN, a)
+    return lo, a, b, hi
+
+
+@triton.jit
+def _forward(
+    q_ptr, k_ptr, v_ptr, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, S, T, scale2,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    g = h // (H // G)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)  # the longest pasts first
+    d = tl.arange(0, BD)
+    inside = row < S
+    tile = inside[:, None] & (d < D)[None, :]
+    slot = tl.load(slot_ptr + row, mask=inside, other=T - 1)
+    first = tl.load(first_ptr + row, mask=inside, other=0)
+    q = tl.load(q_ptr + row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :], mask=tile, other=0.0)
+    acc = tl.zeros([BM, BD], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    lo, a, b, hi = _range(slot, first, inside, T, BN)
+    k, v = k_ptr + g * D, v_ptr + g * D
+    acc, m, total = _fold(acc, m, total, q, k, v, lo, a, slot, first, G * D, T, scale2, D, BD, BN, True)
+    acc, m, total = _fold(acc, m, total, q, k, v, a, b, slot, first, G * D, T, scale2, D, BD, BN, False)
+    acc, m, total = _fold(acc, m, total, q, k, v, b, hi, slot, first, G * D, T, scale2, D, BD, BN, True)
+    for j in tl.static_range(J):
+        at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
+        place = at[:, None] * (G * D) + g * D + d[None, :]
+        k_own = tl.load(own_k[j] + place, mask=tile, other=0.0).to(tl.float32)
+        s = tl.sum(q.to(tl.float32) * k_own, 1) * scale2
+        new = tl.maximum(m, s)
+        p, shrink = tl.exp2(s - new), tl.exp2(m - new)
+        v_own = tl.load(own_v[j] + place, mask=tile, other=0.0).to(tl.float32)
+        acc = acc * shrink[:, None] + p[:, None] * v_own
+        total = total * shrink + p
+        m = new
+    out = acc / total[:, None]
+    tl.store(out_ptr + row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :], out.to(out_ptr.dtype.element_ty), tile)
+    tl.store(lse_ptr + h * S + row, m + tl.log2(total), inside)
+
+
+@triton.jit
+def _unfold(
+    dq, q, dout, lse, delta, k_ptr, v_ptr, start, end, slot, first, stride, T, scale2,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds keys [start, end) to dq (without the scale)."""
+    for at in range(start, end, BN):
+        key = at + tl.arange(0, BN)
+        k = _load(k_ptr, key, stride, T, D, BD, MASKED)
+        v = _load(v_ptr, key, stride, T, D, BD, MASKED)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
+        if MASKED:
+            p = tl.where((key[None, :] <= slot[:, None]) & (key[None, :] >= first[:, None]), p, 0.0)
+        ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _backward_queries(
+    q_ptr, k_ptr, v_ptr, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr, delta_ptr,
+    S, T, scale, scale2,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    g = h // (H // G)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)  # the longest pasts first
+    d = tl.arange(0, BD)
+    inside = row < S
+    tile = inside[:, None] & (d < D)[None, :]
+    slot = tl.load(slot_ptr + row, mask=inside, other=T - 1)
+    first = tl.load(first_ptr + row, mask=inside, other=0)
+    place = row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :]
+    q = tl.load(q_ptr + place, mask=tile, other=0.0)
+    dout = tl.load(dout_ptr + place, mask=tile, other=0.0)
+    out = tl.load(out_ptr + place, mask=tile, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + h * S + row, delta, inside)
+    lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
+    dq = tl.zeros([BM, BD], tl.float32)
+    lo, a, b, hi = _range(slot, first, inside, T, BN)
+    k, v = k_ptr + g * D, v_ptr + g * D
+    dq = _unfold(dq, q, dout, lse, delta, k, v, lo, a, slot, first, G * D, T, scale2, D, BD, BN, True)
+    dq = _unfold(dq, q, dout, lse, delta, k, v, a, b, slot, first, G * D, T, scale2, D, BD, BN, False)
+    dq = _unfold(dq, q, dout, lse, delta, k, v, b, hi, slot, first, G * D, T, scale2, D, BD, BN, True)
+    for j in tl.static_range(J):
+        at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
+        there = at[:, None] * (G * D) + g * D + d[None, :]
+        k_own = tl.load(own_k[j] + there, mask=tile, other=0.0).to(tl.float32)
+        v_own = tl.load(own_v[j] + there, mask=tile, other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q.to(tl.float32) * k_own, 1) * scale2 - lse)
+        dq += (p * (tl.sum(dout.to(tl.float32) * v_own, 1) - delta))[:, None] * k_own
+    tl.store(dq_ptr + place, (dq * scale).to(dq_ptr.dtype.element_ty), tile)
+
+
+@triton.jit
+def _backward_keys(
+    q_ptr, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, from_ptr, to_ptr, dk_ptr, dv_ptr,
+    S, T, scale, scale2,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    block, g = tl.program_id(0), tl.program_id(1)
+    key = block * BN + tl.arange(0, BN)
+    d, r = tl.arange(0, BD), tl.arange(0, BM)
+    tile = (key < T)[:, None] & (d < D)[None, :]
+    place = key[:, None].to(tl.int64) * (G * D) + g * D + d[None, :]
+    k = tl.load(k_ptr + place, mask=tile, other=0.0)
+    v = tl.load(v_ptr + place, mask=tile, other=0.0)
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BD], tl.float32)
+    begin, end = tl.load(from_ptr + block), tl.load(to_ptr + block)
+    for head in range(H // G):
+        h = g * (H // G) + head
+        for start in range(begin, end, BM):
+            row = start + r
+            inside = row < end
+            slot = tl.load(slot_ptr + row, mask=inside, other=-1)
+            first = tl.load(first_ptr + row, mask=inside, other=0)
+            at = row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :]
+            read = inside[:, None] & (d < D)[None, :]
+            q = tl.load(q_ptr + at, mask=read, other=0.0)
+            dout = tl.load(dout_ptr + at, mask=read, other=0.0)
+            lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + h * S + row, mask=inside, other=0.0)
+            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
+            p = tl.where((key[:, None] <= slot[None, :]) & (key[:, None] >= first[None, :]), p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    tl.store(dk_ptr + place, (dk * scale).to(dk_ptr.dtype.element_ty), tile)
+    tl.store(dv_ptr + place, dv.to(dv_ptr.dtype.element_ty), tile)
+
+
+@triton.jit
+def _backward_own(
+    q_ptr, own_k, own_v, at_ptr, lse_ptr, dout_ptr, delta_ptr, own_dk, own_dv, S, scale, scale2,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(1)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    inside = row < S
+    tile = inside[:, None] & (d < D)[None, :]
+    for j in tl.static_range(J):
+        at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
+        there = at[:, None] * (G * D) + g * D + d[None, :]
+        k = tl.load(own_k[j] + there, mask=tile, other=0.0).to(tl.float32)
+        v = tl.load(own_v[j] + there, mask=tile, other=0.0).to(tl.float32)
+        dk = tl.zeros([BM, BD], tl.float32)
+        dv = tl.zeros([BM, BD], tl.float32)
+        for head in range(H // G):
+            h = g * (H // G) + head
+            place = row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :]
+            q = tl.load(q_ptr + place, mask=tile, other=0.0).to(tl.float32)
+            dout = tl.load(dout_ptr + place, mask=tile, other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + h * S + row, mask=inside, other=0.0)
+            p = tl.exp2(tl.sum(q * k, 1) * scale2 - lse)
+            dv += p[:, None] * dout
+            dk += (p * (tl.sum(dout * v, 1) - delta))[:, None] * q
+        tl.store(own_dk[j] + there, (dk * scale).to(own_dk[j].dtype.element_ty), tile)
+        tl.store(own_dv[j] + there, dv.to(own_dv[j].dtype.element_ty), tile)
+
+
+def ttt_attention_triton(
+    q_SHd: Tensor,
+    k0_TGd: Tensor,
+    v0_TGd: Tensor,
+    own: Sequence[tuple[Tensor, Tensor]],
+    at_JS: Tensor,
+    slot_S: Tensor,
+    first_S: Tensor,
+) -> Tensor:
+    """`ttt_attention_reference` on the GPU (or under Triton's interpreter), forward and backward. Returns [S, H, d].
+
+    at_JS, slot_S, first_S are int32. One compilation serves all S and T; another head shape or number of own steps
+    is another kernel.
+    """
+    keys, values = [k for k, _ in own], [v for _, v in own]
+    at_JS, slot_S, first_S = (x.contiguous() for x in (at_JS, slot_S, first_S))
+    return _Attention.apply(q_SHd, k0_TGd, v0_TGd, at_JS, slot_S, first_S, len(own), *keys, *values)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k0, v0, at, slot, first, J, *own):
+        q, k0, v0, *own = (x.contiguous() for x in (q, k0, v0, *own))
+        (S, H, D), (T, G, _) = q.shape, k0.shape
+        out, lse = torch.empty_like(q), q.new_empty((H, S), dtype=torch.float32)
+        if S:
+            tiles = _tiles(q, "forward")
+            _forward[(triton.cdiv(S, tiles["BM"]), H)](
+                q, k0, v0, tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T, D**-0.5 * LOG2E,
+                H=H, G=G, D=D, BD=triton.next_power_of_2(D), J=J, **tiles,
+            )  # fmt: skip
+        ctx.save_for_backward(q, k0, v0, at, slot, first, out, lse, *own)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k0, v0, at, slot, first, out, lse, *own = ctx.saved_tensors
+        J, dout = len(own) // 2, dout.contiguous()
+        (S, H, D), (T, G, _) = q.shape, k0.shape
+        dq, dk, dv, delta = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0), torch.empty_like(lse)
+        # a slot of an earlier step that is not asked about here gets no gradient
+        down = [torch.empty_like(x) if x.shape[0] == S else torch.zeros_like(x) for x in own]
+        if S:
+            scales = dict(scale=D**-0.5, scale2=D**-0.5 * LOG2E)
+            shape = dict(H=H, G=G, D=D, BD=triton.next_power_of_2(D))
+            own_k, own_v = tuple(own[:J]), tuple(own[J:])
+            tiles = _tiles(q, "queries")
+            _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
+                q, k0, v0, own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T, **scales, **shape, J=J,
+                **tiles,
+            )  # fmt: skip
+            tiles = _tiles(q, "keys")
+            ends = torch.arange(0, T + tiles["BN"], tiles["BN"], device=q.device, dtype=torch.int32)
+            begin = torch.searchsorted(slot, ends[:-1]).int()  # the first slot not before the block's first key
+            end = torch.searchsorted(first, ends[1:]).int()  # past the last slot whose document begins in it
+            _backward_keys[(triton.cdiv(T, tiles["BN"]), G)](
+                q, k0, v0, slot, first, lse, dout, delta, begin, end, dk, dv, S, T, **scales, **shape, **tiles
+            )
+            if J:
+                _backward_own[(triton.cdiv(S, 32), G)](
+                    q, own_k, own_v, at, lse, dout, delta, tuple(down[:J]), tuple(down[J:]), S, **scales, **shape,
+                    J=J, BM=32, num_warps=4,
+                )  # fmt: skip
+        return dq, dk, dv, None, None, None, None, *down
+
+
+# block sizes, warps and stages by kernel: for 16-bit numbers on a Hopper GPU, and for wider ones
+TILES = {
+    "forward": (dict(BM=128, BN=64, num_warps=4, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
+    "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
+    "keys": (dict(BM=64, BN=128, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
+}
+
+
+def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
+    return TILES[kernel][q.dtype.itemsize > 2]

@@ -1,0 +1,203 @@
+"""Triton kernels against the definitions: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import document, row_of, tiny_draft, tiny_target
+from test_ttt import DOCUMENTS, LossCase, gradients, loss_case, queries_of
+from torch import Tensor
+
+from fledge.kernels.loss import KINDS
+from fledge.kernels.ttt_attention import Queries, ttt_attention, ttt_attention_reference
+from fledge.train.objective import Ways, ttt
+from fledge.types import Document, Packed
+
+pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+IMPLS = ["triton", pytest.param("flex", marks=GPU)]
+LONG = [document(300, (2, 280), seed=1), document(1), document(90, (5, 60), (60, 90), seed=2), document(170, (0, 170))]
+
+
+def on_device(queries: Queries) -> Queries:
+    return Queries(*(x.to(DEVICE) for x in (queries.slot_S, queries.first_S, queries.at_JS)), queries.blocks)
+
+
+def inputs(row: Packed, slots: Tensor, own: list[int], H: int, G: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    T, S = row.token_T.numel(), slots.numel()
+    shapes = [(S, H, d), (T, G, d), (T, G, d), *[(p, G, d) for p in own for _ in range(2)]]
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in made]
+
+
+def attended(way: str, leaves: list[Tensor], queries: Queries, weights: Tensor) -> list[Tensor]:
+    """Output and gradients."""
+    q, k0, v0, *rest = leaves
+    own = list(zip(rest[::2], rest[1::2], strict=True))
+    if way == "reference":
+        out = ttt_attention_reference(q, k0, v0, own, queries)
+    else:
+        out = ttt_attention(q, k0, v0, own, queries, way)
+    return [out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative, in norm; infinite where a number is none."""
+    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+    return off if off == off else float("inf")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("documents", "steps", "H", "G", "d"),
+    [
+        (DOCUMENTS, 0, 6, 3, 16),
+        (DOCUMENTS, 1, 4, 4, 16),
+        (DOCUMENTS, 3, 4, 1, 16),
+        (LONG, 2, 4, 2, 32),
+        (LONG, 0, 2, 1, 24),
+        (LONG, 1, 2, 2, 80),
+        ([document(129, (0, 129))], 2, 2, 1, 64),
+        ([document(2, (0, 2)), document(1)], 0, 2, 1, 16),
+    ],
+)
+@pytest.mark.parametrize("which", ["live", "all", "few"])
+def test_attention(impl: str, documents: list[Document], steps: int, H: int, G: int, d: int, which: str) -> None:
+    """Values and gradients against the definition in float64: documents of one token and of hundreds, head sizes that
+    are no power of two, queries that ask about some of an earlier step's keys."""
+    row = row_of(documents, filler=3)
+    slots = {
+        "live": row.live(steps + 1)[steps],
+        "all": torch.arange(row.token_T.numel()),
+        "few": torch.arange(0, row.token_T.numel(), 7),
+    }[which]
+    S = slots.numel()
+    sizes = [S + 5 * (steps - j) for j in range(steps)]
+    plain = queries_of(row, slots, steps)
+    at = [torch.randperm(p, generator=torch.Generator().manual_seed(p))[:S].sort().values for p in sizes]
+    queries = on_device(Queries(plain.slot_S, plain.first_S, torch.stack(at).int() if at else plain.at_JS, ()))
+    leaves = inputs(row, slots, sizes, H, G, d, torch.float32)
+    weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ours = attended(impl, leaves, queries, weights)
+    exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
+    for a, b in zip(ours, exact, strict=True):
+        assert float((a.double() - b).norm()) <= 1e-5 * float(b.norm().clamp_min(1e-2))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_attention_in_16_bits(impl: str) -> None:
+    """The error of the output and of each gradient is no more than 1.5 times that of the plain definition in the same
+    numbers: bfloat16, and float16 in the interpreter, which multiplies no bfloat16."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    row = row_of(LONG, filler=5)
+    slots = row.live(3)[2]
+    queries = on_device(queries_of(row, slots, 2))
+    leaves = inputs(row, slots, [slots.numel()] * 2, 4, 2, 64, dtype)
+    weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
+    plain = attended("reference", leaves, queries, weights)
+    for ours, usual, true in zip(attended(impl, leaves, queries, weights), plain, exact, strict=True):
+        assert distance(ours, true) <= 1.5 * distance(usual, true)
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory poisoned by NaN before the kernels run, none is left in what they return."""
+    made = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kw: made(x, **kw).fill_(float("nan")))
+    row = row_of(LONG, filler=5)
+    slots = row.live(2)[1]
+    leaves = inputs(row, slots, [slots.numel()], 4, 2, 16, torch.float32)
+    found = attended("triton", leaves, on_device(queries_of(row, slots, 1)), torch.ones_like(leaves[0]))
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_attention_without_queries(impl: str) -> None:
+    row = row_of([document(5)])
+    leaves = inputs(row, torch.arange(0), [], 2, 1, 16, torch.float32)
+    found = attended(impl, leaves, on_device(queries_of(row, torch.arange(0), 0)), leaves[0])
+    assert not any(x.any() for x in found[1:])
+
+
+def test_attention_names_its_ways() -> None:
+    row = row_of([document(5)])
+    leaves = inputs(row, torch.arange(5), [], 2, 1, 16, torch.float32)
+    with pytest.raises(ValueError, match="eager, flex, triton"):
+        ttt_attention(*leaves, [], queries_of(row, torch.arange(5), 0), "fast")
+
+
+def moved(case: LossCase, dtype: torch.dtype) -> LossCase:
+    hidden = [h.detach().to(DEVICE, dtype).requires_grad_() for h in case.hidden]
+    head = case.head.detach().to(DEVICE, dtype).requires_grad_()
+    return LossCase(hidden, head, case.rows, case.teacher.to(DEVICE, dtype), case.ids.to(DEVICE), case.weights)
+
+
+@pytest.mark.parametrize(("chunk", "W"), [(7, 37), (1000, 12), (7, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_loss(kind: str, W: int, chunk: int, keep: bool) -> None:
+    """Loss, sums, hits and gradients against plain torch in float64."""
+    case, exact = moved(loss_case(W), torch.float32), moved(loss_case(W), torch.float64)
+    loss, scores = case(kind=kind, chunk=chunk, keep_unseen=keep, impl="triton")
+    expected, true = exact(kind=kind, chunk=chunk, keep_unseen=keep)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores.loss_K.double(), true.loss_K, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores.accept_K.double(), true.accept_K, rtol=1e-4, atol=1e-5)
+    assert torch.equal(scores.scored_K, true.scored_K)
+    assert all(torch.equal(a, b) for a, b in zip(scores.hits, true.hits, strict=True))
+    for a, b in zip(case.gradients(2 * loss), exact.gradients(2 * expected), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_in_16_bits(kind: str) -> None:
+    """The error of the loss and of each gradient is no more than 1.5 times plain torch's in bfloat16."""
+    case = moved(loss_case(300, V=500, P=90), torch.bfloat16)
+    exact = LossCase(
+        [h.detach().double().requires_grad_() for h in case.hidden], case.head.detach().double().requires_grad_(),
+        case.rows, case.teacher.double(), case.ids, case.weights,
+    )  # fmt: skip
+    true = exact.reference(kind)
+    wanted = [true, *exact.gradients(true)]
+    found = {}
+    for impl in ("eager", "triton"):
+        loss, _ = case(kind=kind, impl=impl)
+        found[impl] = [loss, *case.gradients(loss)]
+    for ours, usual, b in zip(found["triton"], found["eager"], wanted, strict=True):
+        if b.numel():
+            assert distance(ours, b) <= 1.5 * distance(usual, b) + 1e-4
+
+
+def test_loss_of_ties_takes_the_first() -> None:
+    """Equal logits: the lowest id, as torch's argmax."""
+    case = moved(loss_case(12), torch.float32)
+    with torch.no_grad():
+        case.head.zero_()
+    _, scores = case(impl="triton")
+    _, plain = case()
+    assert all(torch.equal(a, b) for a, b in zip(scores.hits, plain.hits, strict=True))
+
+
+@pytest.mark.parametrize("slots", [None, 9])
+@pytest.mark.parametrize("attention", IMPLS)
+@pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
+def test_training_step(variant: dict, attention: str, slots: int | None) -> None:
+    """Loss, counts and gradients of a whole row are those of the eager way."""
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    draft = tiny_draft(target, draft_vocab_size=131, **variant)
+    row = row_of(DOCUMENTS, filler=5)
+    features = target.features(row)
+    plain = ttt(draft, row, features, target.logits, steps=4)
+    expected = {n: g.to(DEVICE) for n, g in gradients(draft, plain.loss).items()}
+    target.model.to(DEVICE), draft.to(DEVICE)
+    draft.share_embedding(target.embedding)
+    ways = Ways(attention, "triton", slots)
+    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=4, ways=ways)
+    torch.testing.assert_close(step.loss.cpu(), plain.loss, rtol=1e-4, atol=0)
+    assert torch.equal(step.hit_K, plain.hit_K) and torch.equal(step.scored_K, plain.scored_K)
+    assert step.walked == plain.walked
+    for name, g in gradients(draft, step.loss).items():
+        assert distance(g, expected[name]) < 1e-3, name
