@@ -92,6 +92,13 @@ class Draft(nn.Module):
         assert self._shared_embedding, "share_embedding was not called"
         return nn.functional.embedding(token_S, self._shared_embedding[0])
 
+    def compute(self, impl: str, *, recompute: bool = False) -> None:
+        """Chooses how the layers compute: "eager" in plain torch, "triton" with fewer kernels and less held for the
+        backward pass, whose MLP is computed again there with `recompute`."""
+        for layer in self.blocks:
+            layer.self_attn.impl = layer.mlp.impl = impl
+            layer.mlp.recompute = recompute
+
     # -- the computation ----------------------------------------------------------------------------------------
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:

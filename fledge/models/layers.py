@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fledge.config import DraftConfig
 from fledge.kernels.linear import linear
+from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope, rope_frequencies
 
 
@@ -74,16 +75,25 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
+        self.impl = "eager"
+
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[S, width] to rotated queries [S, H, d]."""
         q = self.q_proj(x).view(-1, self.heads, self.head_dim)
-        return apply_rope(self.q_norm(q) if self.qk_norm else q, *rotary)
+        return self._rotated(self.q_norm(q) if self.qk_norm else q, rotary)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[S, width] to rotated keys and values, each [S, G, d]."""
         k = self.k_proj(x).view(-1, self.kv_heads, self.head_dim)
         v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
-        return apply_rope(self.k_norm(k) if self.qk_norm else k, *rotary), v
+        return self._rotated(self.k_norm(k) if self.qk_norm else k, rotary), v
+
+    def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        if self.impl == "triton":
+            from fledge.kernels.elementwise import rope
+
+            return rope(x, *rotary)
+        return apply_rope(x, *rotary)
 
 
 class MLP(nn.Module):
@@ -95,8 +105,12 @@ class MLP(nn.Module):
         self.gate_proj = Linear(E, inner, bias=bias)
         self.up_proj = Linear(E, inner, bias=bias)
         self.down_proj = Linear(inner, E, bias=bias)
+        self.impl, self.recompute = "eager", False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.impl == "triton" and self.gate_proj.bias is None:
+            weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+            return swiglu_mlp(x, *weights, impl=self.impl, recompute=self.recompute)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

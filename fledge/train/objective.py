@@ -21,12 +21,16 @@ from fledge.types import Features, Packed, Step
 
 @dataclass(frozen=True)
 class Ways:
-    """How the step is computed; every way gives the same values and gradients to rounding. `attention` and `loss`
-    name implementations, `slots` is the most slots in flight (None: all)."""
+    """How the step is computed; every way gives the same values and gradients to rounding. The first three name
+    implementations; `slots` is the most slots in flight (None: all), `recompute` makes the MLP's activations again in
+    the backward pass, `chunk` is how many teacher rows the loss takes at a time."""
 
     attention: str = "eager"
     loss: str = "eager"
+    layers: str = "eager"
     slots: int | None = None
+    recompute: bool = False
+    chunk: int | None = None
 
 
 def ttt(
@@ -48,6 +52,7 @@ def ttt(
     after x_{t+1+k}. A row without a live slot gives zeros.
     """
     live = row.live(steps)
+    draft.compute(ways.layers, recompute=ways.recompute)
     first = _FirstPass(draft, row, features, ways)
     parts = []
     for chunk in _chunks(live, ways.slots):
@@ -66,6 +71,7 @@ def ttt(
             [gamma**k for k in range(steps)],
             keep_unseen=keep_unseen,
             kind=kind,
+            chunk=ways.chunk,
             impl=ways.loss,
         )
         if loss.requires_grad:

@@ -1,0 +1,98 @@
+"""The small kernels between matrix products: rotary embedding, and SwiGLU's gate, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gate(g_ptr, u_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (g * tl.sigmoid(g) * u).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _gate_backward(g_ptr, u_ptr, da_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    da = tl.load(da_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    silu = g * s
+    dtype = g_ptr.dtype.element_ty
+    tl.store(g_ptr + at, (da * u * s * (1.0 + g * (1.0 - s))).to(dtype), mask=at < n)
+    tl.store(u_ptr + at, (da * silu).to(dtype), mask=at < n)
+    tl.store(da_ptr + at, (silu * u).to(dtype), mask=at < n)
+
+
+def silu_times(g: Tensor, u: Tensor) -> Tensor:
+    """silu(g) u, computed in float32."""
+    out = torch.empty_like(g)
+    if n := g.numel():
+        _gate[(triton.cdiv(n, 1024),)](g, u, out, n, BLOCK=1024)
+    return out
+
+
+def silu_times_backward_(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dg, du and a = silu(g) u, in the places of g, u and da."""
+    if n := g.numel():
+        _gate_backward[(triton.cdiv(n, 1024),)](g, u, da, n, BLOCK=1024)
+    return g, u, da
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, sign,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0).to(tl.int64)
+    h, r = tl.arange(0, BH), tl.arange(0, BR)
+    half: tl.constexpr = R // 2
+    tile = (h < H)[:, None] & (r < half)[None, :]
+    here = h[:, None] * D + r[None, :]
+    one = tl.load(x_ptr + s * (H * D) + here, mask=tile, other=0.0).to(tl.float32)
+    two = tl.load(x_ptr + s * (H * D) + here + half, mask=tile, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + s * R + r, mask=r < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + s * R + r, mask=r < half, other=0.0).to(tl.float32)[None, :] * sign
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + s * (H * D) + here, (one * cos - two * sin).to(dtype), mask=tile)
+    tl.store(out_ptr + s * (H * D) + here + half, (two * cos + one * sin).to(dtype), mask=tile)
+    if R < D:
+        p = tl.arange(0, BP)
+        rest = h[:, None] * D + R + p[None, :]
+        passing = (h < H)[:, None] & (p < D - R)[None, :]
+        x = tl.load(x_ptr + s * (H * D) + rest, mask=passing, other=0.0)
+        tl.store(out_ptr + s * (H * D) + rest, x, mask=passing)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _turn(dout, *ctx.saved_tensors, -1.0), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    (S, H, D), R = x.shape, cos.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if S:
+        _rotate[(S,)](
+            x, cos, sin, out, sign, H=H, D=D, R=R, BH=triton.next_power_of_2(H),
+            BR=triton.next_power_of_2(R // 2), BP=triton.next_power_of_2(max(D - R, 1)),
+        )  # fmt: skip
+    return out
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` in one kernel; cos and sin [S, 1, rotated], whose halves are equal. Backward turns the other way."""
+    return _Rope.apply(x, cos.contiguous(), sin.contiguous())

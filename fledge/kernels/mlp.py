@@ -1,0 +1,43 @@
+"""down(silu(gate x) * up x), the SwiGLU of Llama, and a way of it that holds less.
+
+    g = x Wg', u = x Wu', a = silu(g) u, y = a Wd'
+
+    da = dy Wd,   dg = da u σ(g) (1 + g (1 - σ(g))),   du = da silu(g),   dx = dg Wg + du Wu
+
+"triton" saves x, g and u (with `recompute` x alone) and makes a again; g, u and da make place for dg, du and a.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def swiglu_mlp(
+    x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, *, impl: str = "eager", recompute: bool = False
+) -> Tensor:
+    """The MLP without biases, [S, E] to [S, E]. "triton" needs a GPU, or Triton's interpreter."""
+    if impl == "triton":
+        return _SwiGLU.apply(x, gate_IE, up_IE, down_EI, recompute)
+    return F.linear(F.silu(F.linear(x, gate_IE)) * F.linear(x, up_IE), down_EI)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, up, down, recompute):
+        from fledge.kernels.elementwise import silu_times
+
+        g, u = x @ gate.T, x @ up.T
+        ctx.save_for_backward(x, gate, up, down, *(() if recompute else (g, u)))
+        return silu_times(g, u) @ down.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        from fledge.kernels.elementwise import silu_times_backward_
+
+        x, gate, up, down, *made = ctx.saved_tensors
+        g, u = made or (x @ gate.T, x @ up.T)
+        dg, du, a = silu_times_backward_(g, u, dy @ down)
+        dx = torch.addmm(dg @ gate, du, up)
+        return dx, dg.T @ x, du.T @ x, dy.T @ a, None
