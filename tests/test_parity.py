@@ -52,7 +52,7 @@ def trained(
     """(slot, step) -> hidden state, draft logits, teacher logits, as `ttt` hands them to its loss."""
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     chunk: dict[str, Any] = {}
-    loss, later = objective.soft_target_loss, objective._later_steps
+    loss, later = objective.loss_and_gradients, objective._later_steps
 
     def spy_later(draft, row, first, live, ways):
         chunk.update(live=live, outs=later(draft, row, first, live, ways))
@@ -67,7 +67,7 @@ def trained(
         return loss(normed, head, rows, teacher, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(objective, "soft_target_loss", spy_loss)
+        m.setattr(objective, "loss_and_gradients", spy_loss)
         m.setattr(objective, "_later_steps", spy_later)
         objective.ttt(draft, row, target.features(row), target.logits, steps=steps, ways=ways)
     return found
@@ -270,7 +270,7 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "sees one more": (ttt_attention, "visible", "key <= queries", "key - 1 <= queries", "llama"),
     "does not see itself": (ttt_attention, "visible", "key <= queries", "key < queries", "two layers"),
     "sees other documents": (ttt_attention, "visible", "(key >= queries.first_S[rows, None]) &", "", "llama"),
-    "past shrinks with k": (objective, "_queries", "Queries(packed[0],", "Queries(packed[0] - len(own),", "llama"),
+    "past shrinks with k": (objective, "_plan", "Queries(i[0],", "Queries(i[0] - k,", "llama"),
     "feeds back the normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
     "feeds back the un-normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
     "feeds back nothing": (objective, "_later_steps", "draft.read(out[-1])[0]", "0 * draft.read(out[-1])[0]", "llama"),

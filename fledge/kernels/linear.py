@@ -1,4 +1,4 @@
-"""The product of few rows with a weight matrix, as decoding on a CPU makes them."""
+"""Products with a weight matrix: of few rows, as decoding on a CPU makes them, and of many, as training does."""
 
 from __future__ import annotations
 
@@ -22,3 +22,32 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
         few = torch.cat((few, few))
     out = (weight_OI @ few.T)[:, :rows].T.contiguous().view(*x.shape[:-1], -1)
     return out if bias_O is None else out + bias_O
+
+
+def accumulating_linear(x_SI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x Wᵀ whose backward pass adds the weight's gradient to `weight.grad` within the product that makes it, so that
+    a weight used many times costs no further passes over its gradient."""
+    return _Accumulating.apply(x_SI, weight_OI)
+
+
+class _Accumulating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        add_gradient(weight, dy, x)
+        return (dy @ weight if ctx.needs_input_grad[0] else None), None
+
+
+def add_gradient(weight_OI: Tensor, dy_SO: Tensor, x_SI: Tensor) -> None:
+    """weight.grad += dyᵀ x, for a leaf that takes gradients."""
+    if not weight_OI.requires_grad:
+        return
+    if weight_OI.grad is None:
+        weight_OI.grad = dy_SO.T @ x_SI
+    else:
+        weight_OI.grad.addmm_(dy_SO.T, x_SI)

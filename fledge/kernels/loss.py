@@ -12,11 +12,12 @@ vocabulary V, and p' that distribution restricted to the draft's W ids and renor
 
 with λ = exp(-3 α) taken as a constant, and α no smaller than 1e-6. Gradients are made in the forward pass, chunk by
 chunk (Liger's idea, with a soft target): the teacher's tile of a chunk is computed once and read by all K steps, dW
-is accumulated in float32, dh is written. What is saved for backward is dh and dW alone.
+is accumulated in float32, dh is written, and nothing else outlives a chunk.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.precision import at_least_float32
+from fledge.kernels.transfer import to_device
 
 KINDS = ("ce", "kl", "accept", "mixed")
 IMPLS = ("eager", "triton")
@@ -47,13 +49,63 @@ def soft_target_loss(
     teacher: Callable[[slice], Tensor],
     ids_W: Tensor,
     weights: list[float],
+    **options,
+) -> tuple[Tensor, Scores]:
+    """Σ_k weights[k] Σ_scored loss, differentiable in `hidden` and `head_WE`; see `loss_and_gradients`."""
+    grads = torch.is_grad_enabled() and (head_WE.requires_grad or any(h.requires_grad for h in hidden))
+    dhead = _zeros_wide(head_WE) if grads else None
+    with torch.no_grad():
+        loss, scores, dhidden = loss_and_gradients(
+            hidden, head_WE, rows, teacher, ids_W, weights, dhead_WE=dhead, **options
+        )
+    if not grads:
+        return loss, scores
+    return _Made.apply(loss, [dhead.to(head_WE.dtype), *dhidden], head_WE, *hidden), scores
+
+
+class _Made(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+
+
+@dataclass
+class _Sums:
+    """Where the chunks leave what they find; the slots of all steps stand one after the other. `dhidden_SE` and
+    `dhead_WE` are None where no gradient is wanted."""
+
+    loss_S: Tensor
+    accept_S: Tensor
+    scored_S: Tensor
+    hit_S: Tensor
+    dhidden_SE: Tensor | None
+    dhead_WE: Tensor | None
+
+
+@torch.no_grad()
+def loss_and_gradients(
+    hidden: list[Tensor],
+    head_WE: Tensor,
+    rows: list[Tensor],
+    teacher: Callable[[slice], Tensor],
+    ids_W: Tensor,
+    weights: list[float],
     *,
     kind: str = "ce",
     keep_unseen: bool = False,
     chunk: int | None = None,
     impl: str = "eager",
-) -> tuple[Tensor, Scores]:
-    """Σ_k weights[k] Σ_scored loss, differentiable in `hidden` and `head_WE`.
+    dhead_WE: Tensor | None = None,
+) -> tuple[Tensor, Scores, list[Tensor]]:
+    """Σ_k weights[k] Σ_scored loss, what it found, and its gradients for `hidden`; the head's is added to `dhead_WE`
+    (at least float32). Without it no gradients are made, and the last list is empty.
 
     hidden: K tensors [S_k, E]. rows: K ascending int64 CPU tensors [S_k], the teacher row of each slot; they index
     the P rows that `teacher(slice)` gives logits [n, V] of. ids_W: target id of every draft id. A slot is scored
@@ -67,66 +119,45 @@ def soft_target_loss(
         raise ValueError(f"loss implementation {impl!r} is none of {', '.join(IMPLS)}")
     if chunk is None:
         chunk = max(64, (1 << 26) // max(teacher(slice(0, 1)).shape[-1], 1))
-    loss, *found = _SoftTargetLoss.apply(
-        head_WE, ids_W, teacher, rows, weights, kind, keep_unseen, chunk, impl, *hidden
+    if impl == "triton":
+        from fledge.kernels.loss_triton import chunk_loss
+    else:
+        chunk_loss = _chunk_loss
+    device, counts = head_WE.device, [h.shape[0] for h in hidden]
+    wide = torch.promote_types(head_WE.dtype, torch.float32)
+    total = sum(counts)
+    sums = _Sums(
+        *torch.zeros(2, total, dtype=wide, device=device),
+        *torch.zeros(2, total, dtype=torch.bool, device=device),
+        None if dhead_WE is None else head_WE.new_empty(total, head_WE.shape[1]),
+        dhead_WE,
     )
-    loss_K, accept_K, scored_K, *hits = found
-    return loss, Scores(loss_K, accept_K, scored_K, hits)
+    weight_S = torch.empty(total, dtype=wide, device=device)
+    for part, weight in zip(weight_S.split(counts), weights, strict=True):
+        part.fill_(weight)
+    draft_id = None
+    for start, spans, place, row in _by_chunk(rows, chunk, device):
+        if not place.numel():
+            continue
+        h = torch.cat([x[a:b] for x, (a, b) in zip(hidden, spans, strict=True)])
+        logits = teacher(slice(start, start + chunk)).to(device)
+        if draft_id is None:
+            draft_id = torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device)
+            draft_id[ids_W] = torch.arange(ids_W.numel(), device=device)
+        dh = chunk_loss(h, head_WE, logits, row, place, weight_S[place], ids_W, draft_id, kind, keep_unseen, sums)
+        if dh is not None:
+            parts = dh.split([b - a for a, b in spans])
+            for whole, part, (a, b) in zip(sums.dhidden_SE.split(counts), parts, spans, strict=True):
+                whole[a:b] = part
+    loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
+    scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
+    loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
+    scores = Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts)))
+    return loss, scores, [] if dhead_WE is None else list(sums.dhidden_SE.split(counts))
 
 
-@dataclass
-class _Sums:
-    """Where the chunks leave what they find; the slots of all steps stand one after the other."""
-
-    loss_S: Tensor
-    accept_S: Tensor
-    scored_S: Tensor
-    hit_S: Tensor
-    dhidden_SE: Tensor | None
-    dhead_WE: Tensor | None
-
-
-class _SoftTargetLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, head_WE, ids_W, teacher, rows, weights, kind, keep_unseen, chunk, impl, *hidden):
-        device, counts = head_WE.device, [h.shape[0] for h in hidden]
-        wide = torch.promote_types(head_WE.dtype, torch.float32)
-        grads = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[9:])
-        total = sum(counts)
-        sums = _Sums(
-            *torch.zeros(2, total, dtype=wide, device=device),
-            *torch.zeros(2, total, dtype=torch.bool, device=device),
-            head_WE.new_zeros(total, head_WE.shape[1]) if grads else None,
-            torch.zeros_like(head_WE, dtype=wide) if grads else None,
-        )
-        weight_S = torch.repeat_interleave(torch.tensor(weights, dtype=wide), torch.tensor(counts)).to(device)
-        draft_id = torch.full((int(ids_W.max()) + 1,), -1, dtype=torch.int64, device=device)
-        draft_id[ids_W] = torch.arange(ids_W.numel(), device=device)
-        if impl == "triton":
-            from fledge.kernels.loss_triton import chunk_loss
-        else:
-            chunk_loss = _chunk_loss
-        for start, spans, place, row in _by_chunk(rows, chunk, device):
-            if not place.numel():
-                continue
-            h = torch.cat([x[a:b] for x, (a, b) in zip(hidden, spans, strict=True)])
-            logits = teacher(slice(start, start + chunk)).to(device)
-            chunk_loss(h, head_WE, logits, row, place, weight_S[place], ids_W, draft_id, kind, keep_unseen, sums)
-        if grads:
-            ctx.counts = counts
-            ctx.save_for_backward(sums.dhead_WE.to(head_WE.dtype), sums.dhidden_SE)
-        loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
-        scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
-        loss = (loss_K * torch.tensor(weights, dtype=wide, device=device)).sum()
-        outputs = (loss, loss_K, accept_K, scored_K, *sums.hit_S.split(counts))
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx, dloss, *_):
-        dhead, dhidden = ctx.saved_tensors
-        dhidden = (dhidden * dloss.to(dhidden.dtype)).split(ctx.counts)
-        return (dhead * dloss.to(dhead.dtype), *(None,) * 8, *dhidden)
+def _zeros_wide(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _by_chunk(rows: list[Tensor], chunk: int, device: torch.device):
@@ -134,22 +165,23 @@ def _by_chunk(rows: list[Tensor], chunk: int, device: torch.device):
     places among all steps' slots, and their teacher rows within it (the last two on the device)."""
     last = max((int(r[-1]) for r in rows if r.numel()), default=-1)
     edges = torch.arange(0, last + 1 + chunk, chunk)
-    cuts = torch.stack([torch.searchsorted(r, edges) for r in rows])  # [K, chunks + 1]
-    base = [0, *torch.tensor([r.numel() for r in rows]).cumsum(0).tolist()]
-    spans = [[(int(c[i]), int(c[i + 1])) for c in cuts] for i in range(len(edges) - 1)]
-    places = [torch.cat([base[k] + torch.arange(a, b) for k, (a, b) in enumerate(s)]) for s in spans]
-    within = [torch.cat([rows[k][a:b] - i * chunk for k, (a, b) in enumerate(s)]) for i, s in enumerate(spans)]
-    sizes = [p.numel() for p in places]
-    if sizes:
-        place, row = torch.stack([torch.cat(places), torch.cat(within)]).to(device)
-        yield from zip(edges.tolist(), spans, place.split(sizes), row.split(sizes), strict=False)
+    cuts = [torch.searchsorted(r, edges).tolist() for r in rows]  # K lists of chunks + 1
+    base = [0, *itertools.accumulate(r.numel() for r in rows)]
+    spans = list(zip(*(itertools.pairwise(c) for c in cuts), strict=True))
+    places = [torch.arange(base[k] + a, base[k] + b) for s in spans for k, (a, b) in enumerate(s)]
+    within = [rows[k][a:b] - i * chunk for i, s in enumerate(spans) for k, (a, b) in enumerate(s)]
+    if not spans:
+        return
+    place, row = to_device([torch.cat(places), torch.cat(within)], device)
+    sizes = [sum(b - a for a, b in s) for s in spans]
+    yield from zip(edges.tolist(), spans, place.split(sizes), row.split(sizes), strict=False)
 
 
 def _chunk_loss(
     h_ME: Tensor, head_WE: Tensor, teacher_NV: Tensor, row_M: Tensor, place_M: Tensor, weight_M: Tensor,
     ids_W: Tensor, draft_id: Tensor, kind: str, keep_unseen: bool, sums: _Sums,
-) -> None:  # fmt: skip
-    """One chunk in plain torch: M slots of any steps against N teacher rows."""
+) -> Tensor | None:  # fmt: skip
+    """One chunk in plain torch: M slots of any steps against N teacher rows. Returns the gradient for h."""
     tile = _TeacherTile(teacher_NV, ids_W, draft_id)
     z = at_least_float32(h_ME @ head_WE.T)
     logq = z.log_softmax(-1)
@@ -160,10 +192,11 @@ def _chunk_loss(
     sums.scored_S[place_M] = scored
     sums.loss_S[place_M] = torch.where(scored, loss, 0)
     sums.accept_S[place_M] = alpha
-    if sums.dhead_WE is not None:
-        dz = (dz * (scored * weight_M)[:, None]).to(h_ME.dtype)
-        sums.dhidden_SE[place_M] = dz @ head_WE
-        sums.dhead_WE += dz.T @ h_ME
+    if sums.dhead_WE is None:
+        return None
+    dz = (dz * (scored * weight_M)[:, None]).to(h_ME.dtype)
+    sums.dhead_WE += dz.T @ h_ME
+    return dz @ head_WE
 
 
 def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +223,7 @@ class _TeacherTile:
 
     def __init__(self, logits_NV: Tensor, ids_W: Tensor, draft_id: Tensor):
         top = logits_NV.argmax(-1)
-        self.top_N = torch.where(top < draft_id.numel(), draft_id[top.clamp_max(draft_id.numel() - 1)], -1)
+        self.top_N = draft_id[top]
         whole = at_least_float32(logits_NV)
         kept = whole if ids_W.numel() == whole.shape[-1] else whole[:, ids_W]
         lse = kept.logsumexp(-1)

@@ -33,7 +33,7 @@ def _close(m, total):
 
 @triton.jit
 def _teacher_rows(
-    logits_ptr, ids_ptr, draft_id_ptr, kept_ptr, lse_ptr, mass_ptr, top_ptr, V, W, known,
+    logits_ptr, ids_ptr, draft_id_ptr, kept_ptr, lse_ptr, mass_ptr, top_ptr, V, W,
     GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def _teacher_rows(
     whole = _close(m, total)
     most = tl.max(best, 0)
     top = tl.min(tl.where(best == most, where, V), 0)  # the first of equals
-    tl.store(top_ptr + n, tl.load(draft_id_ptr + top, mask=top < known, other=-1))
+    tl.store(top_ptr + n, tl.load(draft_id_ptr + top))
     if GATHER:
         m = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -147,7 +147,7 @@ def _student_rows(
 def chunk_loss(
     h_ME: Tensor, head_WE: Tensor, teacher_NV: Tensor, row_M: Tensor, place_M: Tensor, weight_M: Tensor,
     ids_W: Tensor, draft_id: Tensor, kind: str, keep_unseen: bool, sums: _Sums,
-) -> None:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     """`_chunk_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
     if head_WE.dtype == torch.float64:
         raise ValueError("the loss 'triton' computes in float32; use 'eager' for float64")
@@ -159,17 +159,17 @@ def chunk_loss(
     lse, mass = torch.empty(2, N, dtype=torch.float32, device=h_ME.device)
     top = torch.empty(N, dtype=torch.int64, device=h_ME.device)
     _teacher_rows[(N,)](
-        teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, draft_id.numel(), GATHER=gather, BLOCK=2048,
-        num_warps=8,
+        teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     z = h_ME @ head_WE.T
     _student_rows[(M,)](
         z, kept, row_M, place_M, weight_M, lse, mass, top, sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
         KIND=kind, KEEP=keep_unseen, GRAD=sums.dhead_WE is not None, LEAST=LEAST_ALPHA, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    if sums.dhead_WE is not None:
-        sums.dhidden_SE[place_M] = z @ head_WE
-        _add_product(sums.dhead_WE, z.T, h_ME)
+    if sums.dhead_WE is None:
+        return None
+    _add_product(sums.dhead_WE, z.T, h_ME)
+    return z @ head_WE
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

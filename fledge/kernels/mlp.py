@@ -4,7 +4,8 @@
 
     da = dy Wd,   dg = da u σ(g) (1 + g (1 - σ(g))),   du = da silu(g),   dx = dg Wg + du Wu
 
-"triton" saves x, g and u (with `recompute` x alone) and makes a again; g, u and da make place for dg, du and a.
+"triton" saves x, g and u (with `recompute` x alone) and makes a again; g, u and da make place for dg, du and a. It
+adds the weights' gradients to theirs, which must be leaves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fledge.kernels.linear import add_gradient
 
 
 def swiglu_mlp(
@@ -39,5 +42,6 @@ class _SwiGLU(torch.autograd.Function):
         x, gate, up, down, *made = ctx.saved_tensors
         g, u = made or (x @ gate.T, x @ up.T)
         dg, du, a = silu_times_backward_(g, u, dy @ down)
-        dx = torch.addmm(dg @ gate, du, up)
-        return dx, dg.T @ x, du.T @ x, dy.T @ a, None
+        for weight, of_output, of_input in ((down, dy, a), (gate, dg, x), (up, du, x)):
+            add_gradient(weight, of_output, of_input)
+        return torch.addmm(dg @ gate, du, up), None, None, None, None

@@ -168,39 +168,63 @@ def _backward_queries(
 
 
 @triton.jit
+def _gather(
+    dk, dv, k, v, key, q_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, start, end, stride, scale2,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the queries [start, end) of a head to dk (without the scale) and dv."""
+    for at in range(start, end, BM):
+        row = at + tl.arange(0, BM)
+        q = _load(q_ptr, row.to(tl.int64), stride, end, D, BD, MASKED)
+        dout = _load(dout_ptr, row.to(tl.int64), stride, end, D, BD, MASKED)
+        if MASKED:
+            lse = tl.load(lse_ptr + row, mask=row < end, other=float("inf"))
+            delta = tl.load(delta_ptr + row, mask=row < end, other=0.0)
+        else:
+            lse = tl.load(lse_ptr + row)
+            delta = tl.load(delta_ptr + row)
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
+        if MASKED:
+            slot = tl.load(slot_ptr + row, mask=row < end, other=-1)
+            first = tl.load(first_ptr + row, mask=row < end, other=0)
+            p = tl.where((key[:, None] <= slot[None, :]) & (key[:, None] >= first[None, :]), p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
 def _backward_keys(
-    q_ptr, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, from_ptr, to_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, range_ptr, dk_ptr, dv_ptr,
     S, T, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    block, g = tl.program_id(0), tl.program_id(1)
+    block, g, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     key = block * BN + tl.arange(0, BN)
-    d, r = tl.arange(0, BD), tl.arange(0, BM)
+    d = tl.arange(0, BD)
     tile = (key < T)[:, None] & (d < D)[None, :]
     place = key[:, None].to(tl.int64) * (G * D) + g * D + d[None, :]
     k = tl.load(k_ptr + place, mask=tile, other=0.0)
     v = tl.load(v_ptr + place, mask=tile, other=0.0)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    begin, end = tl.load(from_ptr + block), tl.load(to_ptr + block)
+    # queries that read any of the block's keys, and among them those that read all: these without a mask
+    begin, end = tl.load(range_ptr + block), tl.load(range_ptr + 3 * blocks + block)
+    a = tl.minimum(tl.load(range_ptr + blocks + block), end)
+    b = a + tl.maximum(tl.load(range_ptr + 2 * blocks + block) - a, 0) // BM * BM
     for head in range(H // G):
         h = g * (H // G) + head
-        for start in range(begin, end, BM):
-            row = start + r
-            inside = row < end
-            slot = tl.load(slot_ptr + row, mask=inside, other=-1)
-            first = tl.load(first_ptr + row, mask=inside, other=0)
-            at = row[:, None].to(tl.int64) * (H * D) + h * D + d[None, :]
-            read = inside[:, None] & (d < D)[None, :]
-            q = tl.load(q_ptr + at, mask=read, other=0.0)
-            dout = tl.load(dout_ptr + at, mask=read, other=0.0)
-            lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
-            delta = tl.load(delta_ptr + h * S + row, mask=inside, other=0.0)
-            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse[None, :])
-            p = tl.where((key[:, None] <= slot[None, :]) & (key[:, None] >= first[None, :]), p, 0.0)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-            ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        q, dout, lse, delta = q_ptr + h * D, dout_ptr + h * D, lse_ptr + h * S, delta_ptr + h * S
+        dk, dv = _gather(
+            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, begin, a, H * D, scale2, D, BD, BM, True
+        )
+        dk, dv = _gather(
+            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, a, b, H * D, scale2, D, BD, BM, False
+        )
+        dk, dv = _gather(
+            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, b, end, H * D, scale2, D, BD, BM, True
+        )
     tl.store(dk_ptr + place, (dk * scale).to(dk_ptr.dtype.element_ty), tile)
     tl.store(dv_ptr + place, dv.to(dv_ptr.dtype.element_ty), tile)
 
@@ -288,11 +312,9 @@ class _Attention(torch.autograd.Function):
                 **tiles,
             )  # fmt: skip
             tiles = _tiles(q, "keys")
-            ends = torch.arange(0, T + tiles["BN"], tiles["BN"], device=q.device, dtype=torch.int32)
-            begin = torch.searchsorted(slot, ends[:-1]).int()  # the first slot not before the block's first key
-            end = torch.searchsorted(first, ends[1:]).int()  # past the last slot whose document begins in it
+            ranges = _query_ranges(slot, first, T, tiles["BN"])
             _backward_keys[(triton.cdiv(T, tiles["BN"]), G)](
-                q, k0, v0, slot, first, lse, dout, delta, begin, end, dk, dv, S, T, **scales, **shape, **tiles
+                q, k0, v0, slot, first, lse, dout, delta, ranges, dk, dv, S, T, **scales, **shape, **tiles
             )
             if J:
                 _backward_own[(triton.cdiv(S, 32), G)](
@@ -302,9 +324,23 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, *down
 
 
+def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:
+    """For each block of keys [n, n + width), int32 [4, blocks]: the first query not before its first key, the first
+    not before its last, the end of those whose document began by its first key, and by its last."""
+    at = torch.arange(0, T, width, device=slot.device, dtype=slot.dtype)
+    return torch.stack(
+        [
+            torch.searchsorted(slot, at),
+            torch.searchsorted(slot, at + width - 1),
+            torch.searchsorted(first, at, right=True),
+            torch.searchsorted(first, at + width),
+        ]
+    ).int()
+
+
 # block sizes, warps and stages by kernel: for 16-bit numbers on a Hopper GPU, and for wider ones
 TILES = {
-    "forward": (dict(BM=128, BN=64, num_warps=4, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
+    "forward": (dict(BM=128, BN=64, num_warps=8, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
     "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
     "keys": (dict(BM=64, BN=128, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
 }

@@ -95,6 +95,9 @@ class Draft(nn.Module):
     def compute(self, impl: str, *, recompute: bool = False) -> None:
         """Chooses how the layers compute: "eager" in plain torch, "triton" with fewer kernels and less held for the
         backward pass, whose MLP is computed again there with `recompute`."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.accumulates = impl == "triton"
         for layer in self.blocks:
             layer.self_attn.impl = layer.mlp.impl = impl
             layer.mlp.recompute = recompute

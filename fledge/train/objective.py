@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.loss import Scores, soft_target_loss
+from fledge.kernels.loss import Scores, loss_and_gradients
+from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
 from fledge.types import Features, Packed, Step
@@ -51,9 +52,11 @@ def ttt(
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]. Slot t's teacher at step k is the target
     after x_{t+1+k}. A row without a live slot gives zeros.
     """
-    live = row.live(steps)
     draft.compute(ways.layers, recompute=ways.recompute)
     first = _FirstPass(draft, row, features, ways)
+    live = row.live(steps)
+    head = draft.lm_head.weight
+    dhead = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32)) if first.learns else None
     parts = []
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
@@ -61,25 +64,28 @@ def ttt(
         # teacher rows that some slot needs, ascending, and each slot's place among them
         needed = torch.cat([t + 1 + k for k, t in enumerate(chunk)]).unique()
         rows = [torch.searchsorted(needed, t + 1 + k) for k, t in enumerate(chunk)]
-        last_PD = features.last_TD[needed.to(features.last_TD.device)]
-        loss, scores = soft_target_loss(
+        last_PD = features.last_TD.index_select(0, *to_device([needed], features.last_TD.device))
+        loss, scores, dhidden = loss_and_gradients(
             hidden,
-            draft.lm_head.weight,
+            head,
             rows,
             lambda s, last_PD=last_PD: teacher(last_PD[s]),
             draft.target_ids(),
             [gamma**k for k in range(steps)],
-            keep_unseen=keep_unseen,
             kind=kind,
+            keep_unseen=keep_unseen,
             chunk=ways.chunk,
             impl=ways.loss,
+            dhead_WE=dhead,
         )
-        if loss.requires_grad:
-            loss.backward()
+        if first.learns:
+            torch.autograd.backward(hidden, dhidden)
             first.collect(leaves)
-        parts.append((loss.detach(), scores))
-    first.backward()
-    return _count(parts, live, draft.device)
+        parts.append((loss, scores))
+    if first.learns:
+        first.backward()
+        head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
+    return _count(parts, live)
 
 
 def ttt_hidden(
@@ -112,7 +118,7 @@ class _FirstPass:
         self.documents = row.documents()
         self.begins = torch.tensor([a for a, _ in self.documents])
         everyone = torch.arange(row.token_T.numel())
-        token, position = (x.to(device) for x in step_inputs(row, everyone, 0))
+        token, position = to_device(step_inputs(row, everyone, 0), device)
         rotary = draft.rotary(position, draft.dtype)
         hidden = draft.fuse(features.aux_TAD.to(device, draft.dtype))
         keys = []
@@ -120,10 +126,11 @@ class _FirstPass:
             x, residual = draft.inputs(i, token, hidden)
             keys.append(layer.self_attn.keys_values(x, rotary))
             if i + 1 < len(draft.blocks):
-                queries = _queries(everyone, [], 0, row, device)
-                out = ttt_attention(layer.self_attn.queries(x, rotary), *keys[i], [], queries, ways.attention)
+                plan = _plan(row, [everyone], 0, device)[0]
+                out = ttt_attention(layer.self_attn.queries(x, rotary), *keys[i], [], plan.queries, ways.attention)
                 hidden = layer.close(out, residual)
         self.made = _Keys(0, hidden, keys)
+        self.learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients: list[Tensor] = []
 
     def whole(self) -> _Keys:
@@ -156,28 +163,57 @@ class _FirstPass:
 
 def _later_steps(draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor], ways: Ways) -> list[Tensor]:
     """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
-    device = draft.device
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
     out: list[Tensor] = []
-    for k, slots in enumerate(live):
-        queries = _queries(slots, live[1 : k + 1], first.start, row, device)
-        token, position = (x.to(device) for x in step_inputs(row, slots, k))
+    for k, plan in enumerate(_plan(row, live, first.start, draft.device)):
 
-        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, queries: Queries = queries) -> Tensor:
+        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, queries: Queries = plan.queries) -> Tensor:
             own[layer].append((keys, values))
             return ttt_attention(q, *first.keys[layer], own[layer], queries, ways.attention)
 
         if k == 0:
             last, top = len(draft.blocks) - 1, draft.blocks[-1]
-            x, residual = draft.inputs(last, token, first.hidden.index_select(0, queries.slot_S))
-            q = top.self_attn.queries(x, draft.rotary(position, draft.dtype))
-            out.append(top.close(ttt_attention(q, *first.keys[last], [], queries, ways.attention), residual))
+            x, residual = draft.inputs(last, plan.token_S, first.hidden.index_select(0, plan.queries.slot_S))
+            q = top.self_attn.queries(x, draft.rotary(plan.position_S, draft.dtype))
+            out.append(top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual))
         else:
             fed_back = draft.read(out[-1])[0]
-            if slots.numel() < live[k - 1].numel():
-                fed_back = fed_back.index_select(0, torch.searchsorted(live[k - 1], slots).to(device))
-            out.append(draft.step(token, fed_back, position, attend))
+            if plan.kept_S.numel() < fed_back.shape[0]:
+                fed_back = fed_back.index_select(0, plan.kept_S)
+            out.append(draft.step(plan.token_S, fed_back, plan.position_S, attend))
     return out
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step of S slots, on the device: the tokens fed, their positions, what each may read, and where its slots stand
+    among those of the step before."""
+
+    token_S: Tensor
+    position_S: Tensor
+    queries: Queries
+    kept_S: Tensor
+
+
+def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device) -> list[_Plan]:
+    """The steps of some slots, whose keys are the row's from `start` on."""
+    end = int(live[0][-1]) + 1 if live[0].numel() else start
+    documents = [(a - start, min(b, end) - start) for a, b in row.documents() if start <= a < end]
+    begins = torch.tensor([a for a, _ in documents])
+    host, blocks = [], []
+    for k, slots in enumerate(live):
+        at = slots - start
+        first = begins[torch.searchsorted(begins, at, right=True) - 1]
+        places = [torch.searchsorted(before, slots) for before in (live[k - 1 : k] + live[1 : k + 1])]
+        token, position = step_inputs(row, slots, k)
+        kept, own = (places[0], places[1:]) if k else (torch.arange(slots.numel()), [])
+        host += [token, position, torch.stack([at, first, kept, *own])]
+        blocks.append(document_blocks(at, documents, BLOCK[device.type]))
+    made = to_device([x.int() for x in host], device)
+    return [
+        _Plan(made[3 * k], made[3 * k + 1], Queries(i[0], i[1], i[3:], blocks[k]), i[2])
+        for k, i in enumerate(made[2::3])
+    ]
 
 
 def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -186,18 +222,6 @@ def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     after, n = slots_S + 1 + k, row.token_T.numel()
     token = torch.where(after < n, row.token_T[after.clamp_max(n - 1)], 0)
     return token, row.position_T[slots_S] + k
-
-
-def _queries(slots: Tensor, own: Sequence[Tensor], start: int, row: Packed, device: torch.device) -> Queries:
-    """Queries of a step whose keys are the row's from `start` on; `own` are the slots that made each own step."""
-    end = int(slots[-1]) + 1 if slots.numel() else start
-    documents = [(a, min(b, end)) for a, b in row.documents() if start <= a < end]
-    begins = torch.tensor([a for a, _ in documents])
-    first = begins[torch.searchsorted(begins, slots, right=True) - 1]
-    at = [torch.searchsorted(before, slots) for before in own]
-    packed = torch.stack([slots - start, first - start, *at]).to(device, torch.int32)
-    blocks = document_blocks(slots - start, [(a - start, b - start) for a, b in documents], BLOCK[device.type])
-    return Queries(packed[0], packed[1], packed[2:], blocks)
 
 
 def _reach(slots: Tensor, begins: Tensor) -> tuple[int, int]:
@@ -219,7 +243,7 @@ def _chunks(live: Sequence[Tensor], slots: int | None) -> list[list[Tensor]]:
     return chunks
 
 
-def _count(parts: Sequence[tuple[Tensor, Scores]], live: Sequence[Tensor], device: torch.device) -> Step:
+def _count(parts: Sequence[tuple[Tensor, Scores]], live: Sequence[Tensor]) -> Step:
     """Sums over chunks, brought to the host once."""
     steps = range(len(live))
     hits = [torch.cat([scores.hits[k] for _, scores in parts]) for k in steps]

@@ -1,0 +1,83 @@
+"""Times the loss from hidden states to their gradients and the head's, beside head product and loss apart.
+
+    python bench/loss.py --out bench/results/loss.json
+
+Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
+teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
+all logits, then calls the plain loss in float32 (compiled where there is a GPU), with autograd. Memory is the peak
+above the inputs.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+from train_step import ceiling, seconds
+
+from fledge.eval.environment import environment
+from fledge.jobs.options import write_json
+from fledge.kernels.loss import soft_target_loss
+
+SIZES = ((8192, 32_000), (16_384, 32_000), (8192, 64_000))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
+    options = parser.parse_args()
+    sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
+    record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": ceiling(options.device)}
+    record |= {"width": options.width, "chunk": options.chunk, "rows": []}
+    for T, W in sizes:
+        for impl in ("apart", "eager", "triton"):
+            if impl == "triton" and options.device == "cpu":
+                continue
+            row = {"T": T, "W": W, "impl": impl, **measure(impl, T, W, options)}
+            record["rows"].append(row)
+            print(f"({T}, {W}) {impl:7} {row['ms']:8.2f} ms {row['gib']:6.2f} GiB, loss {row['loss']:.4f}", flush=True)
+            write_json(options.out, record)
+
+
+def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
+    device, dtype = options.device, torch.bfloat16
+    torch.manual_seed(0)
+    h, last = (torch.randn(T, options.width, device=device, dtype=dtype) for _ in range(2))
+    head, target_head = (torch.randn(W, options.width, device=device, dtype=dtype) * 0.02 for _ in range(2))
+    h.requires_grad_(), head.requires_grad_()
+    ids, rows = torch.arange(W, device=device), [torch.arange(T)]
+    apart = torch.compile(plain) if device != "cpu" else plain
+
+    def work() -> torch.Tensor:
+        h.grad = head.grad = None
+        if impl == "apart":
+            loss = apart(h @ head.T, last @ target_head.T)
+        else:
+            loss, _ = soft_target_loss(
+                [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=options.chunk, impl=impl
+            )
+        loss.backward()
+        return loss.detach()
+
+    held = torch.cuda.memory_allocated if device != "cpu" else lambda: 0
+    before = held()
+    for _ in range(3):
+        loss = work()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    ms = 1e3 * statistics.median(seconds(work, device) for _ in range(7))
+    peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
+    return {"ms": ms, "gib": (peak - before) / 2**30, "loss": loss.item() / T}
+
+
+def plain(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Σ soft cross-entropy of logits [T, W] against teacher logits [T, W]."""
+    return -(t.float().softmax(-1) * z.float().log_softmax(-1)).sum()
+
+
+if __name__ == "__main__":
+    main()

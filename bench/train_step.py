@@ -1,0 +1,217 @@
+"""Times a training step of an EAGLE-3 draft, forward and backward, beside its plain-torch definition.
+
+    python bench/train_step.py --out bench/results/train_step.json
+    python bench/train_step.py --shape tiny --device cpu       # a dry run anywhere
+
+The default shape is Llama-3.1-8B's draft: hidden size 4096, MLP 14336, 32 heads over 8, V 128,256, W 32,000, K = 7,
+bf16. One document of T tokens; supervised are spans of 256 tokens, evenly spread (all: one span). Features and final
+hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps;
+memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fledge.config import DraftConfig
+from fledge.eval.environment import environment
+from fledge.jobs.options import write_json
+from fledge.models.draft import Draft
+from fledge.train.objective import Ways, ttt
+from fledge.types import Features, Packed
+
+SPAN = 256
+SHAPES = {
+    "8b": dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,
+    ),
+    "tiny": dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the record: T tokens, how much of them is supervised, how many slots are in flight, whether the MLP
+    is recomputed, and what the teacher's logits are made of: the draft's W columns or the full V."""
+
+    tokens: int
+    supervised: float
+    ways: Ways
+    teacher: str = "W"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/train_step.json"))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--depth", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--supervised", type=float, nargs="*", default=[1.0, 0.25])
+    parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
+    parser.add_argument("--slots", type=int, default=4096, help="slots in flight of the fast ways")
+    parser.add_argument("--recompute", action="store_true", help="compute the MLP's activations again")
+    parser.add_argument("--chunk", type=int, default=512, help="teacher rows of the loss at a time")
+    parser.add_argument("--teachers", nargs="*", default=["W"], choices=["W", "V"])
+    parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
+    options = parser.parse_args()
+
+    ways = {
+        "eager": Ways(chunk=options.chunk),
+        "flex": Ways("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
+        "triton": Ways("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
+    }
+    cases = [
+        Case(T, share, ways[impl], teacher)
+        for T in options.tokens for share in options.supervised for teacher in options.teachers
+        for impl in options.impls
+    ]  # fmt: skip
+    record = {
+        "environment": environment(options.device, "bfloat16"),
+        "shape": SHAPES[options.shape],
+        "depth": options.depth,
+        "ceiling_tflops": ceiling(options.device),
+        "rows": [],
+    }
+    print(f"ceiling {record['ceiling_tflops']:.0f} TFLOP/s")
+    for case in cases:
+        row = measure(case, options)
+        record["rows"].append(row)
+        show(row, record["ceiling_tflops"])
+        write_json(options.out, record)
+
+
+def show(row: dict, ceiling: float) -> None:
+    if "error" in row:
+        print(f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} {row['error']}", flush=True)
+        return
+    print(
+        f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} teacher {row['teacher']}: {row['ms']:8.1f} ms "
+        f"{row['gib']:6.2f} GiB {row['tflops']:5.0f} TFLOP/s, {row['tflops'] / ceiling:.0%} of the ceiling",
+        flush=True,
+    )
+
+
+def ceiling(device: str, n: int = 8192) -> float:
+    """TFLOP/s of a bf16 product of random matrices."""
+    if device == "cpu":
+        return float("nan")
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(20)) / 1e12
+
+
+def seconds(work, device: str) -> float:
+    if device == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
+    """One document with evenly spread spans of SPAN tokens, or one span over all of it."""
+    span = torch.zeros(tokens, dtype=torch.int64)
+    if supervised < 1:
+        block = torch.arange(tokens) // SPAN
+        every = round(1 / supervised)
+        span = torch.where(block % every == every - 1, block, -1)
+    place = torch.arange(tokens)
+    return Packed(torch.randint(vocab, (tokens,)), span, place, torch.zeros(tokens, dtype=torch.int64))
+
+
+def useful_flops(c: DraftConfig, row: Packed, depth: int) -> float:
+    """Forward and backward of what scored slots need: their products and attention, K0/V0 and fc of every token."""
+    E, d, H, G = c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads
+    live = row.live(depth)
+    n = [t.numel() for t in live]
+    T = row.token_T.numel()
+    slot = 2 * (2 * E * H * d + H * d * E + 3 * E * c.intermediate_size + E * c.draft_vocab_size)
+    keys = 2 * 2 * E * 2 * G * d
+    past = sum(float((row.position_T[t] + 1 + k).sum()) for k, t in enumerate(live))
+    return 3 * (slot * sum(n) + keys * (T + sum(n[1:])) + 2 * 3 * E * E * T) + 3.5 * 4 * past * H * d
+
+
+def measure(case: Case, options: argparse.Namespace) -> dict:
+    row = {"T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": case.teacher}
+    row["ways"] = asdict(case.ways)
+    try:
+        return row | run(case, options)
+    except torch.OutOfMemoryError:
+        return row | {"error": "out of memory"}
+    finally:
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def run(case: Case, options: argparse.Namespace) -> dict:
+    device, dtype = options.device, torch.bfloat16
+    torch.manual_seed(0)
+    config = DraftConfig(**SHAPES[options.shape])
+    if case.teacher == "W":  # a target that says the draft's words alone: its logits are the W columns
+        config = replace(config, vocab_size=config.draft_vocab_size)
+    E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
+    with torch.device(device):
+        draft = Draft(config).to(dtype)
+        for p in draft.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
+        draft.share_embedding(table)
+        features = Features(torch.randn(case.tokens, 3, E, dtype=dtype), torch.randn(case.tokens, E, dtype=dtype))
+    draft.set_vocabulary(torch.arange(W) * (V // W))
+    packed = row_of(case.tokens, case.supervised, V)
+
+    def step():
+        draft.zero_grad(set_to_none=True)
+        return ttt(draft, packed, features, lambda x: x @ head.T, steps=options.depth, keep_unseen=True, ways=case.ways)
+
+    def held() -> int:
+        return torch.cuda.memory_allocated() if device != "cpu" else 0
+
+    before = held()
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        first = step()
+    times = [seconds(step, device) for _ in range(options.repeats)]
+    took = statistics.median(times)
+    if options.profile and device != "cpu" and case.ways.attention != "eager":
+        profile(step)
+    return {
+        "ms": took * 1e3,
+        "gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if device != "cpu" else float("nan"),
+        "tflops": useful_flops(config, packed, options.depth) / took / 1e12,
+        "slots": first.live_K.tolist(),
+        "scored": first.scored_K.tolist(),
+        "loss": first.loss.item(),
+    }
+
+
+def profile(step) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        step()
+        torch.cuda.synchronize()
+    found = sorted(p.key_averages(), key=lambda e: -e.self_device_time_total)
+    for e in found[:28]:
+        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5} x {e.key[:100]}", flush=True)
+    total = sum(e.self_device_time_total for e in found)
+    print(f"    {total / 1e3:8.2f} ms on the GPU in all, {sum(e.count for e in found)} kernels", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Small host tensors to a device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Integer tensors of the host on the device, in one copy from pinned memory that no kernel is waited for."""
+    if device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    parts = flat.pin_memory().to(device, non_blocking=True).split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
