@@ -7,6 +7,9 @@ The default shape is Llama-3.1-8B's draft: hidden size 4096, MLP 14336, 32 heads
 bf16. One document of T tokens; supervised are spans of 256 tokens, evenly spread (all: one span). Features and final
 hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps;
 memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
+
+With --online, whole optimizer steps of the trainer instead, fed by a target of the shape with random weights and
+32 layers in the same process: its forward pass, full-vocabulary teacher, draft step and AdamW; tokens/s.
 """
 
 import argparse
@@ -62,6 +65,8 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="compute the MLP's activations again")
     parser.add_argument("--chunk", type=int, default=512, help="teacher rows of the loss at a time")
     parser.add_argument("--teachers", nargs="*", default=["W"], choices=["W", "V"])
+    parser.add_argument("--online", action="store_true", help="whole training steps, target included")
+    parser.add_argument("--target-layers", type=int, default=32)
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
 
@@ -83,6 +88,15 @@ def main() -> None:
         "rows": [],
     }
     print(f"ceiling {record['ceiling_tflops']:.0f} TFLOP/s")
+    if options.online:
+        for case in cases:
+            record["rows"].append(online(case, options))
+            print(
+                "T {T} {impl}: {ms:.1f} ms a step, {tokens_per_s:,.0f} tokens/s".format(**record["rows"][-1]),
+                flush=True,
+            )
+            write_json(options.out, record)
+        return
     for case in cases:
         row = measure(case, options)
         record["rows"].append(row)
@@ -200,6 +214,69 @@ def run(case: Case, options: argparse.Namespace) -> dict:
         "scored": first.scored_K.tolist(),
         "loss": first.loss.item(),
     }
+
+
+class OneRow:
+    """The rows of a training set that holds one row."""
+
+    def __init__(self, row: Packed):
+        self.row = row
+
+    def __getitem__(self, place: tuple[int, int]) -> Packed:
+        return self.row
+
+    def tokens(self, place: tuple[int, int]) -> int:
+        return self.row.token_T.numel()
+
+    def next(self, place: tuple[int, int]) -> tuple[int, int]:
+        return place
+
+
+def online(case: Case, options: argparse.Namespace) -> dict:
+    """Tokens a second of the trainer's own step, the target's forward pass included."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fledge.models.target import Target
+    from fledge.models.weights import fit
+    from fledge.train.optim import MasterAdamW
+    from fledge.train.trainer import Progress, Schedule, Source, _step
+
+    device, dtype = options.device, torch.bfloat16
+    torch.manual_seed(0)
+    shape = {k: v for k, v in SHAPES[options.shape].items() if k not in ("draft_vocab_size", "target_hidden_size")}
+    hf = LlamaConfig(**shape, num_hidden_layers=options.target_layers, max_position_embeddings=1 << 17)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(hf, dtype=dtype)
+    target = Target(model, None, name="random")
+    target.read_layers(None)
+    target.check_isolation()
+    config = DraftConfig.for_target(
+        hf.to_dict(), max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
+    )
+    W = config.draft_vocab_size
+    draft = Draft(config).to(device, dtype)
+    draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
+    fit(draft, target)
+    schedule = Schedule(steps=100, lr=1e-4, depth=options.depth, keep_unseen=True, ways=case.ways)
+    optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
+    rows, source = (
+        OneRow(row_of(case.tokens, case.supervised, config.vocab_size)),
+        Source(target.features, target.logits),
+    )
+
+    def step():
+        _step(draft, rows, source, schedule, optimizer, Progress())
+
+    for _ in range(3):
+        step()
+    took = statistics.median(seconds(step, device) for _ in range(max(options.repeats, 5)))
+    forward = statistics.median(seconds(lambda: target.features(rows.row), device) for _ in range(5))
+    if options.profile:
+        profile(step)
+    return {
+        "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "online": True, "teacher": "V",
+        "ways": asdict(case.ways), "ms": took * 1e3, "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took,
+    }  # fmt: skip
 
 
 def profile(step) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import dtype_named, opt, template_kwargs
@@ -42,6 +42,7 @@ class TrainOptions:
     weight_decay: float = opt("AdamW's, on matrices", 0.01)
     clip: float = opt("largest gradient norm", 1.0)
     gamma: float = opt("weight of step k is gamma^k", 0.8)
+    loss: str = opt("ce, kl, accept (-log α) or mixed (kl while α is low, then 1 - α)", "ce")
     keep_unseen: bool = opt("also learn from slots whose target token the draft cannot say", False)
     fc_norm: bool = opt("EAGLE-3.1: an RMSNorm on each captured layer", False)
     norm_output: bool = opt("EAGLE-3.1: feed back the normed state", False)
@@ -59,6 +60,10 @@ class TrainOptions:
     save_every: int = opt("steps between checkpoints", 200)
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
     seed: int = opt("of initial weights, packing and held-out records", 0)
+    impl: str | None = opt("how a step is computed: eager, flex or triton (default: triton on a GPU)", None)
+    slots: int | None = opt("slots in flight: fewer hold less memory (default: as many as fit, up to 8,192)", None)
+    activations: str = opt("the MLP's activations: keep, recompute, or auto, which recomputes only to fit", "auto")
+    longest_row: bool = opt("find the longest row that fits this GPU, say it and stop", False)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
 
@@ -94,6 +99,10 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     fit(draft, target)
     rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
     schedule = _schedule(options, draft, rows)
+    source = Source(target.features, target.logits)
+    schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
+    if options.longest_row:
+        return {}
     evaluate = _evaluator(options, target, template, held_out)
     if not options.resume:
         directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
@@ -113,7 +122,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
             logger(step_metrics)
 
     where = train(
-        draft, rows, Source(target.features, target.logits), schedule, directory,
+        draft, rows, source, schedule, directory,
         save_dtype=torch.bfloat16, evaluate=evaluate, resume=bool(options.resume),
         report=report,
     )  # fmt: skip
@@ -137,6 +146,15 @@ def _check(options: TrainOptions) -> None:
         raise ValueError("--depth and --rows-per-step are at least 1")
     if options.row_length is not None and options.row_length < options.max_length:
         raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
+    for flag, value, known in (
+        ("--loss", options.loss, ("ce", "kl", "accept", "mixed")),
+        ("--impl", options.impl, (None, "eager", "flex", "triton")),
+        ("--activations", options.activations, ("keep", "recompute", "auto")),
+    ):
+        if value not in known:
+            raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
+    if options.slots is not None and options.slots < 1:
+        raise ValueError("--slots is at least 1")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
 
@@ -230,10 +248,51 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
     return Schedule(
         steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, depth=options.depth, gamma=options.gamma,
-        rows_per_step=options.rows_per_step, warmup=options.warmup, weight_decay=options.weight_decay,
-        clip=options.clip, keep_unseen=options.keep_unseen, eval_every=options.eval_every,
-        save_every=options.save_every,
+        kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
+        weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
+        eval_every=options.eval_every, save_every=options.save_every,
     )  # fmt: skip
+
+
+def _ways(
+    options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Any, say: Callable[[str], None]
+) -> Any:
+    """How steps are computed: as asked for, and on a GPU so that they fit, found out on short rows.
+
+    Raises ValueError for what this device cannot do, or where no way fits.
+    """
+    import torch
+
+    from fledge.train.memory import MARGIN, choose, ladder
+    from fledge.train.objective import Ways, ttt
+
+    gpu = draft.device.type == "cuda"
+    impl = options.impl or ("triton" if gpu else "eager")
+    if not gpu and (impl != "eager" or options.longest_row):
+        raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
+    fast = "eager" if impl == "eager" else "triton"
+    ways = Ways(attention=impl, loss=fast, layers=fast)
+    if not gpu:
+        return replace(ways, slots=options.slots)
+
+    def step(row: Any, ways: Ways) -> None:
+        ttt(
+            draft, row, source.features(row), source.logits, steps=schedule.depth, gamma=schedule.gamma,
+            kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
+        )  # fmt: skip
+
+    free, _ = torch.cuda.mem_get_info(draft.device)
+    available = free + torch.cuda.memory_reserved(draft.device)
+    asked = ladder(ways, slots=options.slots, activations=options.activations)
+    memory = choose(draft, rows[0, 0], step, asked, available)
+    say(
+        f"about {memory.at(rows.row_length) / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of "
+        f"{rows.row_length:,} tokens, {memory.ways.slots:,} slots in flight"
+        + (", the MLP's activations computed again" if memory.ways.recompute else "")
+    )
+    if options.longest_row:
+        say(f"the longest row that fits so is {memory.longest(round(MARGIN * available)):,} tokens")
+    return memory.ways
 
 
 def _evaluator(

@@ -24,23 +24,30 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return out if bias_O is None else out + bias_O
 
 
-def accumulating_linear(x_SI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x Wᵀ whose backward pass adds the weight's gradient to `weight.grad` within the product that makes it, so that
-    a weight used many times costs no further passes over its gradient."""
-    return _Accumulating.apply(x_SI, weight_OI)
+def accumulating_products(x_SI: Tensor, *weights_OI: Tensor, onto_SO: Tensor | None = None) -> tuple[Tensor, ...]:
+    """x Wᵀ for each weight, or onto + x Wᵀ for one. The backward pass adds the weights' gradients to their `grad`, and
+    x's to each other, within the products that make them, so that a weight used many times costs no further passes
+    over its gradient. The weights must be leaves."""
+    return _Products.apply(onto_SO, x_SI, *weights_OI)
 
 
-class _Accumulating(torch.autograd.Function):
+class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
+    def forward(ctx, onto, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        if onto is not None:
+            return (torch.addmm(onto, x, weights[0].T),)
+        return tuple(x @ w.T for w in weights)
 
     @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        add_gradient(weight, dy, x)
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        dx = None
+        for dy, weight in zip(dys, weights, strict=True):
+            add_gradient(weight, dy, x)
+            if ctx.needs_input_grad[1]:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+        return dys[0] if ctx.needs_input_grad[0] else None, dx, *(None for _ in weights)
 
 
 def add_gradient(weight_OI: Tensor, dy_SO: Tensor, x_SI: Tensor) -> None:

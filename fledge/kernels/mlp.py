@@ -18,22 +18,22 @@ from fledge.kernels.linear import add_gradient
 
 
 def swiglu_mlp(
-    x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, *, impl: str = "eager", recompute: bool = False
+    x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, onto: Tensor, *, impl: str, recompute: bool = False
 ) -> Tensor:
-    """The MLP without biases, [S, E] to [S, E]. "triton" needs a GPU, or Triton's interpreter."""
+    """onto + the MLP without biases of x, all [S, E]. "triton" needs a GPU, or Triton's interpreter."""
     if impl == "triton":
-        return _SwiGLU.apply(x, gate_IE, up_IE, down_EI, recompute)
-    return F.linear(F.silu(F.linear(x, gate_IE)) * F.linear(x, up_IE), down_EI)
+        return _SwiGLU.apply(x, gate_IE, up_IE, down_EI, onto, recompute)
+    return onto + F.linear(F.silu(F.linear(x, gate_IE)) * F.linear(x, up_IE), down_EI)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, up, down, recompute):
+    def forward(ctx, x, gate, up, down, onto, recompute):
         from fledge.kernels.elementwise import silu_times
 
         g, u = x @ gate.T, x @ up.T
         ctx.save_for_backward(x, gate, up, down, *(() if recompute else (g, u)))
-        return silu_times(g, u) @ down.T
+        return torch.addmm(onto, silu_times(g, u), down.T)
 
     @staticmethod
     def backward(ctx, dy):
@@ -44,4 +44,4 @@ class _SwiGLU(torch.autograd.Function):
         dg, du, a = silu_times_backward_(g, u, dy @ down)
         for weight, of_output, of_input in ((down, dy, a), (gate, dg, x), (up, du, x)):
             add_gradient(weight, of_output, of_input)
-        return torch.addmm(dg @ gate, du, up), None, None, None, None
+        return (dg @ gate).addmm_(du, up), None, None, None, dy, None

@@ -340,9 +340,9 @@ def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:
 
 # block sizes, warps and stages by kernel: for 16-bit numbers on a Hopper GPU, and for wider ones
 TILES = {
-    "forward": (dict(BM=128, BN=64, num_warps=8, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
-    "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
-    "keys": (dict(BM=64, BN=128, num_warps=8, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
+    "forward": (dict(BM=64, BN=64, num_warps=4, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
+    "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=3), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
+    "keys": (dict(BM=64, BN=64, num_warps=4, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
 }
 
 

@@ -123,10 +123,13 @@ class Draft(nn.Module):
         blocks = self.blocks
         for i, layer in enumerate(blocks):
             x, residual = self.inputs(i, token_T, hidden_TE)
-            k, v = layer.self_attn.keys_values(x, rotary)
-            if rows is not None and i == len(blocks) - 1:
-                x, residual, rotary = x[rows], residual[rows], (rotary[0][rows], rotary[1][rows])
-            hidden_TE = layer.close(attend(i, layer.self_attn.queries(x, rotary), k, v), residual)
+            if rows is None or i < len(blocks) - 1:
+                q, k, v = layer.self_attn.projections(x, rotary)
+            else:
+                k, v = layer.self_attn.keys_values(x, rotary)
+                residual = residual[rows]
+                q = layer.self_attn.queries(x[rows], (rotary[0][rows], rotary[1][rows]))
+            hidden_TE = layer.close(attend(i, q, k, v), residual)
         return hidden_TE
 
     def inputs(self, layer: int, token_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import accumulating_linear, linear
+from fledge.kernels.linear import accumulating_products, linear
 from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope, rope_frequencies
 
@@ -18,9 +18,19 @@ class Linear(nn.Linear):
     accumulates = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.accumulates and self.bias is None and torch.is_grad_enabled():
-            return accumulating_linear(x, self.weight)
+        if self.fused:
+            return accumulating_products(x, self.weight)[0]
         return linear(x, self.weight, self.bias)
+
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The residual plus the product."""
+        if self.fused:
+            return accumulating_products(x, self.weight, onto_SO=residual)[0]
+        return residual + self(x)
+
+    @property
+    def fused(self) -> bool:
+        return self.accumulates and self.bias is None and torch.is_grad_enabled()
 
 
 class RMSNorm(nn.Module):
@@ -83,13 +93,25 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[S, width] to rotated queries [S, H, d]."""
-        q = self.q_proj(x).view(-1, self.heads, self.head_dim)
-        return self._rotated(self.q_norm(q) if self.qk_norm else q, rotary)
+        return self._queries(self.q_proj(x), rotary)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[S, width] to rotated keys and values, each [S, G, d]."""
-        k = self.k_proj(x).view(-1, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+        return self._keys_values(self.k_proj(x), self.v_proj(x), rotary)
+
+    def projections(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the same rows."""
+        if not self.q_proj.fused:
+            return self.queries(x, rotary), *self.keys_values(x, rotary)
+        q, k, v = accumulating_products(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        return self._queries(q, rotary), *self._keys_values(k, v, rotary)
+
+    def _queries(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        q = q.view(-1, self.heads, self.head_dim)
+        return self._rotated(self.q_norm(q) if self.qk_norm else q, rotary)
+
+    def _keys_values(self, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        k, v = (x.view(-1, self.kv_heads, self.head_dim) for x in (k, v))
         return self._rotated(self.k_norm(k) if self.qk_norm else k, rotary), v
 
     def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -111,11 +133,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, E, bias=bias)
         self.impl, self.recompute = "eager", False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The residual plus the MLP of x."""
         if self.impl == "triton" and self.gate_proj.bias is None:
             weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-            return swiglu_mlp(x, *weights, impl=self.impl, recompute=self.recompute)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return swiglu_mlp(x, *weights, residual, impl=self.impl, recompute=self.recompute)
+        return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -133,5 +156,5 @@ class Layer(nn.Module):
 
     def close(self, attended_SHd: Tensor, residual_SE: Tensor) -> Tensor:
         """Everything after the attention: output projection, residual, MLP. Returns [S, E]."""
-        h = residual_SE + self.self_attn.o_proj(attended_SHd.flatten(1))
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = self.self_attn.o_proj.onto(residual_SE, attended_SHd.flatten(1))
+        return self.mlp.onto(h, self.post_attention_layernorm(h))

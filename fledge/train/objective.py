@@ -61,9 +61,7 @@ def ttt(
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
         hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways)]
-        # teacher rows that some slot needs, ascending, and each slot's place among them
-        needed = torch.cat([t + 1 + k for k, t in enumerate(chunk)]).unique()
-        rows = [torch.searchsorted(needed, t + 1 + k) for k, t in enumerate(chunk)]
+        needed, rows = _teachers(chunk, row.token_T.numel())
         last_PD = features.last_TD.index_select(0, *to_device([needed], features.last_TD.device))
         loss, scores, dhidden = loss_and_gradients(
             hidden,
@@ -124,11 +122,13 @@ class _FirstPass:
         keys = []
         for i, layer in enumerate(draft.blocks):
             x, residual = draft.inputs(i, token, hidden)
-            keys.append(layer.self_attn.keys_values(x, rotary))
-            if i + 1 < len(draft.blocks):
-                plan = _plan(row, [everyone], 0, device)[0]
-                out = ttt_attention(layer.self_attn.queries(x, rotary), *keys[i], [], plan.queries, ways.attention)
-                hidden = layer.close(out, residual)
+            if i + 1 == len(draft.blocks):
+                keys.append(layer.self_attn.keys_values(x, rotary))
+                break
+            q, *pair = layer.self_attn.projections(x, rotary)
+            keys.append(tuple(pair))
+            plan = _plan(row, [everyone], 0, device)[0]
+            hidden = layer.close(ttt_attention(q, *pair, [], plan.queries, ways.attention), residual)
         self.made = _Keys(0, hidden, keys)
         self.learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients: list[Tensor] = []
@@ -199,21 +199,35 @@ def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device)
     """The steps of some slots, whose keys are the row's from `start` on."""
     end = int(live[0][-1]) + 1 if live[0].numel() else start
     documents = [(a - start, min(b, end) - start) for a, b in row.documents() if start <= a < end]
-    begins = torch.tensor([a for a, _ in documents])
+    begins, ends = torch.tensor(documents, dtype=torch.int64).view(-1, 2).T
+    begin_of = torch.repeat_interleave(begins, ends - begins)
+    places: list[Tensor] = []  # of a step's slots among themselves, by token
     host, blocks = [], []
     for k, slots in enumerate(live):
         at = slots - start
-        first = begins[torch.searchsorted(begins, at, right=True) - 1]
-        places = [torch.searchsorted(before, slots) for before in (live[k - 1 : k] + live[1 : k + 1])]
         token, position = step_inputs(row, slots, k)
-        kept, own = (places[0], places[1:]) if k else (torch.arange(slots.numel()), [])
-        host += [token, position, torch.stack([at, first, kept, *own])]
+        places.append(torch.zeros(end - start, dtype=torch.int64))
+        places[k][at] = torch.arange(slots.numel())
+        host += [
+            token,
+            position,
+            torch.stack([at, begin_of[at], *(p[at] for p in (places[max(k - 1, 0)], *places[1:]))]),
+        ]
         blocks.append(document_blocks(at, documents, BLOCK[device.type]))
     made = to_device([x.int() for x in host], device)
     return [
         _Plan(made[3 * k], made[3 * k + 1], Queries(i[0], i[1], i[3:], blocks[k]), i[2])
         for k, i in enumerate(made[2::3])
     ]
+
+
+def _teachers(live: Sequence[Tensor], tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """The tokens after which some slot needs the target's distribution, ascending, and each slot's place among them."""
+    wanted = torch.zeros(tokens, dtype=torch.bool)
+    for k, slots in enumerate(live):
+        wanted[slots + 1 + k] = True
+    place = wanted.cumsum(0) - 1
+    return wanted.nonzero().squeeze(-1), [place[slots + 1 + k] for k, slots in enumerate(live)]
 
 
 def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -248,16 +262,15 @@ def _count(parts: Sequence[tuple[Tensor, Scores]], live: Sequence[Tensor]) -> St
     steps = range(len(live))
     hits = [torch.cat([scores.hits[k] for _, scores in parts]) for k in steps]
     hits = torch.cat(hits).cpu().split([t.numel() for t in live])
-    survive, alive = [], None
+    right = torch.zeros(len(live), int(live[0][-1]) + 1 if live[0].numel() else 0, dtype=torch.uint8)
     for k, (slots, hit) in enumerate(zip(live, hits, strict=True)):
-        alive = hit if k == 0 else alive[torch.searchsorted(live[k - 1], slots)] & hit
-        survive.append(int(alive.sum()))
+        right[k, slots] = hit.to(torch.uint8)
     return Step(
         loss=sum(loss for loss, _ in parts),
         live_K=torch.tensor([t.numel() for t in live]),
         scored_K=sum(scores.scored_K for _, scores in parts).cpu(),
         hit_K=torch.tensor([int(h.sum()) for h in hits]),
-        survive_K=torch.tensor(survive),
+        survive_K=right.cumprod(0).sum(1),
         accept_K=sum(scores.accept_K for _, scores in parts).cpu(),
         walked=walk(live, hits),
     )

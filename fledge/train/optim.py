@@ -22,7 +22,9 @@ class MasterAdamW:
         decays = [m for m in self.masters if m.dim() > 1]
         rest = [m for m in self.masters if m.dim() <= 1]
         groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, foreach=True)
+        gpu = any(m.is_cuda for m in self.masters)  # there in one pass, which holds nothing besides
+        way = dict(fused=True) if gpu else dict(foreach=True)
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **way)
 
     def accumulate(self) -> None:
         """Moves the parameters' gradients into the masters'."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.models.draft import Draft
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.objective import ttt
+from fledge.train.objective import Ways, ttt
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Features, Packed, Step
 
@@ -35,6 +35,8 @@ class Schedule:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     keep_unseen: bool = False
+    kind: str = "ce"
+    ways: Ways = Ways()
     eval_every: int = 0
     save_every: int = 100
 
@@ -82,6 +84,9 @@ def train(
         progress = Progress(**saved["progress"])
     run.truncate_metrics(progress.step)
 
+    if draft.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(draft.device)
+
     def save() -> None:
         state = {"optimizer": optimizer.state_dict(), "progress": vars(progress)}
         run.save_checkpoint(draft, save_dtype, state)
@@ -96,6 +101,8 @@ def train(
             last = progress.step == schedule.steps
             metrics = _metrics(total, schedule, progress.step, lr, norm)
             metrics |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+            if draft.device.type == "cuda":
+                metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
             if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
@@ -131,7 +138,9 @@ def _step(
             source.logits,
             steps=schedule.depth,
             gamma=schedule.gamma,
+            kind=schedule.kind,
             keep_unseen=schedule.keep_unseen,
+            ways=schedule.ways,
         )
         optimizer.accumulate()
         total = step if total is None else total + step
