@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import document, row_of, tiny_draft, tiny_target
@@ -12,8 +14,9 @@ from fledge.kernels.loss import KINDS
 from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope
 from fledge.kernels.ttt_attention import Queries, ttt_attention, ttt_attention_reference
+from fledge.models.draft import Draft
 from fledge.train.objective import Ways, ttt
-from fledge.types import Document, Packed
+from fledge.types import Document, Features, Packed
 
 pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
 from fledge.kernels.elementwise import rope
@@ -233,3 +236,29 @@ def test_training_step(variant: dict, attention: str, slots: int | None) -> None
     assert step.walked == plain.walked
     for name, g in gradients(draft, step.loss).items():
         assert distance(g, expected[name]) < 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", IMPLS)
+def test_training_step_in_16_bits(attention: str) -> None:
+    """In bfloat16, the error of the loss and of each gradient of a whole row is no more than 1.5 times that of the
+    plain definition, in chunks of slots too."""
+    target = tiny_target(tokenizer=False, hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
+    draft = tiny_draft(target, draft_vocab_size=131)
+    row = row_of(LONG, filler=5)
+    draft, features = draft.to(DEVICE, torch.bfloat16), target.features(row)
+    features = Features(*(x.to(DEVICE, torch.bfloat16) for x in (features.aux_TAD, features.last_TD)))
+    head = target.head.weight.to(DEVICE, torch.bfloat16)
+
+    def gradients_of(draft: Draft, ways: Ways) -> dict[str, Tensor]:
+        draft.share_embedding(target.embedding)
+        seen = Features(features.aux_TAD.to(draft.dtype), features.last_TD.to(draft.dtype))
+        step = ttt(draft, row, seen, lambda x: x @ head.to(draft.dtype).T, steps=4, ways=ways)
+        return {"loss": step.loss, **gradients(draft, step.loss)}
+
+    exact = gradients_of(copy.deepcopy(draft).double(), Ways())
+    usual = gradients_of(draft, Ways())
+    for slots in (None, 100):
+        for name, ours in gradients_of(draft, Ways(attention, "triton", "triton", slots)).items():
+            allowed = 1.5 * distance(usual[name], exact[name]) + 1e-4
+            assert distance(ours, exact[name]) <= allowed, (name, slots)

@@ -1,0 +1,71 @@
+"""Trains the same small draft with every implementation of the training step, and compares τ.
+
+    python bench/impls.py --target DIR --data sgd_train.jsonl --prompts sgd_dev.jsonl --out bench/results/impls.json
+
+Each implementation with several seeds (initial weights and order of the data); τ by the real decoder, greedy, on the
+same 32 prompts. They agree where the difference of two means is within two standard errors of it.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+from fledge.eval.environment import environment
+from fledge.jobs import train
+from fledge.jobs.options import write_json
+from fledge.jobs.show import Show
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/impls"))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/impls.json"))
+    parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args()
+
+    record = {"environment": environment("cuda", "bfloat16"), "steps": options.steps, "rows": []}
+    for seed, impl in itertools.product(range(options.seeds), options.impls):
+        out = options.work / f"{impl}-{seed}"
+        shutil.rmtree(out, ignore_errors=True)
+        asked = train.TrainOptions(
+            target=options.target, data=[options.data], out=str(out), eval_prompts=options.prompts, steps=options.steps,
+            depth=5, draft_vocab=4096, max_length=512, row_length=8192, save_every=10**6, seed=seed, impl=impl,
+        )  # fmt: skip
+        show = Show(quiet=True)
+        last = train.run(asked, show.say, show)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        late = lines[len(lines) // 2 :]
+        speed = sum(m["tokens_per_s"] * m["seconds"] for m in late) / sum(m["seconds"] for m in late)
+        row = {"impl": impl, "seed": seed, "tau": last["eval_tau"], "loss": last["loss"], "tokens_per_s": speed}
+        record["rows"].append(row)
+        print(f"{impl:7} seed {seed}: τ {row['tau']:.3f}, loss {row['loss']:.4f}, {speed:,.0f} tokens/s", flush=True)
+        write_json(options.out, record)
+    record["means"] = {impl: mean_and_error(record["rows"], impl) for impl in options.impls}
+    record["agree"] = {
+        f"{a} and {b}": agree(record["means"][a], record["means"][b])
+        for a, b in itertools.combinations(options.impls, 2)
+    }
+    write_json(options.out, record)
+    print(json.dumps({"means": record["means"], "agree": record["agree"]}, indent=1))
+
+
+def mean_and_error(rows: list[dict], impl: str) -> dict[str, float]:
+    """Mean τ over seeds and its standard error."""
+    taus = [r["tau"] for r in rows if r["impl"] == impl]
+    return {"tau": statistics.mean(taus), "error": statistics.stdev(taus) / len(taus) ** 0.5}
+
+
+def agree(a: dict[str, float], b: dict[str, float]) -> bool:
+    return abs(a["tau"] - b["tau"]) <= 2 * (a["error"] ** 2 + b["error"] ** 2) ** 0.5
+
+
+if __name__ == "__main__":
+    main()
