@@ -260,5 +260,5 @@ def test_training_step_in_16_bits(attention: str) -> None:
     usual = gradients_of(draft, Ways())
     for slots in (None, 100):
         for name, ours in gradients_of(draft, Ways(attention, "triton", "triton", slots)).items():
-            allowed = 1.5 * distance(usual[name], exact[name]) + 1e-4
+            allowed = 1.5 * distance(usual[name], exact[name]) + 1e-3
             assert distance(ours, exact[name]) <= allowed, (name, slots)
