@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
 
+    if options.device != "cpu":
+        torch.set_num_threads(1)  # as `fledge train` does: the host only plans
     ways = {
         "eager": Ways(chunk=options.chunk),
         "flex": Ways("flex", "triton", "triton", options.slots, options.recompute, options.chunk),

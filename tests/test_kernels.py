@@ -47,7 +47,8 @@ def attended(way: str, leaves: list[Tensor], queries: Queries, weights: Tensor) 
         out = ttt_attention_reference(q, k0, v0, own, queries)
     else:
         out = ttt_attention(q, k0, v0, own, queries, way)
-    return [out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)]
+    found = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves, allow_unused=True)
+    return [out, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -87,6 +87,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         options = _saved_options(directory, options.resume)
     _check(options)
     device = resolve_device(options.device)
+    if device.startswith("cuda"):
+        torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(_layer_ids(options.aux_layers))
     target.check_isolation()

@@ -10,15 +10,15 @@ vocabulary V, and p' that distribution restricted to the draft's W ids and renor
     accept    -log α                                dz = -q ([q < p] - c) / α,   c = Σ_w q_w [q_w < p_w]
     mixed     λ kl + (1 - λ)(1 - α)                 dz = λ (q - p') - (1 - λ) q ([q < p] - c)
 
-with λ = exp(-3 α) taken as a constant, and α no smaller than 1e-6. Gradients are made in the forward pass, chunk by
-chunk (Liger's idea, with a soft target): the teacher's tile of a chunk is computed once and read by all K steps, dW
+with λ = exp(-3 α) taken as a constant, and α no smaller than 1e-6. Gradients are made in the forward pass, tile by
+tile (Liger's idea, with a soft target): a tile of the teacher is computed once and read by all K steps, dW
 is accumulated in float32, dh is written, and nothing else outlives a chunk.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from fledge.kernels.transfer import to_device
 KINDS = ("ce", "kl", "accept", "mixed")
 IMPLS = ("eager", "triton")
 LEAST_ALPHA = 1e-6
+PRODUCT = 2048  # slots whose part of the head's gradient is made at once
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,12 @@ class _Made(torch.autograd.Function):
 
 @dataclass
 class _Sums:
-    """Where the chunks leave what they find; the slots of all steps stand one after the other. `dhidden_SE` and
-    `dhead_WE` are None where no gradient is wanted."""
+    """Where the tiles leave what they find; the slots of all steps stand one after the other."""
 
     loss_S: Tensor
     accept_S: Tensor
     scored_S: Tensor
     hit_S: Tensor
-    dhidden_SE: Tensor | None
-    dhead_WE: Tensor | None
 
 
 @torch.no_grad()
@@ -120,49 +118,60 @@ def loss_and_gradients(
     if chunk is None:
         chunk = max(64, (1 << 26) // max(teacher(slice(0, 1)).shape[-1], 1))
     if impl == "triton":
-        from fledge.kernels.loss_triton import chunk_loss
+        from fledge.kernels.loss_triton import tile_loss
     else:
-        chunk_loss = _chunk_loss
+        tile_loss = _tile_loss
     device, counts = head_WE.device, [h.shape[0] for h in hidden]
     wide = torch.promote_types(head_WE.dtype, torch.float32)
     total = sum(counts)
     sums = _Sums(
         *torch.zeros(2, total, dtype=wide, device=device),
         *torch.zeros(2, total, dtype=torch.bool, device=device),
-        None if dhead_WE is None else head_WE.new_empty(total, head_WE.shape[1]),
-        dhead_WE,
     )
+    dhidden = [] if dhead_WE is None else [torch.empty_like(h) for h in hidden]
     weight_S = torch.empty(total, dtype=wide, device=device)
     for part, weight in zip(weight_S.split(counts), weights, strict=True):
         part.fill_(weight)
     draft_id = None
-    for start, spans, place, row in _by_chunk(rows, chunk, device):
-        if not place.numel():
-            continue
-        h = torch.cat([x[a:b] for x, (a, b) in zip(hidden, spans, strict=True)])
-        logits = teacher(slice(start, start + chunk)).to(device)
-        if draft_id is None:
-            draft_id = torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device)
-            draft_id[ids_W] = torch.arange(ids_W.numel(), device=device)
-        dh = chunk_loss(h, head_WE, logits, row, place, weight_S[place], ids_W, draft_id, kind, keep_unseen, sums)
-        if dh is not None:
-            parts = dh.split([b - a for a, b in spans])
-            for whole, part, (a, b) in zip(sums.dhidden_SE.split(counts), parts, spans, strict=True):
-                whole[a:b] = part
+    for group in _groups(_by_chunk(rows, chunk, device)):
+        h = torch.cat([x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)])
+        z, done = h @ head_WE.T, 0
+        for tile in group:
+            logits = teacher(slice(tile.start, tile.start + chunk)).to(device)
+            if draft_id is None:
+                draft_id = torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device)
+                draft_id[ids_W] = torch.arange(ids_W.numel(), device=device)
+            part, done = z[done : done + tile.place.numel()], done + tile.place.numel()
+            tile_loss(part, logits, tile, weight_S[tile.place], ids_W, draft_id, kind, keep_unseen, sums)
+        if dhead_WE is not None:
+            _add_product(dhead_WE, z.T, h)
+            found = (z @ head_WE).split([b - a for tile in group for a, b in tile.spans])
+            into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
+            for whole, made in zip(into, found, strict=True):
+                whole.copy_(made)
     loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
     scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
     loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
-    scores = Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts)))
-    return loss, scores, [] if dhead_WE is None else list(sums.dhidden_SE.split(counts))
+    return loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhidden
 
 
 def _zeros_wide(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _by_chunk(rows: list[Tensor], chunk: int, device: torch.device):
-    """Yields, for each run of `chunk` teacher rows: its start, the span of every step's slots in it, those slots'
-    places among all steps' slots, and their teacher rows within it (the last two on the device)."""
+@dataclass(frozen=True)
+class _Tile:
+    """The slots that some teacher rows teach: the first of those rows, every step's span of slots, those slots' places
+    among all steps' slots, and their teacher rows within the tile (the last two int64 [M], on the device)."""
+
+    start: int
+    spans: tuple[tuple[int, int], ...]
+    place: Tensor
+    row: Tensor
+
+
+def _by_chunk(rows: list[Tensor], chunk: int, device: torch.device) -> Iterator[_Tile]:
+    """A tile for each run of `chunk` teacher rows."""
     last = max((int(r[-1]) for r in rows if r.numel()), default=-1)
     edges = torch.arange(0, last + 1 + chunk, chunk)
     cuts = [torch.searchsorted(r, edges).tolist() for r in rows]  # K lists of chunks + 1
@@ -174,29 +183,48 @@ def _by_chunk(rows: list[Tensor], chunk: int, device: torch.device):
         return
     place, row = to_device([torch.cat(places), torch.cat(within)], device)
     sizes = [sum(b - a for a, b in s) for s in spans]
-    yield from zip(edges.tolist(), spans, place.split(sizes), row.split(sizes), strict=False)
+    yield from map(_Tile, edges.tolist(), spans, place.split(sizes), row.split(sizes))
 
 
-def _chunk_loss(
-    h_ME: Tensor, head_WE: Tensor, teacher_NV: Tensor, row_M: Tensor, place_M: Tensor, weight_M: Tensor,
-    ids_W: Tensor, draft_id: Tensor, kind: str, keep_unseen: bool, sums: _Sums,
-) -> Tensor | None:  # fmt: skip
-    """One chunk in plain torch: M slots of any steps against N teacher rows. Returns the gradient for h."""
-    tile = _TeacherTile(teacher_NV, ids_W, draft_id)
-    z = at_least_float32(h_ME @ head_WE.T)
-    logq = z.log_softmax(-1)
-    p, mass, top = tile.p_NW[row_M], tile.mass_N[row_M, None], tile.top_N[row_M]
+def _groups(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
+    """Tiles that hold PRODUCT slots together, so that the head's gradient is added to a few times only."""
+    group: list[_Tile] = []
+    for tile in tiles:
+        if tile.place.numel():
+            group.append(tile)
+        if sum(t.place.numel() for t in group) >= PRODUCT:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _tile_loss(
+    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_M: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
+    keep_unseen: bool, sums: _Sums,
+) -> None:  # fmt: skip
+    """A tile in plain torch: the logits of M slots of any steps against N teacher rows. The weighted gradient for the
+    logits takes their place."""
+    teacher = _TeacherTile(teacher_NV, ids_W, draft_id)
+    z = at_least_float32(z_MW)
+    p, mass, top = teacher.p_NW[tile.row], teacher.mass_N[tile.row, None], teacher.top_N[tile.row]
     scored = (top >= 0) | keep_unseen
-    loss, dz, alpha = _row_loss(logq, p, mass, kind)
-    sums.hit_S[place_M] = z.argmax(-1) == top
-    sums.scored_S[place_M] = scored
-    sums.loss_S[place_M] = torch.where(scored, loss, 0)
-    sums.accept_S[place_M] = alpha
-    if sums.dhead_WE is None:
-        return None
-    dz = (dz * (scored * weight_M)[:, None]).to(h_ME.dtype)
-    sums.dhead_WE += dz.T @ h_ME
-    return dz @ head_WE
+    loss, dz, alpha = _row_loss(z.log_softmax(-1), p, mass, kind)
+    sums.hit_S[tile.place] = z.argmax(-1) == top
+    sums.scored_S[tile.place] = scored
+    sums.loss_S[tile.place] = torch.where(scored, loss, 0)
+    sums.accept_S[tile.place] = alpha
+    z_MW.copy_(dz * (scored * weight_M)[:, None])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, with float32 sums of 16-bit factors made in one product."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a.to(total.dtype) @ b.to(total.dtype)
 
 
 def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The chunk of fledge/kernels/loss.py on a GPU: torch's matrix products, and two kernels over rows between them.
+"""The tile of fledge/kernels/loss.py on a GPU: torch's matrix products, and two kernels over rows between them.
 
 `_teacher_rows` reads a teacher row of V logits: its argmax as a draft id, log-sum-exp over V and over the draft's W
 ids, and the W logits gathered. `_student_rows` reads a slot's W logits z and its teacher's, twice (three times for
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.loss import KINDS, LEAST_ALPHA, _Sums
+from fledge.kernels.loss import LEAST_ALPHA, _Sums, _Tile
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
@@ -71,7 +71,7 @@ def _teacher_rows(
 def _student_rows(
     z_ptr, kept_ptr, row_ptr, place_ptr, weight_ptr, lse_ptr, mass_ptr, top_ptr,
     loss_ptr, accept_ptr, scored_ptr, hit_ptr, W,
-    KIND: tl.constexpr, KEEP: tl.constexpr, GRAD: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, KEEP: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -110,7 +110,7 @@ def _student_rows(
         alpha += tl.where(inside, tl.minimum(q, p * mass), 0.0)
         if KIND == "accept" or KIND == "mixed":
             below += tl.where(inside & (q < p * mass), q, 0.0)
-        elif GRAD:
+        else:
             tl.store(z_row + start + lane, ((q - p) * scale).to(z_ptr.dtype.element_ty), mask=inside)
     accepted = tl.sum(alpha, 0)
     ce = lse - tl.sum(agree, 0)
@@ -129,14 +129,13 @@ def _student_rows(
             by_kl = tl.exp(-3.0 * accepted)
             by_alpha = 1.0 - by_kl
             loss = by_kl * kl + by_alpha * (1.0 - accepted)
-        if GRAD:
-            for start in range(0, W, BLOCK):
-                inside = start + lane < W
-                z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
-                t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
-                q, p = tl.exp(z - lse), tl.exp(t - teacher_lse)
-                dz = by_kl * (q - p) - by_alpha * q * (tl.where(q < p * mass, 1.0, 0.0) - c)
-                tl.store(z_row + start + lane, (dz * scale).to(z_ptr.dtype.element_ty), mask=inside)
+        for start in range(0, W, BLOCK):
+            inside = start + lane < W
+            z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+            t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
+            q, p = tl.exp(z - lse), tl.exp(t - teacher_lse)
+            dz = by_kl * (q - p) - by_alpha * q * (tl.where(q < p * mass, 1.0, 0.0) - c)
+            tl.store(z_row + start + lane, (dz * scale).to(z_ptr.dtype.element_ty), mask=inside)
     place = tl.load(place_ptr + i)
     tl.store(loss_ptr + place, tl.where(scored, loss, 0.0))
     tl.store(accept_ptr + place, accepted)
@@ -144,39 +143,22 @@ def _student_rows(
     tl.store(hit_ptr + place, said == top)
 
 
-def chunk_loss(
-    h_ME: Tensor, head_WE: Tensor, teacher_NV: Tensor, row_M: Tensor, place_M: Tensor, weight_M: Tensor,
-    ids_W: Tensor, draft_id: Tensor, kind: str, keep_unseen: bool, sums: _Sums,
-) -> Tensor | None:  # fmt: skip
-    """`_chunk_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
-    if head_WE.dtype == torch.float64:
+def tile_loss(
+    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_M: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
+    keep_unseen: bool, sums: _Sums,
+) -> None:  # fmt: skip
+    """`_tile_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
+    if z_MW.dtype == torch.float64:
         raise ValueError("the loss 'triton' computes in float32; use 'eager' for float64")
-    assert kind in KINDS
-    (N, V), W, M = teacher_NV.shape, head_WE.shape[0], h_ME.shape[0]
+    (N, V), (M, W), device = teacher_NV.shape, z_MW.shape, z_MW.device
     gather = W != V
     teacher_NV = teacher_NV.contiguous()
     kept = teacher_NV.new_empty(N, W) if gather else teacher_NV
-    lse, mass = torch.empty(2, N, dtype=torch.float32, device=h_ME.device)
-    top = torch.empty(N, dtype=torch.int64, device=h_ME.device)
-    _teacher_rows[(N,)](
-        teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8,
-    )  # fmt: skip
-    z = h_ME @ head_WE.T
+    lse, mass = torch.empty(2, N, dtype=torch.float32, device=device)
+    top = torch.empty(N, dtype=torch.int64, device=device)
+    _teacher_rows[(N,)](teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8)
     _student_rows[(M,)](
-        z, kept, row_M, place_M, weight_M, lse, mass, top, sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
-        KIND=kind, KEEP=keep_unseen, GRAD=sums.dhead_WE is not None, LEAST=LEAST_ALPHA, BLOCK=2048, num_warps=8,
+        z_MW, kept, tile.row, tile.place, weight_M, lse, mass, top,
+        sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
+        KIND=kind, KEEP=keep_unseen, LEAST=LEAST_ALPHA, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    if sums.dhead_WE is None:
-        return None
-    _add_product(sums.dhead_WE, z.T, h_ME)
-    return z @ head_WE
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, with float32 sums of 16-bit factors made in one product."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.device.type == "cuda":
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
-        total += a.to(total.dtype) @ b.to(total.dtype)

@@ -36,7 +36,7 @@ def ttt_attention_flex(
     S, H, d = q_SHd.shape
     T, G, _ = k0_TGd.shape
     if not S:
-        return torch.zeros_like(q_SHd)
+        return q_SHd
     mask = create_block_mask(
         lambda b, h, q, k: (k >= first_S[q]) & (k <= slot_S[q]), None, None, S, T, device=q_SHd.device, BLOCK_SIZE=BLOCK
     )
