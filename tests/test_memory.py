@@ -1,0 +1,134 @@
+"""The estimate of a step's memory: its arithmetic anywhere, and what it foretells on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Ran, document, row_of, tiny_chats, tiny_draft, tiny_target, tiny_target_directory
+from torch import nn
+
+from fledge.train.memory import LADDER, Memory, choose, first_tokens, ladder, measure
+from fledge.train.objective import Ways, ttt
+from fledge.types import Packed
+
+ROW = row_of([document(4096, (0, 4096))])
+
+
+def test_a_line_through_the_peaks() -> None:
+    memory = Memory(Ways(), held=1000, fixed=100.0, per_token=2.0, update=500)
+    assert memory.at(1000) == 1000 + 2100
+    assert memory.at(10) == 1000 + 500, "the update takes more than so short a row"
+    assert memory.longest(1000 + 100 + 2 * 1300) == 1280
+    assert memory.longest(500) == 0
+
+
+def test_the_beginning_of_a_row() -> None:
+    row = row_of([document(5, (0, 5)), document(7, (1, 7))], filler=2)
+    short = first_tokens(row, 6)
+    assert [x.numel() for x in (short.token_T, short.span_T, short.position_T, short.doc_T)] == [6] * 4
+    assert torch.equal(short.token_T, row.token_T[:6])
+
+
+def test_what_is_tried() -> None:
+    """All rungs, those that keep or recompute, or the one that was asked for."""
+    ways = Ways("triton")
+    assert [(w.slots, w.recompute) for w in ladder(ways, slots=None, activations="auto")] == list(LADDER)
+    assert all(not w.recompute for w in ladder(ways, slots=None, activations="keep"))
+    assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="recompute")] == [(77, True)]
+    assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="auto")] == [(77, False), (77, True)]
+
+
+@pytest.fixture
+def affine_device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A device on which a step takes 3 bytes a token and slot in flight, and 1000 besides, over 50 held."""
+    said = {"peak": 0}
+    for name, answer in (
+        ("memory_allocated", lambda *_: 50),
+        ("reset_peak_memory_stats", lambda *_: None),
+        ("max_memory_allocated", lambda *_: 50 + said["peak"]),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return said
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10))
+        self.device = torch.device("cpu")
+
+
+def test_measuring_extrapolates(affine_device: dict[str, int]) -> None:
+    def step(row: Packed, ways: Ways) -> None:
+        affine_device["peak"] = 1000 + 3 * row.token_T.numel() * ways.slots
+
+    memory = measure(Two(), ROW, step, Ways(slots=4))
+    assert memory.at(4096) == 50 + 12 * 10 + 1000 + 3 * 4096 * 4
+
+
+def test_the_first_that_fits(affine_device: dict[str, int]) -> None:
+    def step(row: Packed, ways: Ways) -> None:
+        affine_device["peak"] = 3 * row.token_T.numel() * ways.slots // (2 if ways.recompute else 1)
+
+    asked = ladder(Ways(), slots=None, activations="auto")
+    big = choose(Two(), ROW, step, asked, 10**12)
+    assert (big.ways.slots, big.ways.recompute) == LADDER[0]
+    middle = choose(Two(), ROW, step, asked, 3 * 4096 * 2100)
+    assert (middle.ways.slots, middle.ways.recompute) == (2048, True)
+    with pytest.raises(ValueError, match=r"rows of at most 2,\d\d\d tokens fit \(--row-length\)"):
+        choose(Two(), ROW, step, asked, 3 * 4096 * 300)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--impl", "triton", "--device", "cpu"), "--impl triton needs a CUDA GPU"),
+        (("--longest-row", "--device", "cpu"), "--longest-row needs a CUDA GPU"),
+        (("--impl", "fast"), "--impl fast is none of eager, flex, triton"),
+        (("--loss", "mse"), "--loss mse is none of ce, kl, accept, mixed"),
+        (("--activations", "some"), "--activations some is none of keep, recompute, auto"),
+        (("--slots", "0"), "--slots is at least 1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(words: tuple[str, ...], reason: str, fledge, tmp_path) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 4)
+    ran: Ran = fledge("train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, *words)
+    assert ran.code != 0 and reason in ran.err
+    assert not (tmp_path / "run" / "draft").exists()
+
+
+@pytest.mark.parametrize("loss", ["kl", "accept", "mixed"])
+def test_training_with_every_loss(loss: str, fledge, tmp_path) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 8)
+    ran: Ran = fledge(
+        "train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 2, "--max-length", 64,
+        "--loss", loss, "--slots", 16, "--eval-tokens", 4,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "run" / "draft" / "config.json").is_file()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_estimate_is_what_is_used(recompute: bool) -> None:
+    """Within a tenth, on a row twice as long as the longer of those measured."""
+    shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8, vocab_size=4000)
+    target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
+    target.model.to("cuda", torch.bfloat16)
+    draft = tiny_draft(target).to("cuda", torch.bfloat16)
+    draft.share_embedding(target.embedding)
+    target.check_isolation()
+    row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(4)])
+
+    def step(row: Packed, ways: Ways) -> None:
+        ttt(draft, row, target.features(row), target.logits, steps=5, ways=ways)
+
+    ways = Ways("triton", "triton", "triton", slots=1024, recompute=recompute)
+    memory = replace(measure(draft, row, step, ways), held=0, update=0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(row, ways)
+    used = torch.cuda.max_memory_allocated() - before
+    assert abs(memory.at(row.token_T.numel()) - used) <= 0.1 * used
