@@ -4,8 +4,8 @@
 
 Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
 teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
-all logits, then calls the plain loss in float32 (compiled where there is a GPU), with autograd. Memory is the peak
-above the inputs.
+all logits, then calls the plain loss in float32 (compiled where there is a GPU), with autograd, and has the head's
+gradient in bf16; ours is in float32. Memory is the peak above the inputs, gradients included.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from train_step import ceiling, seconds
+from train_step import ceiling, profile, seconds
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
-from fledge.kernels.loss import soft_target_loss
+from fledge.kernels.loss import loss_and_gradients
 
 SIZES = ((8192, 32_000), (16_384, 32_000), (8192, 64_000))
 
@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
@@ -56,13 +57,18 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
         h.grad = head.grad = None
         if impl == "apart":
             loss = apart(h @ head.T, last @ target_head.T)
-        else:
-            loss, _ = soft_target_loss(
-                [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=options.chunk, impl=impl
-            )
-        loss.backward()
-        return loss.detach()
+            loss.backward()
+            return loss.detach()
+        dhead = torch.zeros_like(head, dtype=torch.float32)
+        loss, _, _ = loss_and_gradients(
+            [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=options.chunk, impl=impl,
+            dhead_WE=dhead,
+        )  # fmt: skip
+        return loss
 
+    if options.profile and device != "cpu" and impl != "eager":
+        work(), work()
+        profile(work)
     held = torch.cuda.memory_allocated if device != "cpu" else lambda: 0
     before = held()
     for _ in range(3):

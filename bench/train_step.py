@@ -24,7 +24,7 @@ from fledge.config import DraftConfig
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
 from fledge.models.draft import Draft
-from fledge.train.objective import Ways, ttt
+from fledge.train.objective import Ways
 from fledge.types import Features, Packed
 
 SPAN = 256
@@ -194,7 +194,9 @@ def run(case: Case, options: argparse.Namespace) -> dict:
 
     def step():
         draft.zero_grad(set_to_none=True)
-        return ttt(draft, packed, features, lambda x: x @ head.T, steps=options.depth, keep_unseen=True, ways=case.ways)
+        return ttt_queued(
+            draft, packed, features, lambda x: x @ head.T, steps=options.depth, keep_unseen=True, ways=case.ways
+        )
 
     def held() -> int:
         return torch.cuda.memory_allocated() if device != "cpu" else 0
@@ -203,7 +205,7 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        first = step()
+        first = step().count()
     times = [seconds(step, device) for _ in range(options.repeats)]
     took = statistics.median(times)
     if options.profile and device != "cpu" and case.ways.attention != "eager":

@@ -132,23 +132,29 @@ def loss_and_gradients(
     weight_S = torch.empty(total, dtype=wide, device=device)
     for part, weight in zip(weight_S.split(counts), weights, strict=True):
         part.fill_(weight)
-    draft_id = None
-    for group in _groups(_by_chunk(rows, chunk, device)):
+    draft_id: list[Tensor] = []  # by target id, -1 where the draft has none; made when V is known
+
+    def taught(tile: _Tile, z: Tensor) -> None:
+        logits = teacher(slice(tile.start, tile.start + chunk)).to(device)
+        if not draft_id:
+            draft_id.append(torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device))
+            draft_id[0][ids_W] = torch.arange(ids_W.numel(), device=device)
+        tile_loss(z, logits, tile, weight_S[tile.place], ids_W, draft_id[0], kind, keep_unseen, sums)
+
+    def multiplied(group: list[_Tile]) -> None:  # what it holds is gone before the next group
         h = torch.cat([x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)])
-        z, done = h @ head_WE.T, 0
-        for tile in group:
-            logits = teacher(slice(tile.start, tile.start + chunk)).to(device)
-            if draft_id is None:
-                draft_id = torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device)
-                draft_id[ids_W] = torch.arange(ids_W.numel(), device=device)
-            part, done = z[done : done + tile.place.numel()], done + tile.place.numel()
-            tile_loss(part, logits, tile, weight_S[tile.place], ids_W, draft_id, kind, keep_unseen, sums)
+        z = h @ head_WE.T
+        for tile, part in zip(group, z.split([t.place.numel() for t in group]), strict=True):
+            taught(tile, part)
         if dhead_WE is not None:
             _add_product(dhead_WE, z.T, h)
             found = (z @ head_WE).split([b - a for tile in group for a, b in tile.spans])
             into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
             for whole, made in zip(into, found, strict=True):
                 whole.copy_(made)
+
+    for group in _groups(_by_chunk(rows, chunk, device)):
+        multiplied(group)
     loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
     scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
     loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))

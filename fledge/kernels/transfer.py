@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integer tensors of the host on the device, in one copy from pinned memory that no kernel is waited for."""
+    """Tensors of the host and of one dtype on the device, in one copy from pinned memory that waits for no kernel."""
     if device.type == "cpu":
         return list(tensors)
     flat = torch.cat([x.reshape(-1) for x in tensors])

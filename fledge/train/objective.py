@@ -7,8 +7,9 @@ The chunks' gradients for the keys add up, and go back through the first pass at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class Ways:
 
 
 def ttt(
+    draft: Draft, row: Packed, features: Features, teacher: Callable[[Tensor], Tensor], *, steps: int, **options: Any
+) -> Step:
+    """Loss and counts of a packed row; where gradients are enabled, those of the loss, a sum, are added to the draft's
+    parameters. Waits for the device; see `ttt_queued` for the rest."""
+    return ttt_queued(draft, row, features, teacher, steps=steps, **options).count()
+
+
+def ttt_queued(
     draft: Draft,
     row: Packed,
     features: Features,
@@ -45,9 +54,9 @@ def ttt(
     kind: str = "ce",
     keep_unseen: bool = False,
     ways: Ways = Ways(),
-) -> Step:
-    """Loss and counts of a packed row (on the CPU; features and draft wherever they are). Where gradients are enabled,
-    those of the loss, a sum, are added to the draft's parameters.
+) -> Found:
+    """Forward and backward pass of a packed row (on the CPU; features and draft wherever they are) without waiting for
+    the device.
 
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]. Slot t's teacher at step k is the target
     after x_{t+1+k}. A row without a live slot gives zeros.
@@ -83,7 +92,37 @@ def ttt(
     if first.learns:
         first.backward()
         head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
-    return _count(parts, live)
+    return Found(parts, live)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a row's steps found, still on the device: loss and scores of each chunk, and the live slots."""
+
+    parts: Sequence[tuple[Tensor, Scores]]
+    live: Sequence[Tensor]
+
+    def scored_K(self) -> Tensor:
+        """Scored slots of each step, int64 [K]."""
+        return sum(scores.scored_K for _, scores in self.parts)
+
+    def count(self) -> Step:
+        """Brings it to the host, which waits for the device."""
+        steps = range(len(self.live))
+        hits = torch.cat([scores.hits[k] for k in steps for _, scores in self.parts])
+        hits = hits.cpu().split([t.numel() for t in self.live])
+        right = torch.zeros(len(self.live), int(self.live[0][-1]) + 1 if self.live[0].numel() else 0, dtype=torch.uint8)
+        for k, (slots, hit) in enumerate(zip(self.live, hits, strict=True)):
+            right[k, slots] = hit.to(torch.uint8)
+        return Step(
+            loss=sum(loss for loss, _ in self.parts),
+            live_K=torch.tensor([t.numel() for t in self.live]),
+            scored_K=self.scored_K().cpu(),
+            hit_K=torch.tensor([int(h.sum()) for h in hits]),
+            survive_K=right.cumprod(0).sum(1),
+            accept_K=sum(scores.accept_K for _, scores in self.parts).cpu(),
+            walked=walk(self.live, hits),
+        )
 
 
 def ttt_hidden(
@@ -127,7 +166,7 @@ class _FirstPass:
                 break
             q, *pair = layer.self_attn.projections(x, rotary)
             keys.append(tuple(pair))
-            plan = _plan(row, [everyone], 0, device)[0]
+            plan = next(_plan(row, [everyone], 0, device))
             hidden = layer.close(ttt_attention(q, *pair, [], plan.queries, ways.attention), residual)
         self.made = _Keys(0, hidden, keys)
         self.learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
@@ -195,30 +234,22 @@ class _Plan:
     kept_S: Tensor
 
 
-def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device) -> list[_Plan]:
-    """The steps of some slots, whose keys are the row's from `start` on."""
+def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device) -> Iterator[_Plan]:
+    """The steps of some slots, whose keys are the row's from `start` on; each made while the device is at the last."""
     end = int(live[0][-1]) + 1 if live[0].numel() else start
     documents = [(a - start, min(b, end) - start) for a, b in row.documents() if start <= a < end]
     begins, ends = torch.tensor(documents, dtype=torch.int64).view(-1, 2).T
     begin_of = torch.repeat_interleave(begins, ends - begins)
     places: list[Tensor] = []  # of a step's slots among themselves, by token
-    host, blocks = [], []
     for k, slots in enumerate(live):
         at = slots - start
-        token, position = step_inputs(row, slots, k)
         places.append(torch.zeros(end - start, dtype=torch.int64))
         places[k][at] = torch.arange(slots.numel())
-        host += [
-            token,
-            position,
-            torch.stack([at, begin_of[at], *(p[at] for p in (places[max(k - 1, 0)], *places[1:]))]),
-        ]
-        blocks.append(document_blocks(at, documents, BLOCK[device.type]))
-    made = to_device([x.int() for x in host], device)
-    return [
-        _Plan(made[3 * k], made[3 * k + 1], Queries(i[0], i[1], i[3:], blocks[k]), i[2])
-        for k, i in enumerate(made[2::3])
-    ]
+        within = [p[at] for p in (places[max(k - 1, 0)], *places[1:])]
+        token, position = step_inputs(row, slots, k)
+        i = to_device([torch.stack([token, position, at, begin_of[at], *within]).int()], device)[0]
+        blocks = document_blocks(at, documents, BLOCK[device.type])
+        yield _Plan(i[0], i[1], Queries(i[2], i[3], i[5:], blocks), i[4])
 
 
 def _teachers(live: Sequence[Tensor], tokens: int) -> tuple[Tensor, list[Tensor]]:
@@ -255,25 +286,6 @@ def _chunks(live: Sequence[Tensor], slots: int | None) -> list[list[Tensor]]:
         cuts = [torch.searchsorted(t, ends).tolist() for t in live]
         chunks.append([t[i:j] for t, (i, j) in zip(live, cuts, strict=True)])
     return chunks
-
-
-def _count(parts: Sequence[tuple[Tensor, Scores]], live: Sequence[Tensor]) -> Step:
-    """Sums over chunks, brought to the host once."""
-    steps = range(len(live))
-    hits = [torch.cat([scores.hits[k] for _, scores in parts]) for k in steps]
-    hits = torch.cat(hits).cpu().split([t.numel() for t in live])
-    right = torch.zeros(len(live), int(live[0][-1]) + 1 if live[0].numel() else 0, dtype=torch.uint8)
-    for k, (slots, hit) in enumerate(zip(live, hits, strict=True)):
-        right[k, slots] = hit.to(torch.uint8)
-    return Step(
-        loss=sum(loss for loss, _ in parts),
-        live_K=torch.tensor([t.numel() for t in live]),
-        scored_K=sum(scores.scored_K for _, scores in parts).cpu(),
-        hit_K=torch.tensor([int(h.sum()) for h in hits]),
-        survive_K=right.cumprod(0).sum(1),
-        accept_K=sum(scores.accept_K for _, scores in parts).cpu(),
-        walked=walk(live, hits),
-    )
 
 
 def walk(live: list[Tensor], hits: list[Tensor]) -> tuple[int, int]:

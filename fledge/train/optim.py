@@ -35,8 +35,8 @@ class MasterAdamW:
                 p.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float, max_norm: float) -> Tensor:
-        """One update with gradients times `scale`. Returns the norm before clipping, float32 scalar."""
+    def step(self, lr: float, scale: float | Tensor, max_norm: float) -> Tensor:
+        """One update with gradients times `scale`, a scalar. Returns the norm before clipping, float32 scalar."""
         grads = [m.grad for m in self.masters if m.grad is not None]
         torch._foreach_mul_(grads, scale)
         norm = nn.utils.get_total_norm(grads)

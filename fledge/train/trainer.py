@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fledge.data.dataset import Rows
+from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.objective import Ways, ttt
+from fledge.train.objective import Ways, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Features, Packed, Step
 
@@ -126,27 +129,31 @@ def _step(
 ) -> tuple[Step, int, float, float]:
     """One optimizer step over `rows_per_step` rows. Returns their sums, token count, learning rate, gradient norm."""
     draft.train()
-    total, tokens = None, 0
+    found, tokens = [], 0
     for _ in range(schedule.rows_per_step):
         row = rows[progress.place]
         tokens += rows.tokens(progress.place)
         progress.place = rows.next(progress.place)
-        step = ttt(
-            draft,
-            row,
-            source.features(row),
-            source.logits,
-            steps=schedule.depth,
-            gamma=schedule.gamma,
-            kind=schedule.kind,
-            keep_unseen=schedule.keep_unseen,
-            ways=schedule.ways,
+        found.append(
+            ttt_queued(
+                draft,
+                row,
+                source.features(row),
+                source.logits,
+                steps=schedule.depth,
+                gamma=schedule.gamma,
+                kind=schedule.kind,
+                keep_unseen=schedule.keep_unseen,
+                ways=schedule.ways,
+            )
         )
         optimizer.accumulate()
-        total = step if total is None else total + step
-    scored = _discounted(total.scored_K, schedule.gamma)
+    discounts = to_device([torch.tensor([schedule.gamma**k for k in range(schedule.depth)])], draft.device)[0]
+    scored = sum((f.scored_K() * discounts).sum() for f in found)
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
-    norm = optimizer.step(lr, 1.0 / max(scored, 1e-9), schedule.clip).item()
+    norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
+    total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
+    norm = norm.item()
     if norm != norm:
         raise FloatingPointError(f"the gradient of step {progress.step + 1} is not a number; lower --lr")
     return total, tokens, lr, norm
