@@ -8,7 +8,7 @@ bf16. One document of T tokens; supervised are spans of 256 tokens, evenly sprea
 hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps;
 memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
 
-With --online, whole optimizer steps of the trainer instead, fed by a target of the shape with random weights and
+Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a target of the shape with random weights and
 32 layers in the same process: its forward pass, full-vocabulary teacher, draft step and AdamW; tokens/s.
 """
 
@@ -24,7 +24,7 @@ from fledge.config import DraftConfig
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
 from fledge.models.draft import Draft
-from fledge.train.objective import Ways
+from fledge.train.objective import Ways, ttt_queued
 from fledge.types import Features, Packed
 
 SPAN = 256
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="*", help="lengths of rows (default: the record's cases)")
     parser.add_argument("--supervised", type=float, nargs="*", default=[1.0, 0.25])
     parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight of the fast ways")
@@ -77,7 +77,7 @@ def main() -> None:
         "flex": Ways("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
         "triton": Ways("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
     }
-    cases = [
+    cases = recorded(ways) if not options.tokens else [
         Case(T, share, ways[impl], teacher)
         for T in options.tokens for share in options.supervised for teacher in options.teachers
         for impl in options.impls
@@ -104,6 +104,19 @@ def main() -> None:
         record["rows"].append(row)
         show(row, record["ceiling_tflops"])
         write_json(options.out, record)
+    if options.online:
+        record["online"] = online(Case(4096, 1.0, ways["triton"]), options)
+        print("T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s".format(**record["online"]), flush=True)
+        write_json(options.out, record)
+
+
+def recorded(ways: dict[str, Ways]) -> list[Case]:
+    """The cases of bench/results/train_step.json."""
+    fast = ways["triton"]
+    beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
+    small = replace(fast, slots=1024, chunk=300)
+    long = [Case(T, 0.25, fast) for T in (32_768, 131_072)]
+    return [*beside, Case(2048, 1.0, small), Case(8192, 1.0, fast, "V"), *long]
 
 
 def show(row: dict, ceiling: float) -> None:
