@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()

@@ -8,8 +8,9 @@ bf16. One document of T tokens; supervised are spans of 256 tokens, evenly sprea
 hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps;
 memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
 
-Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a target of the shape with random weights and
-32 layers in the same process: its forward pass, full-vocabulary teacher, draft step and AdamW; tokens/s.
+Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a
+target of the shape with random weights and 32 layers in the same process: its forward pass, full-vocabulary teacher,
+draft step and AdamW; tokens/s.
 """
 
 import argparse
@@ -90,15 +91,6 @@ def main() -> None:
         "rows": [],
     }
     print(f"ceiling {record['ceiling_tflops']:.0f} TFLOP/s")
-    if options.online:
-        for case in cases:
-            record["rows"].append(online(case, options))
-            print(
-                "T {T} {impl}: {ms:.1f} ms a step, {tokens_per_s:,.0f} tokens/s".format(**record["rows"][-1]),
-                flush=True,
-            )
-            write_json(options.out, record)
-        return
     for case in cases:
         row = measure(case, options)
         record["rows"].append(row)

@@ -478,7 +478,7 @@ def test_loss_needs_no_gradient() -> None:
 
 MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, old, new)
     "unseen slots scored": (loss_module, "_tile_loss", "torch.where(scored, loss, 0)", "loss"),
-    "gradient unweighted": (loss_module, "_tile_loss", "(scored * weight_M)", "(scored * 1.0)"),
+    "gradient unweighted": (loss_module, "_tile_loss", "(scored * weight_S[tile.place])", "(scored * 1.0)"),
     "teacher not renormalised": (
         loss_module._TeacherTile,
         "__init__",

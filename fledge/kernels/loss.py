@@ -139,7 +139,7 @@ def loss_and_gradients(
         if not draft_id:
             draft_id.append(torch.full((logits.shape[1],), -1, dtype=torch.int64, device=device))
             draft_id[0][ids_W] = torch.arange(ids_W.numel(), device=device)
-        tile_loss(z, logits, tile, weight_S[tile.place], ids_W, draft_id[0], kind, keep_unseen, sums)
+        tile_loss(z, logits, tile, weight_S, ids_W, draft_id[0], kind, keep_unseen, sums)
 
     def multiplied(group: list[_Tile]) -> None:  # what it holds is gone before the next group
         h = torch.cat([x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)])
@@ -206,7 +206,7 @@ def _groups(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
 
 
 def _tile_loss(
-    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_M: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
+    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_S: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
     keep_unseen: bool, sums: _Sums,
 ) -> None:  # fmt: skip
     """A tile in plain torch: the logits of M slots of any steps against N teacher rows. The weighted gradient for the
@@ -220,7 +220,7 @@ def _tile_loss(
     sums.scored_S[tile.place] = scored
     sums.loss_S[tile.place] = torch.where(scored, loss, 0)
     sums.accept_S[tile.place] = alpha
-    z_MW.copy_(dz * (scored * weight_M)[:, None])
+    z_MW.copy_(dz * (scored * weight_S[tile.place])[:, None])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

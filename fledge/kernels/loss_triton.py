@@ -99,7 +99,8 @@ def _student_rows(
     most = tl.max(best, 0)
     said = tl.min(tl.where(best == most, where, W), 0)
     scored = (top >= 0) | KEEP
-    scale = tl.where(scored, tl.load(weight_ptr + i), 0.0)
+    place = tl.load(place_ptr + i)
+    scale = tl.where(scored, tl.load(weight_ptr + place), 0.0)
     alpha = tl.zeros([BLOCK], tl.float32)
     below = tl.zeros([BLOCK], tl.float32)  # Σ q [q < p]
     for start in range(0, W, BLOCK):
@@ -136,7 +137,6 @@ def _student_rows(
             q, p = tl.exp(z - lse), tl.exp(t - teacher_lse)
             dz = by_kl * (q - p) - by_alpha * q * (tl.where(q < p * mass, 1.0, 0.0) - c)
             tl.store(z_row + start + lane, (dz * scale).to(z_ptr.dtype.element_ty), mask=inside)
-    place = tl.load(place_ptr + i)
     tl.store(loss_ptr + place, tl.where(scored, loss, 0.0))
     tl.store(accept_ptr + place, accepted)
     tl.store(scored_ptr + place, scored)
@@ -144,7 +144,7 @@ def _student_rows(
 
 
 def tile_loss(
-    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_M: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
+    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_S: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
     keep_unseen: bool, sums: _Sums,
 ) -> None:  # fmt: skip
     """`_tile_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
@@ -158,7 +158,7 @@ def tile_loss(
     top = torch.empty(N, dtype=torch.int64, device=device)
     _teacher_rows[(N,)](teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8)
     _student_rows[(M,)](
-        z_MW, kept, tile.row, tile.place, weight_M, lse, mass, top,
+        z_MW, kept, tile.row, tile.place, weight_S, lse, mass, top,
         sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
         KIND=kind, KEEP=keep_unseen, LEAST=LEAST_ALPHA, BLOCK=1024, num_warps=4,
     )  # fmt: skip
