@@ -97,7 +97,7 @@ def main() -> None:
         show(row, record["ceiling_tflops"])
         write_json(options.out, record)
     if options.online:
-        record["online"] = online(Case(4096, 1.0, ways["triton"]), options)
+        record["online"] = online(Case(4096, 1.0, ways[options.impls[-1]]), options)
         print("T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s".format(**record["online"]), flush=True)
         write_json(options.out, record)
 
