@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--teachers", nargs="*", default=["W"], choices=["W", "V"])
     parser.add_argument("--online", action="store_true", help="whole training steps, target included")
     parser.add_argument("--target-layers", type=int, default=32)
+    parser.add_argument("--compile-target", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
 
@@ -258,6 +259,8 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         model = LlamaForCausalLM._from_config(hf, dtype=dtype)
     target = Target(model, None, name="random")
     target.read_layers(None)
+    if options.compile_target:
+        target.compile()
     target.check_isolation()
     config = DraftConfig.for_target(
         hf.to_dict(), max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
@@ -283,7 +286,8 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     if options.profile:
         profile(step)
     return {
-        "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "online": True, "teacher": "V",
+        "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
+        "compiled": options.compile_target,
         "ways": asdict(case.ways), "ms": took * 1e3, "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took,
     }  # fmt: skip
 

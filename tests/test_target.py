@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import tiny_target
+from conftest import document, tiny_target
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
@@ -221,6 +221,23 @@ def test_features_are_transformers_hidden_states(family):
     torch.testing.assert_close(features.last_TD, out.hidden_states[-1][0], rtol=0, atol=0)
     torch.testing.assert_close(target.norm(features.aux_TAD[:, 4]), features.last_TD, rtol=0, atol=0)
     assert not torch.equal(features.aux_TAD[:, 4], features.last_TD)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+def test_compiled_parts_compute_the_same(family):
+    """Norms and MLPs through torch.compile, captured once for all layers and lengths."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    target = tiny_target(family)
+    target.read_layers(None)
+    rows = [make_row([document(n, (0, n))], n) for n in (9, 30, 31)]
+    plain = [target.features(row) for row in rows]
+    target.compile(backend="aot_eager")
+    for row, expected in zip(rows, plain, strict=True):
+        found = target.features(row)
+        torch.testing.assert_close(found.aux_TAD, expected.aux_TAD)
+        torch.testing.assert_close(found.last_TD, expected.last_TD)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 def test_decoding_gives_the_same_features_and_logits_as_one_pass():

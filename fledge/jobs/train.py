@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import random
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class TrainOptions:
     slots: int | None = opt("slots in flight: fewer hold less memory (default: as many as fit, up to 8,192)", None)
     activations: str = opt("the MLP's activations: keep, recompute, or auto, which recomputes only to fit", "auto")
     longest_row: bool = opt("find the longest row that fits this GPU, say it and stop", False)
+    compile_target: bool = opt("compile the target's norms and MLPs: a slower start, quicker steps on a GPU", False)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
 
@@ -91,6 +93,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(_layer_ids(options.aux_layers))
+    if options.compile_target:
+        target.compile()
     target.check_isolation()
     if not target.packs:
         say("this target does not keep packed documents apart, so it reads them one at a time")
@@ -269,7 +273,9 @@ def _ways(
     from fledge.train.objective import Ways, ttt
 
     gpu = draft.device.type == "cuda"
-    impl = options.impl or ("triton" if gpu else "eager")
+    impl = options.impl or ("triton" if gpu and importlib.util.find_spec("triton") else "eager")
+    if gpu and impl != "eager" and not importlib.util.find_spec("triton"):
+        raise ValueError(f"--impl {impl} needs the package triton, which this installation of torch came without")
     if not gpu and (impl != "eager" or options.longest_row):
         raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
     fast = "eager" if impl == "eager" else "triton"

@@ -95,6 +95,14 @@ class Target:
             return rope.original_max_position_embeddings
         return getattr(self.config, "max_position_embeddings", self.max_length)
 
+    def compile(self, **options: Any) -> None:
+        """Compiles the norms and MLPs of its layers, once for all of them and for every length: what stands between
+        their products is fused. `options` are torch.compile's."""
+        for layer in self.layers:
+            for part in layer.children():
+                if type(part).__name__.endswith(("Norm", "MLP")):
+                    part.compile(dynamic=True, **options)
+
     # -- running it ---------------------------------------------------------------------------------------------
 
     @contextmanager
