@@ -9,7 +9,8 @@ import torch
 from conftest import Ran, document, row_of, tiny_chats, tiny_draft, tiny_target, tiny_target_directory
 from torch import nn
 
-from fledge.train.memory import LADDER, Memory, choose, first_tokens, ladder, measure
+from fledge.data.dataset import Rows
+from fledge.train.memory import LADDER, Memory, choose, ladder, measure, row_to_measure
 from fledge.train.objective import Ways, ttt
 from fledge.types import Packed
 
@@ -20,23 +21,32 @@ def test_a_line_through_the_peaks() -> None:
     memory = Memory(Ways(), held=1000, fixed=100.0, per_token=2.0, update=500)
     assert memory.at(1000) == 1000 + 2100
     assert memory.at(10) == 1000 + 500, "the update takes more than so short a row"
+    assert memory.longest(1000 + 400) == 0, "not even the update fits"
     assert memory.longest(1000 + 100 + 2 * 1300) == 1280
     assert memory.longest(500) == 0
 
 
-def test_the_beginning_of_a_row() -> None:
-    row = row_of([document(5, (0, 5)), document(7, (1, 7))], filler=2)
-    short = first_tokens(row, 6)
-    assert [x.numel() for x in (short.token_T, short.span_T, short.position_T, short.doc_T)] == [6] * 4
-    assert torch.equal(short.token_T, row.token_T[:6])
+def test_the_row_that_is_measured() -> None:
+    """The beginning of a row, as much of it supervised as asked, document by document."""
+    row = row_of([document(5, (4, 5)), document(7)], filler=2)
+    short = row_to_measure(row, 8, 0.75)
+    assert torch.equal(short.token_T, row.token_T[:8]) and torch.equal(short.position_T, row.position_T[:8])
+    assert short.span_T.tolist() == [0, 0, 0, 0, 0, 1, -1, -1]
+
+
+def test_the_most_supervised_row() -> None:
+    rows = Rows([document(8, (0, 8)), document(8, (6, 8)), document(8)], row_length=8, seed=0)
+    assert rows.most_supervised() == 1.0
+    assert Rows([document(8, (6, 8))], row_length=16, seed=0).most_supervised() == 2 / 16
 
 
 def test_what_is_tried() -> None:
     """All rungs, those that keep or recompute, or the one that was asked for."""
-    ways = Ways("triton")
+    ways = Ways("triton", "triton", "triton")
     assert [(w.slots, w.recompute) for w in ladder(ways, slots=None, activations="auto")] == list(LADDER)
     assert all(not w.recompute for w in ladder(ways, slots=None, activations="keep"))
     assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="recompute")] == [(77, True)]
+    assert not any(w.recompute for w in ladder(Ways(), slots=None, activations="auto"))
     assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="auto")] == [(77, False), (77, True)]
 
 
@@ -64,7 +74,7 @@ def test_measuring_extrapolates(affine_device: dict[str, int]) -> None:
     def step(row: Packed, ways: Ways) -> None:
         affine_device["peak"] = 1000 + 3 * row.token_T.numel() * ways.slots
 
-    memory = measure(Two(), ROW, step, Ways(slots=4))
+    memory = measure(Two(), ROW, 1.0, step, Ways(slots=4))
     assert memory.at(4096) == 50 + 12 * 10 + 1000 + 3 * 4096 * 4
 
 
@@ -72,13 +82,20 @@ def test_the_first_that_fits(affine_device: dict[str, int]) -> None:
     def step(row: Packed, ways: Ways) -> None:
         affine_device["peak"] = 3 * row.token_T.numel() * ways.slots // (2 if ways.recompute else 1)
 
-    asked = ladder(Ways(), slots=None, activations="auto")
-    big = choose(Two(), ROW, step, asked, 10**12)
+    asked = ladder(Ways(layers="triton"), slots=None, activations="auto")
+    big = choose(Two(), ROW, 1.0, step, asked, 10**12)
     assert (big.ways.slots, big.ways.recompute) == LADDER[0]
-    middle = choose(Two(), ROW, step, asked, 3 * 4096 * 2100)
+    middle = choose(Two(), ROW, 1.0, step, asked, 3 * 4096 * 2100)
     assert (middle.ways.slots, middle.ways.recompute) == (2048, True)
+
+    def hungry(row: Packed, ways: Ways) -> None:
+        if ways.slots > 1024:
+            raise torch.OutOfMemoryError
+        step(row, ways)
+
+    assert choose(Two(), ROW, 1.0, hungry, asked, 10**12).ways.slots == 1024
     with pytest.raises(ValueError, match=r"rows of at most 2,\d\d\d tokens fit \(--row-length\)"):
-        choose(Two(), ROW, step, asked, 3 * 4096 * 300)
+        choose(Two(), ROW, 1.0, step, asked, 3 * 4096 * 300)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +107,7 @@ def test_the_first_that_fits(affine_device: dict[str, int]) -> None:
         (("--loss", "mse"), "--loss mse is none of ce, kl, accept, mixed"),
         (("--activations", "some"), "--activations some is none of keep, recompute, auto"),
         (("--slots", "0"), "--slots is at least 1"),
+        (("--activations", "recompute", "--device", "cpu"), "--activations recompute needs a CUDA GPU"),
     ],
 )
 def test_what_cannot_be_done_is_refused(words: tuple[str, ...], reason: str, fledge, tmp_path) -> None:
@@ -126,9 +144,7 @@ def test_the_estimate_is_what_is_used(recompute: bool) -> None:
         ttt(draft, row, target.features(row), target.logits, steps=5, ways=ways)
 
     ways = Ways("triton", "triton", "triton", slots=1024, recompute=recompute)
-    step(first_tokens(row, 256), ways)  # what a process takes once is counted once
-    draft.zero_grad(set_to_none=True)
-    memory = replace(measure(draft, row, step, ways), held=0, update=0)
+    memory = replace(measure(draft, row, 1.0, step, ways), held=0, update=0)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step(row, ways)

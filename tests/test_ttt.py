@@ -171,6 +171,24 @@ def test_a_cut_gradient_is_noticed(
         assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
 
 
+def test_many_chunks_lose_nothing() -> None:
+    """Gradients of 16-bit parameters over a hundred chunks are as good as in one."""
+    target, draft = tiny(torch.float32)
+    row = row_of([document(130, (0, 130), seed=1)])
+    features = target.features(row)
+    exact = gradients(draft, ttt(draft, row, features, target.logits, steps=3).loss)
+    draft.to(torch.bfloat16)
+    draft.share_embedding(target.embedding)
+
+    def errors(slots: int | None) -> dict[str, float]:
+        step = ttt(draft, row, features, target.logits, steps=3, ways=Ways(slots=slots))
+        found = gradients(draft, step.loss)
+        return {n: float((found[n].float() - g).norm() / g.norm()) for n, g in exact.items()}
+
+    one, many = errors(None), errors(1)
+    assert all(many[name] <= 1.25 * error + 2e-3 for name, error in one.items())
+
+
 @pytest.mark.parametrize("slots", [None, 1, 7])
 def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     """Live, scored, hit, survive and α counts, and the walk, computed again slot by slot from dense logits."""

@@ -84,12 +84,16 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     from fledge.train.checkpoint import RunDirectory
     from fledge.train.trainer import Source, train
 
+    if options.resume and options.longest_row:
+        raise ValueError("--longest-row is asked of a new run; leave --resume out")
     directory = RunDirectory(options.resume or options.out)
     if options.resume:
         options = _saved_options(directory, options.resume)
     _check(options)
     device = resolve_device(options.device)
+    _impl(options, device.startswith("cuda"))
     if device.startswith("cuda"):
+        torch.cuda.set_device(device)  # where Triton launches
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(_layer_ids(options.aux_layers))
@@ -109,6 +113,9 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
+    if schedule.ways.slots:  # a run resumed must not choose again: other chunks round otherwise
+        kept = "recompute" if schedule.ways.recompute else "keep"
+        options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
     if not options.resume:
         directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
@@ -269,18 +276,13 @@ def _ways(
     """
     import torch
 
-    from fledge.train.memory import MARGIN, choose, ladder
+    from fledge.train.memory import MARGIN, choose, ladder, measure
     from fledge.train.objective import Ways, ttt
 
-    gpu = draft.device.type == "cuda"
-    impl = options.impl or ("triton" if gpu and importlib.util.find_spec("triton") else "eager")
-    if gpu and impl != "eager" and not importlib.util.find_spec("triton"):
-        raise ValueError(f"--impl {impl} needs the package triton, which this installation of torch came without")
-    if not gpu and (impl != "eager" or options.longest_row):
-        raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
+    impl = _impl(options, draft.device.type == "cuda")
     fast = "eager" if impl == "eager" else "triton"
     ways = Ways(attention=impl, loss=fast, layers=fast)
-    if not gpu:
+    if draft.device.type != "cuda":
         return replace(ways, slots=options.slots)
 
     def step(row: Any, ways: Ways) -> None:
@@ -292,15 +294,33 @@ def _ways(
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
     asked = ladder(ways, slots=options.slots, activations=options.activations)
-    memory = choose(draft, rows[0, 0], step, asked, available)
+    what = draft, rows[0, 0], rows.most_supervised(), step
+    if options.longest_row:
+        memory = measure(*what, asked[-1], schedule.rows_per_step)
+        say(f"the longest row that fits is about {memory.longest(round(MARGIN * available)):,} tokens")
+        return memory.ways
+    memory = choose(*what, asked, available, schedule.rows_per_step)
     say(
         f"about {memory.at(rows.row_length) / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of "
         f"{rows.row_length:,} tokens, {memory.ways.slots:,} slots in flight"
         + (", the MLP's activations computed again" if memory.ways.recompute else "")
     )
-    if options.longest_row:
-        say(f"the longest row that fits so is {memory.longest(round(MARGIN * available)):,} tokens")
     return memory.ways
+
+
+def _impl(options: TrainOptions, gpu: bool) -> str:
+    """How steps are computed. Raises ValueError for what this machine cannot do."""
+    triton = importlib.util.find_spec("triton") is not None
+    impl = options.impl or ("triton" if gpu and triton else "eager")
+    if gpu and impl != "eager" and not triton:
+        raise ValueError(f"--impl {impl} needs the package triton, which this installation of torch came without")
+    if not gpu and (impl != "eager" or options.longest_row):
+        raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
+    if impl == "eager" and options.activations == "recompute":
+        raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
+    if impl != "eager" and options.dtype == "float64":
+        raise ValueError(f"--impl {impl} computes in float32 at most; use --impl eager for --dtype float64")
+    return impl
 
 
 def _evaluator(

@@ -54,6 +54,7 @@ def add_gradient(weight_OI: Tensor, dy_SO: Tensor, x_SI: Tensor) -> None:
     """weight.grad += dyᵀ x, for a leaf that takes gradients."""
     if not weight_OI.requires_grad:
         return
+    assert weight_OI.is_leaf, "only a leaf has a gradient to add to"
     if weight_OI.grad is None:
         weight_OI.grad = dy_SO.T @ x_SI
     else:

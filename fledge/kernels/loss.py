@@ -12,7 +12,7 @@ vocabulary V, and p' that distribution restricted to the draft's W ids and renor
 
 with λ = exp(-3 α) taken as a constant, and α no smaller than 1e-6. Gradients are made in the forward pass, tile by
 tile (Liger's idea, with a soft target): a tile of the teacher is computed once and read by all K steps, dW
-is accumulated in float32, dh is written, and nothing else outlives a chunk.
+is accumulated in float32, dh is written, and nothing else outlives a few tiles.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def soft_target_loss(
 ) -> tuple[Tensor, Scores]:
     """Σ_k weights[k] Σ_scored loss, differentiable in `hidden` and `head_WE`; see `loss_and_gradients`."""
     grads = torch.is_grad_enabled() and (head_WE.requires_grad or any(h.requires_grad for h in hidden))
-    dhead = _zeros_wide(head_WE) if grads else None
+    dhead = zeros_wide(head_WE) if grads else None
     with torch.no_grad():
         loss, scores, dhidden = loss_and_gradients(
             hidden, head_WE, rows, teacher, ids_W, weights, dhead_WE=dhead, **options
@@ -108,7 +108,8 @@ def loss_and_gradients(
     hidden: K tensors [S_k, E]. rows: K ascending int64 CPU tensors [S_k], the teacher row of each slot; they index
     the P rows that `teacher(slice)` gives logits [n, V] of. ids_W: target id of every draft id. A slot is scored
     where the teacher's argmax is among them, or always with `keep_unseen`; elsewhere it counts as a miss. α has p
-    over all of V. Memory: `chunk` teacher rows at a time (None: about 64M logits). `impl` "triton" needs a GPU, or
+    over all of V. Memory: the teacher's logits of `chunk` rows at a time (None: about 64M logits), and those of the
+    slots they teach, of PRODUCT slots at least. `impl` "triton" needs a GPU, or
     Triton's interpreter. Raises ValueError for a kind or impl that there is not.
     """
     if kind not in KINDS:
@@ -161,7 +162,8 @@ def loss_and_gradients(
     return loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhidden
 
 
-def _zeros_wide(x: Tensor) -> Tensor:
+def zeros_wide(x: Tensor) -> Tensor:
+    """Where sums of x's kind belong: its shape in float32, or in float64 for that."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 

@@ -338,13 +338,17 @@ def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:
     ).int()
 
 
-# block sizes, warps and stages by kernel: for 16-bit numbers on a Hopper GPU, and for wider ones
+# block sizes, warps and stages by kernel: for 16-bit heads of at most 128 on a Hopper GPU, and for all else
 TILES = {
     "forward": (dict(BM=64, BN=64, num_warps=4, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
     "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=3), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
     "keys": (dict(BM=64, BN=64, num_warps=4, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
 }
+LARGE = 200_000  # bytes of shared memory that the first need
 
 
 def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
-    return TILES[kernel][q.dtype.itemsize > 2]
+    small = q.dtype.itemsize > 2 or q.shape[-1] > 128
+    if q.is_cuda and not small:
+        small = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin < LARGE
+    return TILES[kernel][small]

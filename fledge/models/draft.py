@@ -95,6 +95,8 @@ class Draft(nn.Module):
     def compute(self, impl: str, *, recompute: bool = False) -> None:
         """Chooses how the layers compute: "eager" in plain torch, "triton" with fewer kernels and less held for the
         backward pass, whose MLP is computed again there with `recompute`."""
+        if impl not in ("eager", "triton"):
+            raise ValueError(f"layers {impl!r} are computed neither as 'eager' nor as 'triton'")
         for module in self.modules():
             if isinstance(module, Linear):
                 module.accumulates = impl == "triton"

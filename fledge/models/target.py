@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, default_aux_layers
+from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
 from fledge.types import Features, Packed
@@ -143,7 +144,7 @@ class Target:
         """
         if self.packs is None:
             self.check_isolation()
-        token, position = row.token_T.to(self.device), row.position_T.to(self.device)
+        token, position = to_device([row.token_T, row.position_T], self.device)
         pieces = row.pieces(PIECE[self.device.type]) if self.packs else row.documents()
         parts = [self._run_decoder(token[a:b], position[a:b]) for a, b in pieces]
         return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))

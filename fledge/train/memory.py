@@ -16,6 +16,7 @@ LADDER = ((8192, False), (4096, False), (2048, False), (2048, True), (1024, True
 MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cannot use
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
 UPDATE = 6  # and while it is updated: the gradient, and its float32 sum
+SUM = 4  # which is there throughout where several rows make a step
 
 
 @dataclass(frozen=True)
@@ -34,50 +35,81 @@ class Memory:
 
     def longest(self, available: int) -> int:
         """Tokens of the longest row that fits in so many bytes, in steps of 128."""
+        if available < self.held + self.update:
+            return 0
         return max(int((available - self.held - self.fixed) / self.per_token), 0) // 128 * 128
 
 
-def first_tokens(row: Packed, tokens: int) -> Packed:
-    """The beginning of a row."""
-    return Packed(row.token_T[:tokens], row.span_T[:tokens], row.position_T[:tokens], row.doc_T[:tokens])
+def row_to_measure(row: Packed, tokens: int, supervised: float) -> Packed:
+    """The beginning of a row, with a share of it supervised, whatever was: the row that takes most is meant."""
+    span = torch.where(torch.arange(tokens) < supervised * tokens, row.doc_T[:tokens], -1)
+    return Packed(row.token_T[:tokens], span, row.position_T[:tokens], row.doc_T[:tokens])
 
 
-def measure(draft: Draft, row: Packed, step: Callable[[Packed, Ways], None], ways: Ways) -> Memory:
+def measure(
+    draft: Draft,
+    row: Packed,
+    supervised: float,
+    step: Callable[[Packed, Ways], None],
+    ways: Ways,
+    rows_per_step: int = 1,
+) -> Memory:
     """Runs `step`, a forward and backward pass, on a half and a quarter of the row; what it finds is thrown away."""
     parameters = [p for p in draft.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
     before = torch.cuda.memory_allocated(draft.device)
-    peaks = []
     lengths = [row.token_T.numel() // 2, row.token_T.numel() // 4]
-    for tokens in lengths:
+    peaks = []
+    for tokens in (min(256, lengths[1]), *lengths):  # the first takes what a process takes once
         torch.cuda.reset_peak_memory_stats(draft.device)
-        step(first_tokens(row, tokens), ways)
+        step(row_to_measure(row, tokens, supervised), ways)
         draft.zero_grad(set_to_none=True)
         peaks.append(torch.cuda.max_memory_allocated(draft.device) - before)
-    slope = max((peaks[0] - peaks[1]) / (lengths[0] - lengths[1]), 1.0)
-    return Memory(ways, before + OPTIMIZER * count, peaks[0] - slope * lengths[0], slope, UPDATE * count)
+    _, half, quarter = peaks
+    slope = max((half - quarter) / (lengths[0] - lengths[1]), 1.0)
+    held = before + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
+    return Memory(ways, held, half - slope * lengths[0], slope, UPDATE * count)
 
 
 def choose(
-    draft: Draft, row: Packed, step: Callable[[Packed, Ways], None], asked: Sequence[Ways], available: int
+    draft: Draft,
+    row: Packed,
+    supervised: float,
+    step: Callable[[Packed, Ways], None],
+    asked: Sequence[Ways],
+    available: int,
+    rows_per_step: int = 1,
 ) -> Memory:
     """The first of the ways asked for whose step fits in so many bytes.
 
     Raises ValueError with the longest row that fits where none does.
     """
-    tokens = row.token_T.numel()
+    tokens, memory = row.token_T.numel(), None
     for ways in asked:
-        memory = measure(draft, row, step, ways)
+        try:
+            memory = measure(draft, row, supervised, step, ways, rows_per_step)
+        except torch.OutOfMemoryError:
+            draft.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            continue
         if memory.at(tokens) <= MARGIN * available:
             return memory
+    if memory is None:
+        raise ValueError(
+            f"not even half a row of {tokens:,} tokens fits on the device; make rows shorter (--row-length)"
+        )
     raise ValueError(
         f"a step over a row of {tokens:,} tokens takes about {memory.at(tokens) / 2**30:.1f} GiB, and the device has "
-        f"{available / 2**30:.1f}; rows of at most {memory.longest(MARGIN * available):,} tokens fit (--row-length)"
+        f"{available / 2**30:.1f}; rows of at most {memory.longest(round(MARGIN * available)):,} tokens fit "
+        "(--row-length)"
     )
 
 
 def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
-    """The ways to try: those asked for, or from quick to small ("auto")."""
-    rungs = [(n, again) for n, again in LADDER if activations == "auto" or again == (activations == "recompute")]
+    """The ways to try: those asked for, or from quick to small ("auto"). Plain torch recomputes nothing."""
+    if ways.layers == "eager":
+        rungs = [(n, False) for n, _ in LADDER]
+    else:
+        rungs = [(n, again) for n, again in LADDER if activations == "auto" or again == (activations == "recompute")]
     chosen = [(slots or n, again) for n, again in rungs]
     return [replace(ways, slots=n, recompute=again) for n, again in dict.fromkeys(chosen)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.kernels.loss import Scores, loss_and_gradients
+from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
@@ -65,7 +65,8 @@ def ttt_queued(
     first = _FirstPass(draft, row, features, ways)
     live = row.live(steps)
     head = draft.lm_head.weight
-    dhead = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32)) if first.learns else None
+    dhead = zeros_wide(head) if first.learns else None
+    sums = _Sums([p for p in draft.parameters() if p.requires_grad])
     parts = []
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
@@ -88,9 +89,11 @@ def ttt_queued(
         if first.learns:
             torch.autograd.backward(hidden, dhidden)
             first.collect(leaves)
+            sums.collect()
         parts.append((loss, scores))
     if first.learns:
         first.backward()
+        sums.finish()
         head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
     return Found(parts, live)
 
@@ -144,6 +147,40 @@ class _Keys:
 
     def tensors(self) -> list[Tensor]:
         return [self.hidden, *(x for pair in self.keys for x in pair)]
+
+
+class _Sums:
+    """Gradients of many chunks. Sums in 16 bits lose what is small beside them, so after every few chunks they go into
+    float32; a row of few chunks needs none of that."""
+
+    CHUNKS = 4
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        self.parameters = [p for p in parameters if p.dtype.itemsize == 2]
+        self.wide: list[Tensor] = []
+        self.waiting = 0
+
+    def collect(self) -> None:
+        """Counts a chunk, whose gradients were added to the parameters'."""
+        self.waiting += 1
+        if self.waiting > self.CHUNKS:
+            self._fold()
+
+    def _fold(self) -> None:
+        self.wide = self.wide or [zeros_wide(p) for p in self.parameters]
+        for p, total in zip(self.parameters, self.wide, strict=True):
+            if p.grad is not None:
+                total += p.grad
+                p.grad = None
+        self.waiting = 0
+
+    def finish(self) -> None:
+        """Leaves the whole sums in the parameters' gradients."""
+        if self.wide:
+            self._fold()
+            for p, total in zip(self.parameters, self.wide, strict=True):
+                p.grad = total.to(p.dtype)
+            self.wide = []
 
 
 class _FirstPass:

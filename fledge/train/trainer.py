@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import signal
 import time
@@ -154,8 +155,8 @@ def _step(
     norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
     total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
     norm = norm.item()
-    if norm != norm:
-        raise FloatingPointError(f"the gradient of step {progress.step + 1} is not a number; lower --lr")
+    if not math.isfinite(norm):  # nothing is saved after this
+        raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}; lower --lr")
     return total, tokens, lr, norm
 
 
