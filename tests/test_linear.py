@@ -29,7 +29,7 @@ def test_products_of_few_rows(shape: tuple[int, ...], bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
     x, w = torch.randn(3, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
     assert torch.equal(linear(x, w), F.linear(x, w))
 

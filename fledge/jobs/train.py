@@ -153,6 +153,9 @@ def _saved_options(directory: Any, resume: str) -> TrainOptions:
 
 
 def _check(options: TrainOptions) -> None:
+    from fledge.kernels.loss import KINDS
+    from fledge.kernels.ttt_attention import IMPLS
+
     if not options.target or not options.data:
         raise ValueError("give --target and --data (or --resume RUN)")
     if options.depth < 1 or options.rows_per_step < 1:
@@ -160,8 +163,8 @@ def _check(options: TrainOptions) -> None:
     if options.row_length is not None and options.row_length < options.max_length:
         raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
     for flag, value, known in (
-        ("--loss", options.loss, ("ce", "kl", "accept", "mixed")),
-        ("--impl", options.impl, (None, "eager", "flex", "triton")),
+        ("--loss", options.loss, KINDS),
+        ("--impl", options.impl, (None, *IMPLS)),
         ("--activations", options.activations, ("keep", "recompute", "auto")),
     ):
         if value not in known:
