@@ -17,7 +17,7 @@ WORK = Path("build/demo")
 TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
 PROMPTS = 16
 TRAIN = (
-    "--fc-norm --norm-output --steps 1100 --depth 2 --draft-vocab 2048 --max-length 256 --row-length 512 --lr 1.5e-3 "
+    "--fc-norm --norm-output --steps 950 --depth 2 --draft-vocab 2048 --max-length 256 --row-length 512 --lr 1.5e-3 "
     "--eval-tokens 32"
 ).split()
 DECODE = {"trained just now": "--depth 3 --confidence 0.3".split(), "shipped": "--depth 8 --confidence 0.3".split()}
