@@ -93,7 +93,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     device = resolve_device(options.device)
     _impl(options, device.startswith("cuda"))
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)  # where Triton launches
+        torch.cuda.set_device(torch.device(device).index or 0)  # where Triton launches
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(_layer_ids(options.aux_layers))
@@ -305,7 +305,7 @@ def _ways(
     memory = choose(*what, asked, available, schedule.rows_per_step)
     say(
         f"about {memory.at(rows.row_length) / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of "
-        f"{rows.row_length:,} tokens, {memory.ways.slots:,} slots in flight"
+        f"{rows.row_length:,} tokens, computed by {impl}, {memory.ways.slots:,} slots in flight"
         + (", the MLP's activations computed again" if memory.ways.recompute else "")
     )
     return memory.ways

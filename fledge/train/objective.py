@@ -66,7 +66,7 @@ def ttt_queued(
     live = row.live(steps)
     head = draft.lm_head.weight
     dhead = zeros_wide(head) if first.learns else None
-    sums = _Sums([p for p in draft.parameters() if p.requires_grad])
+    sums = _ManyChunks([p for p in draft.parameters() if p.requires_grad and p is not head])
     parts = []
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
@@ -128,12 +128,10 @@ class Found:
         )
 
 
-def ttt_hidden(
-    draft: Draft, row: Packed, features: Features, live: Sequence[Tensor], ways: Ways = Ways()
-) -> list[Tensor]:
-    """The draft's layer output of every live slot at every step: K tensors [S_k, E]."""
-    first = _FirstPass(draft, row, features, ways)
-    return _later_steps(draft, row, first.whole(), live, ways)
+def ttt_hidden(draft: Draft, row: Packed, features: Features, live: Sequence[Tensor]) -> list[Tensor]:
+    """The draft's layer output of every live slot at every step, by the plain way: K tensors [S_k, E]."""
+    draft.compute("eager")
+    return _later_steps(draft, row, _FirstPass(draft, row, features, Ways()).made, live, Ways())
 
 
 @dataclass
@@ -149,7 +147,7 @@ class _Keys:
         return [self.hidden, *(x for pair in self.keys for x in pair)]
 
 
-class _Sums:
+class _ManyChunks:
     """Gradients of many chunks. Sums in 16 bits lose what is small beside them, so after every few chunks they go into
     float32; a row of few chunks needs none of that."""
 
@@ -189,8 +187,7 @@ class _FirstPass:
 
     def __init__(self, draft: Draft, row: Packed, features: Features, ways: Ways):
         device = draft.device
-        self.documents = row.documents()
-        self.begins = torch.tensor([a for a, _ in self.documents])
+        self.begins = torch.tensor([a for a, _ in row.documents()])
         everyone = torch.arange(row.token_T.numel())
         token, position = to_device(step_inputs(row, everyone, 0), device)
         rotary = draft.rotary(position, draft.dtype)
@@ -208,10 +205,6 @@ class _FirstPass:
         self.made = _Keys(0, hidden, keys)
         self.learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients: list[Tensor] = []
-
-    def whole(self) -> _Keys:
-        """All of it, within the graph."""
-        return self.made
 
     def leaves(self, slots: Tensor) -> _Keys:
         """What these slots read, cut out of the graph: from the first one's document on, to the last."""
