@@ -264,7 +264,7 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "position twice k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S] + 2 * k", "llama"),
     "tokens not shifted": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + k", "llama"),
     "tokens shifted twice": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + 2 + k", "llama"),
-    "teacher a token early": (objective, "_teachers", "slots + 1 + k", "slots + k", "llama"),
+    "teacher a token early": (objective, "_followed", "slots + 1 + k", "slots + k", "llama"),
     "live a token longer": (Packed, "live", "self.span_T[2 + k :]", "self.span_T[1 + k : -1]", "llama"),
     "live a token shorter": (Packed, "live", "self.span_T[2 + k :]", "self.span_T.roll(-1)[2 + k :]", "llama"),
     "sees one more": (ttt_attention, "visible", "key <= queries", "key - 1 <= queries", "llama"),

@@ -1,4 +1,4 @@
-"""The small kernels between matrix products: rotary embedding, and SwiGLU's gate, forward and backward."""
+"""The small kernels between matrix products: rotary embedding, SwiGLU's gate, sums of rows."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def silu_times_backward_(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tens
     if n := g.numel():
         _gate_backward[(triton.cdiv(n, 1024),)](g, u, da, n, BLOCK=1024)
     return g, u, da
+
+
+@triton.jit
+def _add_rows(total_ptr, rows_ptr, x_ptr, O, BLOCK: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * O + at, mask=at < O, other=0.0)
+    total = tl.load(total_ptr + row * O + at, mask=at < O, other=0.0)
+    tl.store(total_ptr + row * O + at, total + x.to(tl.float32), mask=at < O)
+
+
+def add_rows_(total_NO: Tensor, rows_S: Tensor, x_SO: Tensor) -> None:
+    """total[rows] += x in total's float32, for distinct rows."""
+    (S, O), x = x_SO.shape, x_SO.contiguous()
+    if S:
+        _add_rows[(S, triton.cdiv(O, 1024))](total_NO, rows_S, x, O, BLOCK=1024)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,10 +27,34 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def accumulating_products(x_SI: Tensor, *weights_OI: Tensor, onto_SO: Tensor | None = None) -> tuple[Tensor, ...]:
-    """x Wᵀ for each weight, or onto + x Wᵀ for one. The backward pass adds the weights' gradients to their `grad`, and
-    x's to each other, within the products that make them, so that a weight used many times costs no further passes
-    over its gradient. The weights must be leaves."""
+    """x Wᵀ for each weight, or onto + x Wᵀ for one; of weights with more columns than x, the first. The backward pass
+    adds the weights' gradients to their `grad`, and x's to each other, within the products that make them, so that a
+    weight used many times costs no further passes over its gradient. The weights must be leaves."""
     return _Products.apply(onto_SO, x_SI, *weights_OI)
+
+
+class SharedProducts:
+    """[x ; y] Wᵀ where many y meet the same few rows of x: x's share is made once, and its gradient summed in float32
+    over all that read it, to be sent back once by `backward`. The weights must be leaves; needs a GPU, or Triton's
+    interpreter."""
+
+    def __init__(self, x_NI: Tensor, *weights_OI: Tensor):
+        self.width = x_NI.shape[1]
+        self.weights = weights_OI
+        self.made = accumulating_products(x_NI, *weights_OI)
+        self.totals = [torch.zeros_like(m, dtype=torch.float32) for m in self.made]
+
+    def beside(self, rows_S: Tensor, y_SJ: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        """[x[rows] ; y] Wᵀ for some of the weights. The rows must be distinct; int32 or int64."""
+        return _Beside.apply(self, rows_S, y_SJ, *weights_OI)
+
+    def place(self, weight: Tensor) -> int:
+        return next(i for i, w in enumerate(self.weights) if w is weight)
+
+    def backward(self) -> None:
+        """Sends back what the products' readers collected."""
+        reached = [(m, t) for m, t in zip(self.made, self.totals, strict=True) if m.requires_grad]
+        torch.autograd.backward([m for m, _ in reached], [t.to(m.dtype) for m, t in reached])
 
 
 class _Products(torch.autograd.Function):
@@ -37,25 +63,54 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         if onto is not None:
             return (torch.addmm(onto, x, weights[0].T),)
-        return tuple(x @ w.T for w in weights)
+        return tuple(x @ w[:, : x.shape[1]].T for w in weights)
 
     @staticmethod
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
-        dx = None
-        for dy, weight in zip(dys, weights, strict=True):
-            add_gradient(weight, dy, x)
-            if ctx.needs_input_grad[1]:
-                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+        dx = _collect(dys, x, weights, 0, ctx.needs_input_grad[1])
         return dys[0] if ctx.needs_input_grad[0] else None, dx, *(None for _ in weights)
 
 
-def add_gradient(weight_OI: Tensor, dy_SO: Tensor, x_SI: Tensor) -> None:
-    """weight.grad += dyᵀ x, for a leaf that takes gradients."""
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shared, rows, y, *weights):
+        ctx.shared = shared
+        ctx.save_for_backward(rows, y, *weights)
+        made = (shared.made[shared.place(w)].index_select(0, rows) for w in weights)
+        return tuple(m.addmm_(y, w[:, shared.width :].T) for m, w in zip(made, weights, strict=True))
+
+    @staticmethod
+    def backward(ctx, *dys):
+        from fledge.kernels.elementwise import add_rows_
+
+        rows, y, *weights = ctx.saved_tensors
+        shared = ctx.shared
+        for dy, weight in zip(dys, weights, strict=True):
+            add_rows_(shared.totals[shared.place(weight)], rows, dy)
+        dy = _collect(dys, y, weights, shared.width, ctx.needs_input_grad[2])
+        return None, None, dy, *(None for _ in weights)
+
+
+def _collect(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, wanted: bool) -> Tensor | None:
+    """Adds the gradients of the weights' columns from `start` on, and returns x's."""
+    dx = None
+    for dy, weight in zip(dys, weights, strict=True):
+        add_gradient(weight, dy, x, start)
+        if wanted:
+            columns = weight[:, start : start + x.shape[1]]
+            dx = dy @ columns if dx is None else dx.addmm_(dy, columns)
+    return dx
+
+
+def add_gradient(weight_OI: Tensor, dy_SO: Tensor, x_SJ: Tensor, start: int = 0) -> None:
+    """weight.grad += dyᵀ x, in the columns that x multiplied, for a leaf that takes gradients."""
     if not weight_OI.requires_grad:
         return
     assert weight_OI.is_leaf, "only a leaf has a gradient to add to"
+    if weight_OI.grad is None and x_SJ.shape[1] == weight_OI.shape[1]:
+        weight_OI.grad = dy_SO.T @ x_SJ
+        return
     if weight_OI.grad is None:
-        weight_OI.grad = dy_SO.T @ x_SI
-    else:
-        weight_OI.grad.addmm_(dy_SO.T, x_SI)
+        weight_OI.grad = torch.zeros_like(weight_OI)
+    weight_OI.grad[:, start : start + x_SJ.shape[1]].addmm_(dy_SO.T, x_SJ)

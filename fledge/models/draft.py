@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import DraftConfig
-from fledge.models.layers import Layer, Linear, RMSNorm, Rotary
+from fledge.kernels.linear import SharedProducts
+from fledge.models.layers import Joined, Layer, Linear, RMSNorm, Rotary, Words
 
 # attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller holds the context
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -114,9 +115,15 @@ class Draft(nn.Module):
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
     def step(
-        self, token_T: Tensor, hidden_TE: Tensor, position_T: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        token_T: Tensor | Words,
+        hidden_TE: Tensor,
+        position_T: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """One draft step: token x_{t+1} and hidden state of slot t to the layer output `a` of slot t.
+        """One draft step: token x_{t+1} (or its place among `shared_words`) and hidden state of slot t to the layer
+        output `a` of slot t.
 
         Every row gives keys and values to `attend`; with `rows` (int64 [S]) only those rows are computed further in
         the last layer, since only their outputs are wanted. Returns [S, E] (or [T, E]).
@@ -134,14 +141,25 @@ class Draft(nn.Module):
             hidden_TE = layer.close(attend(i, q, k, v), residual)
         return hidden_TE
 
-    def inputs(self, layer: int, token_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, layer: int, token_T: Tensor | Words, hidden_TE: Tensor) -> tuple[Tensor | Joined, Tensor]:
         """What a layer's projections read, and its residual, of the state that enters it: [T, 2E or E] and [T, E]."""
         block = self.blocks[layer]
         if layer > 0:
             return block.input_layernorm(hidden_TE), hidden_TE
         normed = block.hidden_norm(hidden_TE)
-        x = torch.cat((block.input_layernorm(self.embed(token_T)), normed), dim=-1)
-        return x, normed if self.config.norm_before_residual else hidden_TE
+        residual = normed if self.config.norm_before_residual else hidden_TE
+        if isinstance(token_T, Words):
+            return Joined(token_T, normed), residual
+        return torch.cat((block.input_layernorm(self.embed(token_T)), normed), dim=-1), residual
+
+    def shared_words(self, token_N: Tensor) -> SharedProducts | None:
+        """The embedding's share of the first layer's projections, for tokens that many slots read; None where the
+        layers compute as "eager" or have biases, or nothing is learnt."""
+        attention = self.midlayer.self_attn
+        if not attention.q_proj.fused:
+            return None
+        embedded = self.midlayer.input_layernorm(self.embed(token_N))
+        return SharedProducts(embedded, *(p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)))
 
     def read(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
         """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import accumulating_products, linear
+from fledge.kernels.linear import SharedProducts, accumulating_products, linear
 from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope, rope_frequencies
 
@@ -69,6 +71,20 @@ class Rotary(nn.Module):
         return self
 
 
+class Words(NamedTuple):
+    """Tokens whose embedding's share of the first layer's projections was made before: rows of those products."""
+
+    products: SharedProducts
+    rows_S: Tensor
+
+
+class Joined(NamedTuple):
+    """What the first layer's projections read, [norm(embedding) ; norm(hidden)], not put together."""
+
+    words: Words
+    hidden_SE: Tensor
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention; what is attended to is the caller's."""
 
@@ -91,20 +107,27 @@ class Attention(nn.Module):
 
         self.impl = "eager"
 
-    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def queries(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[S, width] to rotated queries [S, H, d]."""
-        return self._queries(self.q_proj(x), rotary)
+        return self._queries(*self._products(x, self.q_proj), rotary)
 
-    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[S, width] to rotated keys and values, each [S, G, d]."""
-        return self._keys_values(self.k_proj(x), self.v_proj(x), rotary)
+        return self._keys_values(*self._products(x, self.k_proj, self.v_proj), rotary)
 
-    def projections(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def projections(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the same rows."""
-        if not self.q_proj.fused:
-            return self.queries(x, rotary), *self.keys_values(x, rotary)
-        q, k, v = accumulating_products(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        q, k, v = self._products(x, self.q_proj, self.k_proj, self.v_proj)
         return self._queries(q, rotary), *self._keys_values(k, v, rotary)
+
+    @staticmethod
+    def _products(x: Tensor | Joined, *projections: Linear) -> tuple[Tensor, ...]:
+        weights = [p.weight for p in projections]
+        if isinstance(x, Joined):
+            return x.words.products.beside(x.words.rows_S, x.hidden_SE, *weights)
+        if projections[0].fused:
+            return accumulating_products(x, *weights)
+        return tuple(p(x) for p in projections)
 
     def _queries(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         q = q.view(-1, self.heads, self.head_dim)

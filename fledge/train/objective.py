@@ -18,6 +18,7 @@ from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
+from fledge.models.layers import Words
 from fledge.types import Features, Packed, Step
 
 
@@ -70,8 +71,9 @@ def ttt_queued(
     parts = []
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
-        hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways)]
-        needed, rows = _teachers(chunk, row.token_T.numel())
+        needed, rows = _followed(chunk, row.token_T.numel())
+        words = _words(draft, row, needed, rows)
+        hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways, words)]
         last_PD = features.last_TD.index_select(0, *to_device([needed], features.last_TD.device))
         loss, scores, dhidden = loss_and_gradients(
             hidden,
@@ -88,6 +90,8 @@ def ttt_queued(
         )
         if first.learns:
             torch.autograd.backward(hidden, dhidden)
+            if words:
+                words[0].products.backward()
             first.collect(leaves)
             sums.collect()
         parts.append((loss, scores))
@@ -230,7 +234,16 @@ class _FirstPass:
             torch.autograd.backward([x for x, _ in reached], [g for _, g in reached])
 
 
-def _later_steps(draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor], ways: Ways) -> list[Tensor]:
+def _words(draft: Draft, row: Packed, read: Tensor, rows: Sequence[Tensor]) -> list[Words]:
+    """Every step's tokens by their place among those that the slots read: a slot's step reads what its neighbour's
+    step before read, so that the embedding's products are made once for all steps. Empty where the draft makes none."""
+    shared = draft.shared_words(*to_device([row.token_T[read].int()], draft.device))
+    return [] if shared is None else [Words(shared, r) for r in to_device([r.int() for r in rows], draft.device)]
+
+
+def _later_steps(
+    draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor], ways: Ways, words: Sequence[Words] = ()
+) -> list[Tensor]:
     """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
     out: list[Tensor] = []
@@ -240,16 +253,17 @@ def _later_steps(draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor]
             own[layer].append((keys, values))
             return ttt_attention(q, *first.keys[layer], own[layer], queries, ways.attention)
 
+        token = words[k] if words else plan.token_S
         if k == 0:
             last, top = len(draft.blocks) - 1, draft.blocks[-1]
-            x, residual = draft.inputs(last, plan.token_S, first.hidden.index_select(0, plan.queries.slot_S))
+            x, residual = draft.inputs(last, token, first.hidden.index_select(0, plan.queries.slot_S))
             q = top.self_attn.queries(x, draft.rotary(plan.position_S, draft.dtype))
             out.append(top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual))
         else:
             fed_back = draft.read(out[-1])[0]
             if plan.kept_S.numel() < fed_back.shape[0]:
                 fed_back = fed_back.index_select(0, plan.kept_S)
-            out.append(draft.step(plan.token_S, fed_back, plan.position_S, attend))
+            out.append(draft.step(token, fed_back, plan.position_S, attend))
     return out
 
 
@@ -282,8 +296,9 @@ def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device)
         yield _Plan(i[0], i[1], Queries(i[2], i[3], i[5:], blocks), i[4])
 
 
-def _teachers(live: Sequence[Tensor], tokens: int) -> tuple[Tensor, list[Tensor]]:
-    """The tokens after which some slot needs the target's distribution, ascending, and each slot's place among them."""
+def _followed(live: Sequence[Tensor], tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """The tokens x_{t+1+k} that some slot t reads at its step k, and after which it needs the target's distribution:
+    where they stand in the row, ascending, and every step's slots' places among them."""
     wanted = torch.zeros(tokens, dtype=torch.bool)
     for k, slots in enumerate(live):
         wanted[slots + 1 + k] = True
