@@ -54,8 +54,8 @@ def trained(
     chunk: dict[str, Any] = {}
     loss, later = objective.loss_and_gradients, objective._later_steps
 
-    def spy_later(draft, row, first, live, ways):
-        chunk.update(live=live, outs=later(draft, row, first, live, ways))
+    def spy_later(draft, row, first, live, ways, words):
+        chunk.update(live=live, outs=later(draft, row, first, live, ways, words))
         return chunk["outs"]
 
     def spy_loss(normed, head, rows, teacher, *args, **kwargs):
@@ -270,7 +270,7 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "sees one more": (ttt_attention, "visible", "key <= queries", "key - 1 <= queries", "llama"),
     "does not see itself": (ttt_attention, "visible", "key <= queries", "key < queries", "two layers"),
     "sees other documents": (ttt_attention, "visible", "(key >= queries.first_S[rows, None]) &", "", "llama"),
-    "past shrinks with k": (objective, "_plan", "Queries(i[2],", "Queries(i[2] - k,", "llama"),
+    "past shrinks with k": (objective, "_plan", "Queries(j[0],", "Queries(j[0] - k,", "llama"),
     "feeds back the normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
     "feeds back the un-normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
     "feeds back nothing": (objective, "_later_steps", "draft.read(out[-1])[0]", "0 * draft.read(out[-1])[0]", "llama"),

@@ -55,7 +55,7 @@ def _add_rows(total_ptr, rows_ptr, x_ptr, O, BLOCK: tl.constexpr):
 
 
 def add_rows_(total_NO: Tensor, rows_S: Tensor, x_SO: Tensor) -> None:
-    """total[rows] += x in total's float32, for distinct rows."""
+    """total[rows] += x in total's float32; of a row that stands there twice, neither may be anything but zero in x."""
     (S, O), x = x_SO.shape, x_SO.contiguous()
     if S:
         _add_rows[(S, triton.cdiv(O, 1024))](total_NO, rows_S, x, O, BLOCK=1024)

@@ -13,6 +13,15 @@ from torch.nn import functional as F
 # a single vector streams them worse than either (bench/small_rows.py).
 FEW = 8
 
+# Training rounds its products' heights up to a multiple of this: of ever new ones, the library behind torch would have
+# to find out each time how to compute them, which takes the host longer than a small product takes the GPU.
+HEIGHT = 128
+
+
+def rounded(rows: int) -> int:
+    """The height of a training product of so many rows."""
+    return -(-rows // HEIGHT) * HEIGHT
+
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x Wᵀ + b as `F.linear`, [..., I] to [..., O], up to float32 rounding; sooner for 1 to 8 rows on a CPU."""
@@ -45,7 +54,8 @@ class SharedProducts:
         self.totals = [torch.zeros_like(m, dtype=torch.float32) for m in self.made]
 
     def beside(self, rows_S: Tensor, y_SJ: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        """[x[rows] ; y] Wᵀ for some of the weights. The rows must be distinct; int32 or int64."""
+        """[x[rows] ; y] Wᵀ for some of the weights. The rows must be distinct, but for those
+        whose gradient is zero; int32 or int64."""
         return _Beside.apply(self, rows_S, y_SJ, *weights_OI)
 
     def place(self, weight: Tensor) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear import rounded
 from fledge.kernels.precision import at_least_float32
 from fledge.kernels.transfer import to_device
 
@@ -105,12 +106,12 @@ def loss_and_gradients(
     """Σ_k weights[k] Σ_scored loss, what it found, and its gradients for `hidden`; the head's is added to `dhead_WE`
     (at least float32). Without it no gradients are made, and the last list is empty.
 
-    hidden: K tensors [S_k, E]. rows: K ascending int64 CPU tensors [S_k], the teacher row of each slot; they index
-    the P rows that `teacher(slice)` gives logits [n, V] of. ids_W: target id of every draft id. A slot is scored
-    where the teacher's argmax is among them, or always with `keep_unseen`; elsewhere it counts as a miss. α has p
-    over all of V. Memory: the teacher's logits of `chunk` rows at a time (None: about 64M logits), and those of the
-    slots they teach, of PRODUCT slots at least. `impl` "triton" needs a GPU, or
-    Triton's interpreter. Raises ValueError for a kind or impl that there is not.
+    hidden: K tensors of S_k rows, [.., E]; rows beyond those are left out, and get zeros. rows: K ascending int64 CPU
+    tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
+    ids_W: target id of every draft id. A slot is scored where the teacher's argmax is among them, or always with
+    `keep_unseen`; elsewhere it counts as a miss. α has p over all of V. Memory: the teacher's logits of `chunk` rows
+    at a time (None: about 64M logits), and those of the slots they teach, of PRODUCT slots at least. `impl` "triton"
+    needs a GPU, or Triton's interpreter. Raises ValueError for a kind or impl that there is not.
     """
     if kind not in KINDS:
         raise ValueError(f"loss {kind!r} is none of {', '.join(KINDS)}")
@@ -122,7 +123,7 @@ def loss_and_gradients(
         from fledge.kernels.loss_triton import tile_loss
     else:
         tile_loss = _tile_loss
-    device, counts = head_WE.device, [h.shape[0] for h in hidden]
+    device, counts = head_WE.device, [r.numel() for r in rows]
     wide = torch.promote_types(head_WE.dtype, torch.float32)
     total = sum(counts)
     sums = _Sums(
@@ -130,6 +131,8 @@ def loss_and_gradients(
         *torch.zeros(2, total, dtype=torch.bool, device=device),
     )
     dhidden = [] if dhead_WE is None else [torch.empty_like(h) for h in hidden]
+    for made, n in zip(dhidden, counts, strict=False):
+        made[n:].zero_()
     weight_S = torch.empty(total, dtype=wide, device=device)
     for part, weight in zip(weight_S.split(counts), weights, strict=True):
         part.fill_(weight)
@@ -143,13 +146,16 @@ def loss_and_gradients(
         tile_loss(z, logits, tile, weight_S, ids_W, draft_id[0], kind, keep_unseen, sums)
 
     def multiplied(group: list[_Tile]) -> None:  # what it holds is gone before the next group
-        h = torch.cat([x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)])
+        heights = [t.place.numel() for t in group]
+        beyond = rounded(sum(heights)) - sum(heights) if impl == "triton" else 0
+        h = [x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)]
+        h = torch.cat([*h, h[0].new_zeros(beyond, h[0].shape[1])])
         z = h @ head_WE.T
-        for tile, part in zip(group, z.split([t.place.numel() for t in group]), strict=True):
+        for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
             taught(tile, part)
         if dhead_WE is not None:
             _add_product(dhead_WE, z.T, h)
-            found = (z @ head_WE).split([b - a for tile in group for a, b in tile.spans])
+            found = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
             into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
             for whole, made in zip(into, found, strict=True):
                 whole.copy_(made)

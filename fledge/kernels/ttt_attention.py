@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fledge.kernels.precision import at_least_float32
 from fledge.types import group_documents
@@ -47,17 +48,20 @@ def ttt_attention(
     queries: Queries,
     impl: str = "eager",
 ) -> Tensor:
-    """Attention of S queries over T keys and J own steps, each (k, v) of shape [P_j, G, d]. Returns [S, H, d].
+    """Attention of S queries over T keys and J own steps, each (k, v) of shape [P_j, G, d]. Returns [S, H, d]; rows of
+    q beyond the queries' come out as zeros.
 
     `impl`: "eager" in dense blocks of documents, "flex" by FlexAttention, "triton" by our kernels; the last two need
     a GPU. Raises ValueError for another.
     """
+    S, beyond = queries.slot_S.numel(), q_SHd.shape[0] - queries.slot_S.numel()
     if impl == "eager":
-        return _eager(q_SHd, k0_TGd, v0_TGd, own, queries)
+        return F.pad(_eager(q_SHd[:S], k0_TGd, v0_TGd, own, queries), (0, 0, 0, 0, 0, beyond))
     if impl == "flex":
         from fledge.kernels.ttt_attention_flex import ttt_attention_flex
 
-        return ttt_attention_flex(q_SHd, k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
+        out = ttt_attention_flex(q_SHd[:S], k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
+        return F.pad(out, (0, 0, 0, 0, 0, beyond))
     if impl == "triton":
         from fledge.kernels.ttt_attention_triton import ttt_attention_triton
 
@@ -83,10 +87,8 @@ def _eager(
     q_SHd: Tensor, k0_TGd: Tensor, v0_TGd: Tensor, own: Sequence[tuple[Tensor, Tensor]], queries: Queries
 ) -> Tensor:
     """A block of whole documents at a time, so that the cost follows their lengths and not the row's."""
-    whole = [k.shape[0] == q_SHd.shape[0] for k, _ in own]  # then every row is asked about, in order
-    near = [
-        (k, v) if all_rows else (k[at], v[at]) for (k, v), at, all_rows in zip(own, queries.at_JS, whole, strict=True)
-    ]
+    S = q_SHd.shape[0]  # where there are as many own keys, every one is asked about, in order
+    near = [(k, v) if k.shape[0] == S else (k[at], v[at]) for (k, v), at in zip(own, queries.at_JS, strict=True)]
     out = []
     for q0, q1, n0, n1 in queries.blocks:
         mask = visible(queries, slice(q0, q1), range(n0, n1))

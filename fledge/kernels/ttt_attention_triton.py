@@ -21,41 +21,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _load(ptr, key, stride, T, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `key` of a head, [BN, BD]; beyond the row's end, zeros."""
-    d = tl.arange(0, BD)
-    at = ptr + key[:, None] * stride + d[None, :]
-    if MASKED:
-        x = tl.load(at, mask=(key < T)[:, None] & (d < D)[None, :], other=0.0)
-    elif BD != D:
-        x = tl.load(at, mask=(d < D)[None, :], other=0.0)
-    else:
-        x = tl.load(at)
-    return x
-
-
-@triton.jit
 def _fold(
-    acc, m, total, q, k_ptr, v_ptr, start, end, slot, first, stride, T, scale2,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    acc, m, total, q, k_TD, v_TD, column, start, end, slot, first, scale2, BN: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Folds keys [start, end), whole blocks, into the running softmax."""
     for at in range(start, end, BN):
-        key = at + tl.arange(0, BN)
-        k = _load(k_ptr, key, stride, T, D, BD, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        s = tl.dot(q, tl.trans(k_TD.load([at, column])), input_precision="ieee") * scale2
         if MASKED:
+            key = at + tl.arange(0, BN)
             s = tl.where((key[None, :] <= slot[:, None]) & (key[None, :] >= first[:, None]), s, float("-inf"))
         new = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(m - safe)
-        v = _load(v_ptr, key, stride, T, D, BD, MASKED)
+        v = v_TD.load([at, column])
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         m = new
@@ -72,9 +57,9 @@ def _range(slot, first, inside, T, BN: tl.constexpr):
     return lo, a, b, hi
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, S, T, scale2,
+    q_ptr, k_TD, v_TD, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, S, T, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +76,9 @@ def _forward(
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     lo, a, b, hi = _range(slot, first, inside, T, BN)
-    k, v = k_ptr + g * D, v_ptr + g * D
-    acc, m, total = _fold(acc, m, total, q, k, v, lo, a, slot, first, G * D, T, scale2, D, BD, BN, True)
-    acc, m, total = _fold(acc, m, total, q, k, v, a, b, slot, first, G * D, T, scale2, D, BD, BN, False)
-    acc, m, total = _fold(acc, m, total, q, k, v, b, hi, slot, first, G * D, T, scale2, D, BD, BN, True)
+    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
+    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
+    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
     for j in tl.static_range(J):
         at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
         place = at[:, None] * (G * D) + g * D + d[None, :]
@@ -113,25 +97,24 @@ def _forward(
 
 @triton.jit
 def _unfold(
-    dq, q, dout, lse, delta, k_ptr, v_ptr, start, end, slot, first, stride, T, scale2,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    dq, q, dout, lse, delta, k_TD, v_TD, column, start, end, slot, first, scale2,
+    BN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds keys [start, end) to dq (without the scale)."""
     for at in range(start, end, BN):
-        key = at + tl.arange(0, BN)
-        k = _load(k_ptr, key, stride, T, D, BD, MASKED)
-        v = _load(v_ptr, key, stride, T, D, BD, MASKED)
+        k, v = k_TD.load([at, column]), v_TD.load([at, column])
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
         if MASKED:
+            key = at + tl.arange(0, BN)
             p = tl.where((key[None, :] <= slot[:, None]) & (key[None, :] >= first[:, None]), p, 0.0)
         ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def _backward_queries(
-    q_ptr, k_ptr, v_ptr, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr, delta_ptr,
+    q_ptr, k_TD, v_TD, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr, delta_ptr,
     S, T, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -153,10 +136,9 @@ def _backward_queries(
     lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
     dq = tl.zeros([BM, BD], tl.float32)
     lo, a, b, hi = _range(slot, first, inside, T, BN)
-    k, v = k_ptr + g * D, v_ptr + g * D
-    dq = _unfold(dq, q, dout, lse, delta, k, v, lo, a, slot, first, G * D, T, scale2, D, BD, BN, True)
-    dq = _unfold(dq, q, dout, lse, delta, k, v, a, b, slot, first, G * D, T, scale2, D, BD, BN, False)
-    dq = _unfold(dq, q, dout, lse, delta, k, v, b, hi, slot, first, G * D, T, scale2, D, BD, BN, True)
+    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
+    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
+    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
     for j in tl.static_range(J):
         at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
         there = at[:, None] * (G * D) + g * D + d[None, :]
@@ -169,14 +151,13 @@ def _backward_queries(
 
 @triton.jit
 def _gather(
-    dk, dv, k, v, key, q_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, start, end, stride, scale2,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, key, q_SD, dout_SD, column, slot_ptr, first_ptr, lse_ptr, delta_ptr, start, end, scale2,
+    BM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries [start, end) of a head to dk (without the scale) and dv."""
     for at in range(start, end, BM):
         row = at + tl.arange(0, BM)
-        q = _load(q_ptr, row.to(tl.int64), stride, end, D, BD, MASKED)
-        dout = _load(dout_ptr, row.to(tl.int64), stride, end, D, BD, MASKED)
+        q, dout = q_SD.load([at, column]), dout_SD.load([at, column])
         if MASKED:
             lse = tl.load(lse_ptr + row, mask=row < end, other=float("inf"))
             delta = tl.load(delta_ptr + row, mask=row < end, other=0.0)
@@ -194,9 +175,9 @@ def _gather(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "T"])
 def _backward_keys(
-    q_ptr, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, dout_ptr, delta_ptr, range_ptr, dk_ptr, dv_ptr,
+    q_SD, dout_SD, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, delta_ptr, range_ptr, dk_ptr, dv_ptr,
     S, T, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -215,21 +196,21 @@ def _backward_keys(
     b = a + tl.maximum(tl.load(range_ptr + 2 * blocks + block) - a, 0) // BM * BM
     for head in range(H // G):
         h = g * (H // G) + head
-        q, dout, lse, delta = q_ptr + h * D, dout_ptr + h * D, lse_ptr + h * S, delta_ptr + h * S
+        lse, delta = lse_ptr + h * S, delta_ptr + h * S
         dk, dv = _gather(
-            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, begin, a, H * D, scale2, D, BD, BM, True
+            dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, begin, a, scale2, BM, True
         )
         dk, dv = _gather(
-            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, a, b, H * D, scale2, D, BD, BM, False
+            dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, a, b, scale2, BM, False
         )
         dk, dv = _gather(
-            dk, dv, k, v, key, q, slot_ptr, first_ptr, lse, dout, delta, b, end, H * D, scale2, D, BD, BM, True
+            dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, b, end, scale2, BM, True
         )
     tl.store(dk_ptr + place, (dk * scale).to(dk_ptr.dtype.element_ty), tile)
     tl.store(dv_ptr + place, dv.to(dv_ptr.dtype.element_ty), tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _backward_own(
     q_ptr, own_k, own_v, at_ptr, lse_ptr, dout_ptr, delta_ptr, own_dk, own_dv, S, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BM: tl.constexpr,
@@ -271,9 +252,12 @@ def ttt_attention_triton(
 ) -> Tensor:
     """`ttt_attention_reference` on the GPU (or under Triton's interpreter), forward and backward. Returns [S, H, d].
 
-    at_JS, slot_S, first_S are int32. One compilation serves all S and T; another head shape or number of own steps
-    is another kernel.
+    at_JS, slot_S, first_S are int32; rows of q beyond theirs come out as zeros. One compilation serves all S and T;
+    another head shape or number of own steps is another kernel. Raises ValueError where a row of heads is no multiple
+    of the 16 bytes that are copied together.
     """
+    if k0_TGd[0].numel() * k0_TGd.itemsize % 16:
+        raise ValueError(f"{k0_TGd.shape[1]} key heads of size {k0_TGd.shape[2]} are too odd for 'triton'; use 'eager'")
     keys, values = [k for k, _ in own], [v for _, v in own]
     at_JS, slot_S, first_S = (x.contiguous() for x in (at_JS, slot_S, first_S))
     return _Attention.apply(q_SHd, k0_TGd, v0_TGd, at_JS, slot_S, first_S, len(own), *keys, *values)
@@ -283,13 +267,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k0, v0, at, slot, first, J, *own):
         q, k0, v0, *own = (x.contiguous() for x in (q, k0, v0, *own))
-        (S, H, D), (T, G, _) = q.shape, k0.shape
+        (_, H, D), (T, G, _), S = q.shape, k0.shape, slot.numel()
         out, lse = torch.empty_like(q), q.new_empty((H, S), dtype=torch.float32)
+        out[S:].zero_()
         if S:
             tiles = _tiles(q, "forward")
             _forward[(triton.cdiv(S, tiles["BM"]), H)](
-                q, k0, v0, tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T, D**-0.5 * LOG2E,
-                H=H, G=G, D=D, BD=triton.next_power_of_2(D), J=J, **tiles,
+                q, *_blocks(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
+                D**-0.5 * LOG2E, H=H, G=G, D=D, BD=triton.next_power_of_2(D), J=J, **tiles,
             )  # fmt: skip
         ctx.save_for_backward(q, k0, v0, at, slot, first, out, lse, *own)
         return out
@@ -298,8 +283,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k0, v0, at, slot, first, out, lse, *own = ctx.saved_tensors
         J, dout = len(own) // 2, dout.contiguous()
-        (S, H, D), (T, G, _) = q.shape, k0.shape
+        (_, H, D), (T, G, _), S = q.shape, k0.shape, slot.numel()
         dq, dk, dv, delta = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0), torch.empty_like(lse)
+        dq[S:].zero_()
         # a slot of an earlier step that is not asked about here gets no gradient
         down = [torch.empty_like(x) if x.shape[0] == S else torch.zeros_like(x) for x in own]
         if S:
@@ -308,20 +294,30 @@ class _Attention(torch.autograd.Function):
             own_k, own_v = tuple(own[:J]), tuple(own[J:])
             tiles = _tiles(q, "queries")
             _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
-                q, k0, v0, own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T, **scales, **shape, J=J,
-                **tiles,
+                q, *_blocks(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
+                **scales, **shape, J=J, **tiles,
             )  # fmt: skip
             tiles = _tiles(q, "keys")
             ranges = _query_ranges(slot, first, T, tiles["BN"])
             _backward_keys[(triton.cdiv(T, tiles["BN"]), G)](
-                q, k0, v0, slot, first, lse, dout, delta, ranges, dk, dv, S, T, **scales, **shape, **tiles
-            )
+                *_blocks(tiles["BM"], q, dout), k0, v0, slot, first, lse, delta, ranges, dk, dv, S, T,
+                **scales, **shape, **tiles,
+            )  # fmt: skip
             if J:
                 _backward_own[(triton.cdiv(S, 32), G)](
                     q, own_k, own_v, at, lse, dout, delta, tuple(down[:J]), tuple(down[J:]), S, **scales, **shape,
                     J=J, BM=32, num_warps=4,
                 )  # fmt: skip
         return dq, dk, dv, None, None, None, None, *down
+
+
+def _blocks(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
+    """Tensors [N, heads, d] to be read in blocks of so many rows of a head, by the engine that copies tiles where the
+    GPU has one. Beyond the last row are zeros; beyond a head whose size is no power of two, the next head, which meets
+    only zeros or what is never stored."""
+    BD = triton.next_power_of_2(tensors[0].shape[-1])
+    flat = [x.flatten(1) for x in tensors]
+    return [TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, BD]) for x in flat]
 
 
 def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:

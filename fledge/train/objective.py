@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear import rounded
 from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
@@ -34,6 +35,11 @@ class Ways:
     slots: int | None = None
     recompute: bool = False
     chunk: int | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products' heights are rounded up, with rows that nothing reads."""
+        return self.layers == "triton"
 
 
 def ttt(
@@ -71,7 +77,7 @@ def ttt_queued(
     parts = []
     for chunk in _chunks(live, ways.slots):
         leaves = first.leaves(chunk[0])
-        needed, rows = _followed(chunk, row.token_T.numel())
+        needed, rows = _followed(chunk, row.token_T.numel(), rounds=ways.rounds)
         words = _words(draft, row, needed, rows)
         hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways, words)]
         last_PD = features.last_TD.index_select(0, *to_device([needed], features.last_TD.device))
@@ -238,7 +244,12 @@ def _words(draft: Draft, row: Packed, read: Tensor, rows: Sequence[Tensor]) -> l
     """Every step's tokens by their place among those that the slots read: a slot's step reads what its neighbour's
     step before read, so that the embedding's products are made once for all steps. Empty where the draft makes none."""
     shared = draft.shared_words(*to_device([row.token_T[read].int()], draft.device))
-    return [] if shared is None else [Words(shared, r) for r in to_device([r.int() for r in rows], draft.device)]
+    if shared is None:
+        return []
+    spare = read.numel() - 1  # of the rows that nothing reads, the last one's stand there
+    beyond = [r.new_full((rounded(r.numel()) - r.numel(),), spare) for r in rows]
+    places = [torch.cat(pair).int() for pair in zip(rows, beyond, strict=True)]
+    return [Words(shared, r) for r in to_device(places, draft.device)]
 
 
 def _later_steps(
@@ -247,38 +258,40 @@ def _later_steps(
     """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
     out: list[Tensor] = []
-    for k, plan in enumerate(_plan(row, live, first.start, draft.device)):
+    for k, plan in enumerate(_plan(row, live, first.start, draft.device, rounds=ways.rounds)):
 
         def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, queries: Queries = plan.queries) -> Tensor:
             own[layer].append((keys, values))
             return ttt_attention(q, *first.keys[layer], own[layer], queries, ways.attention)
 
-        token = words[k] if words else plan.token_S
+        token = words[k] if words else plan.token_P
         if k == 0:
             last, top = len(draft.blocks) - 1, draft.blocks[-1]
-            x, residual = draft.inputs(last, token, first.hidden.index_select(0, plan.queries.slot_S))
-            q = top.self_attn.queries(x, draft.rotary(plan.position_S, draft.dtype))
+            x, residual = draft.inputs(last, token, first.hidden.index_select(0, plan.kept_P))
+            q = top.self_attn.queries(x, draft.rotary(plan.position_P, draft.dtype))
             out.append(top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual))
         else:
             fed_back = draft.read(out[-1])[0]
-            if plan.kept_S.numel() < fed_back.shape[0]:
-                fed_back = fed_back.index_select(0, plan.kept_S)
-            out.append(draft.step(token, fed_back, plan.position_S, attend))
+            if live[k].numel() < live[k - 1].numel():
+                fed_back = fed_back.index_select(0, plan.kept_P)
+            out.append(draft.step(token, fed_back, plan.position_P, attend))
     return out
 
 
 @dataclass(frozen=True)
 class _Plan:
     """A step of S slots, on the device: the tokens fed, their positions, what each may read, and where its slots stand
-    among those of the step before."""
+    among those of the step before (of step 0: among the row's tokens). The last slot is repeated to P rows."""
 
-    token_S: Tensor
-    position_S: Tensor
+    token_P: Tensor
+    position_P: Tensor
     queries: Queries
-    kept_S: Tensor
+    kept_P: Tensor
 
 
-def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device) -> Iterator[_Plan]:
+def _plan(
+    row: Packed, live: Sequence[Tensor], start: int, device: torch.device, *, rounds: bool = False
+) -> Iterator[_Plan]:
     """The steps of some slots, whose keys are the row's from `start` on; each made while the device is at the last."""
     end = int(live[0][-1]) + 1 if live[0].numel() else start
     documents = [(a - start, min(b, end) - start) for a, b in row.documents() if start <= a < end]
@@ -289,21 +302,27 @@ def _plan(row: Packed, live: Sequence[Tensor], start: int, device: torch.device)
         at = slots - start
         places.append(torch.zeros(end - start, dtype=torch.int64))
         places[k][at] = torch.arange(slots.numel())
-        within = [p[at] for p in (places[max(k - 1, 0)], *places[1:])]
-        token, position = step_inputs(row, slots, k)
-        i = to_device([torch.stack([token, position, at, begin_of[at], *within]).int()], device)[0]
+        S = slots.numel()
+        fill = torch.arange(rounded(S) if rounds else S).clamp_max(S - 1)
+        kept = places[k - 1][at] if k else at
+        of_rows = torch.stack([*step_inputs(row, slots, k), kept])[:, fill]
+        of_slots = torch.stack([at, begin_of[at], *(p[at] for p in places[1:])])
+        i, j = to_device([of_rows.int(), of_slots.int()], device)
         blocks = document_blocks(at, documents, BLOCK[device.type])
-        yield _Plan(i[0], i[1], Queries(i[2], i[3], i[5:], blocks), i[4])
+        yield _Plan(i[0], i[1], Queries(j[0], j[1], j[2:], blocks), i[2])
 
 
-def _followed(live: Sequence[Tensor], tokens: int) -> tuple[Tensor, list[Tensor]]:
+def _followed(live: Sequence[Tensor], tokens: int, *, rounds: bool = False) -> tuple[Tensor, list[Tensor]]:
     """The tokens x_{t+1+k} that some slot t reads at its step k, and after which it needs the target's distribution:
-    where they stand in the row, ascending, and every step's slots' places among them."""
+    where they stand in the row, ascending, and every step's slots' places among them. Rounded up, they end with at
+    least one that nothing reads."""
     wanted = torch.zeros(tokens, dtype=torch.bool)
     for k, slots in enumerate(live):
         wanted[slots + 1 + k] = True
-    place = wanted.cumsum(0) - 1
-    return wanted.nonzero().squeeze(-1), [place[slots + 1 + k] for k, slots in enumerate(live)]
+    place, found = wanted.cumsum(0) - 1, wanted.nonzero().squeeze(-1)
+    if rounds and found.numel():
+        found = torch.cat([found, found[-1:].expand(rounded(found.numel() + 1) - found.numel())])
+    return found, [place[slots + 1 + k] for k, slots in enumerate(live)]
 
 
 def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
