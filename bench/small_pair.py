@@ -10,6 +10,7 @@ loop's, without reading data and measuring τ.
 import argparse
 import json
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,9 +62,7 @@ def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict
     shutil.rmtree(out, ignore_errors=True)
     train.run(replace(options, steps=CALIBRATION, out=str(out), eval_tokens=1), show.say, show)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    late = lines[CALIBRATION // 2 :]
-    step_seconds = sum(m["seconds"] for m in late) / len(late)
-    steps = int(seconds / step_seconds)
+    steps = int(seconds / statistics.median(m["seconds"] for m in lines[CALIBRATION // 2 :]))
     shutil.rmtree(out)
     last = train.run(replace(options, steps=steps, out=str(out)), show.say, show)
     show.close()
