@@ -5,6 +5,7 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
     T tokens of a packed row    S live slots           K draft depth = TTT steps   A captured target layers
     D target hidden             E draft hidden         V target vocabulary         W draft vocabulary
     H query heads               G key-value heads      d head dimension            L cache length
+    N nodes of a draft tree, its root included
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -146,9 +148,46 @@ class Sampling:
         return self.temperature == 0
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Drafted target ids, int64 [N]. Node 0 is the root, the last committed token; every other node's parent, int64
+    [N], stands before it (the root's is -1), and siblings differ. `parent_N` None is a chain. `levels` is at least
+    the length of the longest path from the root. A chain that was drawn has its distributions, float64 [K, W]."""
+
+    token_N: Tensor
+    parent_N: Tensor | None
+    levels: int
+    q_KW: Tensor | None = None
+
+    def ancestors(self) -> Tensor:
+        """Which nodes stand on each node's path from the root, itself included: bool [N, N]."""
+        n = self.token_N.numel()
+        if self.parent_N is None:
+            return torch.ones(n, n, dtype=torch.bool, device=self.token_N.device).tril()
+        # the root is made its own parent, so that steps up from it stay there; each product doubles their number
+        up = torch.nn.functional.one_hot(self.parent_N.clamp_min(0), n).float()
+        up = (up + torch.eye(n, device=up.device)).clamp_max(1)
+        for _ in range(max(self.levels - 1, 0).bit_length()):
+            up = (up @ up).clamp_max(1)
+        return up.bool()
+
+    def to(self, device: torch.device) -> Tree:
+        parent_N = None if self.parent_N is None else self.parent_N.to(device)
+        return replace(self, token_N=self.token_N.to(device), parent_N=parent_N)
+
+    def on_host(self) -> tuple[list[int], list[int]]:
+        """Tokens and parents; waits for the device once."""
+        n = self.token_N.numel()
+        if self.parent_N is None:
+            return self.token_N.tolist(), list(range(-1, n - 1))
+        tokens, parents = torch.stack([self.token_N, self.parent_N]).tolist()
+        return tokens, parents
+
+
 @dataclass
 class Round:
-    """One verification: tokens drafted and accepted (the bonus is one more), and its seconds by part."""
+    """One verification: the longest path drafted and the tokens accepted (the bonus is one more), and its seconds by
+    part."""
 
     drafted: int
     accepted: int

@@ -206,10 +206,13 @@ def test_sequences_are_the_targets(name: str, rule: str, quick: None) -> None:
     assert p_value(counts, expected) > 1e-3
 
 
-REDRAWN = "path[-1] = gumbel_argmax(chooser.scores(path[:-1], logits_NV[j]), chooser.key(j, RESIDUAL)); break"
+REDRAWN = (
+    "found = following[node].get(path[-1]); path[-1] = path[-1] if found else gumbel_argmax("
+    "chooser.scores(path[:-1], logits_NV[node]), chooser.key(node, RESIDUAL)); node = found"
+)
 BROKEN: dict[str, tuple[str, Any, str, str, str]] = {  # name -> (draft, owner, function, old, new)
     "residual skipped": ("sample", verify, "residual", "(p_V - q_V).clamp_min(0)", "p_V"),
-    "mismatch redrawn": ("greedy", verify, "accept_walk", "break", REDRAWN),
+    "mismatch redrawn": ("greedy", verify, "accept_walk", "node = following[node].get(path[-1])", REDRAWN),
     "a node without its last token": ("greedy", Chooser, "ranking", "self.scores(prefix,", "self.scores(prefix[:-1],"),
     "every node on the committed prefix": ("sample", verify, "accept_rejection", "scores(path,", "scores(prefix,"),
     "accepted too often": ("sample", verify, "accept_rejection", "* float(q[token])", "* 0.9 * float(q[token])"),

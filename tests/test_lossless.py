@@ -17,13 +17,13 @@ from torch import Tensor
 from fledge.decode import engine as engine_module
 from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.propose import Chain, ChainProposer
+from fledge.decode.propose import ChainProposer
 from fledge.decode.text import TextStream
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.types import Document, Sampling
+from fledge.types import Document, Sampling, Tree
 
 
 def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
@@ -50,12 +50,12 @@ def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, s
     class Cheating(ChainProposer):
         draw = random.Random(seed)
 
-        def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Chain:
-            tokens = super().propose(token_R, aux_RAD).token_K.tolist()
-            for k, place in enumerate(range(self.cache.length + 1, len(truth))):
-                if k < self.depth and self.draw.random() >= wrong:
+        def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Tree:
+            tokens = super().propose(token_R, aux_RAD).token_N.tolist()
+            for k, place in enumerate(range(self.cache.length + 1, len(truth)), start=1):
+                if k <= self.depth and self.draw.random() >= wrong:
                     tokens[k] = truth[place]
-            return Chain(torch.tensor(tokens))
+            return Tree(torch.tensor(tokens), None, len(tokens) - 1)
 
     monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
 
@@ -401,9 +401,10 @@ def test_the_first_of_several_stop_strings() -> None:
     assert stream.tokens == [0, 1]
 
 
-def fit_head(target: Target, draft: Draft, document: Document, steps: int) -> None:
-    """Solves the draft's head for the target's logits on the slots of one document, which it then drafts well."""
-    row = row_of([document])
+def fit_head(target: Target, draft: Draft, documents: list[Document], steps: int) -> None:
+    """Solves the draft's head for the target's logits on the slots of documents, which it then drafts well if they
+    are few."""
+    row = row_of(documents)
     features = target.features(row)
     live = row.live(steps)
     with torch.no_grad():
@@ -430,7 +431,7 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     engine = engine_of(target, draft, depth)
     asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
-    fit_head(target, draft, spoken(engine, asked[0], 40)[0], depth)
+    fit_head(target, draft, [spoken(engine, asked[0], 40)[0]], depth)
     seen: dict[str, Any] = {}
     walk = objective.walk
     monkeypatch.setattr(objective, "walk", lambda live, hits: seen.update(live=live, hits=hits) or walk(live, hits))
@@ -449,10 +450,10 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
 
 
 MUTATIONS: dict[str, tuple] = {
-    "commits the draft's token": (verify, "accept_walk", "own[: agreed + 1]", "[*drafted, *own[-1:]]"),
-    "commits one too many": (verify, "accept_walk", "own[: agreed + 1]", "own[: agreed + 2]"),
-    "forgets a token too few": (Engine, "_speculative", "len(committed) - 1)", "len(committed))"),
-    "no rollback": (Engine, "_speculative", "cache.rollback(", "(lambda n: None)("),
+    "commits the draft's token": (verify, "accept_walk", "else own[node]", "else (*drafted, own[-1])[node]"),
+    "commits one too many": (verify, "accept_walk", "return path[len(prefix) :]", "return [*path[len(prefix) :], 5]"),
+    "forgets a token too few": (Engine, "_speculative", "cache.keep(len(prefix) - 1,", "cache.keep(len(prefix),"),
+    "no rollback": (Engine, "_speculative", "cache.keep(", "(lambda n, path: None)("),
 }
 
 
@@ -468,7 +469,11 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     if owner is verify:
         monkeypatch.setattr(engine_module, function, getattr(verify, function))
     cheat(monkeypatch, prompt + plain, wrong=0.3)
-    assert engine.generate(prompt, max_new_tokens=30).tokens != plain
+    try:
+        broken = engine.generate(prompt, max_new_tokens=30).tokens
+    except RuntimeError:  # shapes that no longer fit
+        return
+    assert broken != plain
 
 
 @pytest.mark.gpu

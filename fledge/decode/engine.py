@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.propose import ChainProposer
+from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer, TreeShape
 from fledge.decode.text import TextStream
-from fledge.decode.verify import Chooser, accept_rejection, accept_walk
+from fledge.decode.verify import Chooser, accept_rejection, accept_walk, accepted_path
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target, load_target
@@ -33,12 +33,17 @@ class Completion:
     trace: Trace = field(default_factory=Trace)
 
 
+MODES = ("chain", "tree")
+
+
 class Engine:
     """A target, and a draft that speeds it up without changing what it says.
 
-    `depth` is the number of tokens drafted a round; None takes the depth the draft was trained to. With `confidence`
-    above 0 a round drafts on only while the draft gives its chain at least that probability. Raises ValueError where
-    draft and target do not belong together, or the target's cache cannot be rolled back.
+    `depth` is the number of tokens drafted a round, in a tree the longest path; None takes the depth the draft was
+    trained to. `mode` "chain" drafts one token after the other, and with `confidence` above 0 only while the draft
+    gives its chain at least that probability. "tree" drafts EAGLE-2's tree of `nodes`, the root included, at most
+    `width` children each, or a tree of a fixed `shape`. Raises ValueError where draft and target do not belong
+    together, the target cannot do what verification needs, or the options contradict each other.
     """
 
     def __init__(
@@ -47,16 +52,30 @@ class Engine:
         draft: Draft | None = None,
         *,
         depth: int | None = None,
+        mode: str = "chain",
         confidence: float = 0.0,
+        nodes: int = 60,
+        width: int = 10,
+        shape: TreeShape | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ):
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
-        self.confidence = confidence
+        if mode not in MODES:
+            raise ValueError(f"draft mode {mode!r} is none of {', '.join(MODES)}")
+        if mode == "tree" and confidence:
+            raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
+        if mode == "tree" and (nodes < 2 or width < 1):
+            raise ValueError(
+                f"a tree of {nodes} nodes, {width} wide, drafts nothing; it needs 2 nodes and a width of 1"
+            )
+        self.mode, self.confidence, self.nodes, self.width, self.shape = mode, confidence, nodes, width, shape
         self.target, self.draft = target, draft
         if draft is not None:
             fit(draft, target)
             target.check_rollback()
+            if mode == "tree":
+                target.check_tree()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
@@ -138,7 +157,7 @@ class Engine:
     def _speculative(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
         """Rounds of drafting and verifying; each yields what it committed. The prefill and its token are no round."""
         target, chooser, cache = self.target, Chooser(sampling, request), TargetCache()
-        proposer = ChainProposer(self.draft, self.depth, sampling, request, self.confidence)
+        proposer = self._proposer(sampling, request)
         began = time.perf_counter()
         logits, features = target.forward(self._ids(prefix), cache, last_only=True)
         committed = accept_walk(chooser, prefix, (), logits)
@@ -148,20 +167,29 @@ class Engine:
         yield committed
         while True:
             clock = _Clock(target.device)
-            chain = proposer.propose(slots, aux)
-            token_K = chain.token_K.to(target.device)
+            tree = proposer.propose(slots, aux).to(target.device)
             clock.tick()
-            logits, features = target.forward(torch.cat((slots[-1:], token_K)), cache)
-            drafted = token_K.tolist()
-            if chain.q_KW is None:
-                committed = accept_walk(chooser, prefix, drafted, logits)
+            logits, features = target.forward(tree.token_N, cache, tree=tree)
+            (_, *drafted), (_, *parents) = tree.on_host()
+            if tree.q_KW is None:
+                committed = accept_walk(chooser, prefix, drafted, logits, parents)
             else:
-                committed = accept_rejection(chooser, prefix, drafted, self._scatter(chain.q_KW), logits)
-            cache.rollback(len(prefix) + len(committed) - 1)
-            slots, aux = self._ids(committed), features.aux_TAD[: len(committed)]
+                committed = accept_rejection(chooser, prefix, drafted, self._scatter(tree.q_KW), logits)
+            path = accepted_path(committed, drafted, parents)
+            cache.keep(len(prefix) - 1, path)
+            slots, aux = self._ids(committed), features.aux_TAD[path]
             prefix.extend(committed)
-            trace.rounds.append(Round(len(drafted), len(committed) - 1, *clock.read()))
+            trace.rounds.append(Round(tree.levels, len(committed) - 1, *clock.read()))
             yield committed
+
+    def _proposer(self, sampling: Sampling, request: int) -> ChainProposer | TreeProposer | FixedTreeProposer:
+        if self.mode == "chain":
+            return ChainProposer(self.draft, self.depth, sampling, request, self.confidence)
+        if sampling.draft == "sample" and not sampling.greedy:
+            raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need --draft-mode chain")
+        if self.shape is not None:
+            return FixedTreeProposer(self.draft, self.shape)
+        return TreeProposer(self.draft, self.depth, self.nodes, self.width)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, device=self.target.device)
@@ -180,15 +208,14 @@ def load(
     device: str = "auto",
     draft_device: str | None = None,
     dtype: torch.dtype | None = None,
-    depth: int | None = None,
-    confidence: float = 0.0,
     template_kwargs: dict[str, Any] | None = None,
+    **drafting: Any,
 ) -> Engine:
     """Loads a target, and a draft for it, from directories or hub ids.
 
     `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the
-    CPU and the checkpoint's own elsewhere. Raises ValueError with the cause where something is missing, damaged, or
-    does not fit.
+    CPU and the checkpoint's own elsewhere. `drafting` are `Engine`'s options. Raises ValueError with the cause where
+    something is missing, damaged, or does not fit.
     """
     device = resolve_device(device)
     config = read_draft_config(draft) if draft else None
@@ -199,7 +226,7 @@ def load(
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs)
     made = load_draft(draft, device=draft_device or device, dtype=loaded.dtype)
-    return Engine(loaded, made, depth=depth, confidence=confidence, template_kwargs=template_kwargs)
+    return Engine(loaded, made, template_kwargs=template_kwargs, **drafting)
 
 
 def resolve_device(device: str) -> str:

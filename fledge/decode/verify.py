@@ -1,4 +1,4 @@
-"""Lossless verification of a chain: what is committed is distributed exactly as the target alone would have it.
+"""Lossless verification of chains and trees: what is committed is distributed as the target alone would have it.
 
 Two rules. Walking (greedy targets, and sampled ones with greedy drafts): the target draws its own token at each
 node, and goes on while the draft had guessed it. Rejection (sampled drafts; Leviathan et al. 2023, Chen et al.
@@ -71,21 +71,41 @@ class Chooser:
         return (self.sampling.seed, self.request, position, purpose)
 
 
-def accept_walk(chooser: Chooser, prefix: Sequence[int], drafted: Sequence[int], logits_NV: Tensor) -> list[int]:
+def accept_walk(
+    chooser: Chooser,
+    prefix: Sequence[int],
+    drafted: Sequence[int],
+    logits_NV: Tensor,
+    parents: Sequence[int] | None = None,
+) -> list[int]:
     """Commits the target's own tokens for as long as the draft had them; the last one is the bonus (never redrawn).
 
-    `prefix` is all that is committed, `logits_NV` the target's after it and after each of the K drafted (N = K + 1).
+    `prefix` is all that is committed, `logits_NV` the target's after it (node 0) and after each of the drafted (nodes
+    1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain).
     """
-    if chooser.plain:
-        own = logits_NV.argmax(-1).tolist()
-        agreed = next((j for j, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-        return own[: agreed + 1]
-    path = list(prefix)
-    for j in range(len(drafted) + 1):
-        path.append(chooser.choose(path, logits_NV[j]))
-        if j == len(drafted) or path[-1] != drafted[j]:
-            break
+    following = children(drafted, range(len(drafted)) if parents is None else parents)
+    own = logits_NV.argmax(-1).tolist() if chooser.plain else None
+    path, node = list(prefix), 0
+    while node is not None:
+        path.append(chooser.choose(path, logits_NV[node]) if own is None else own[node])
+        node = following[node].get(path[-1])
     return path[len(prefix) :]
+
+
+def children(drafted: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
+    """For each node of a tree, the nodes that follow it by their tokens."""
+    following: list[dict[int, int]] = [{} for _ in range(len(drafted) + 1)]
+    for node, (token, parent) in enumerate(zip(drafted, parents, strict=True), start=1):
+        following[parent][token] = node
+    return following
+
+
+def accepted_path(committed: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The nodes whose tokens were committed, from the root on; the last token committed is the target's own."""
+    following, path = children(drafted, parents), [0]
+    for token in committed[:-1]:
+        path.append(following[path[-1]][token])
+    return path
 
 
 def accept_rejection(

@@ -66,7 +66,10 @@ class DecodeOptions:
     repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
     seed: int = opt("of sampling; the same seed gives the same text", 0)
-    depth: int | None = opt("most tokens drafted a round (default: as trained)", None)
+    draft_mode: str = opt("chain, or tree (EAGLE-2's: several continuations verified at once)", "chain")
+    depth: int | None = opt("tokens drafted a round; in a tree the longest path (default: as trained)", None)
+    tree_nodes: int = opt("nodes of a tree, its root included", 60)
+    tree_width: int = opt("most children of a tree's node", 10)
     confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
     template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
@@ -87,6 +90,6 @@ class DecodeOptions:
 
         return load(
             self.target, self.draft, device=self.device, draft_device=self.draft_device,
-            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence,
-            template_kwargs=template_kwargs(self.template_kwargs),
+            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=self.draft_mode,
+            nodes=self.tree_nodes, width=self.tree_width, template_kwargs=template_kwargs(self.template_kwargs),
         )  # fmt: skip

@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from fledge.kernels.precision import at_least_float32
 
 BLOCK = 128
+# of few queries torch would choose its kernel for decoding, which has no tiles for as many as 100 of several heads
+OPTIONS = {"BACKEND": "TRITON"}
 
 
 @functools.cache
@@ -41,7 +43,8 @@ def ttt_attention_flex(
         lambda b, h, q, k: (k >= first_S[q]) & (k <= slot_S[q]), None, None, S, T, device=q_SHd.device, BLOCK_SIZE=BLOCK
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q_SHd, k0_TGd, v0_TGd))
-    past, lse = _compiled()(q, k, v, block_mask=mask, enable_gqa=H != G, return_lse=True)
+    gqa = H != G
+    past, lse = _compiled()(q, k, v, block_mask=mask, enable_gqa=gqa, return_lse=True, kernel_options=OPTIONS)
     if not own:
         return past[0].transpose(0, 1)
     rows = [

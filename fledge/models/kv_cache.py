@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +22,7 @@ class DraftCache:
         self.shape = (config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim)
         self.buffer = torch.empty(self.shape, device=device, dtype=dtype)
         self.length = 0
+        self.visible: Tensor | None = None  # where it is not the past: bool [S, length + T]
         self.groups = config.num_attention_heads // config.num_key_value_heads
 
     def reserve(self, length: int) -> None:
@@ -30,7 +33,8 @@ class DraftCache:
             self.buffer = grown
 
     def attend(self, layer: int, q_SHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Writes T slots after `length` and attends causally with the last S of them. Returns [S, H, d].
+        """Writes T slots after `length` and attends with the last S of them, causally or as `visible` says. Returns
+        [S, H, d].
 
         The caller advances `length` once all layers have been through.
         """
@@ -40,11 +44,11 @@ class DraftCache:
         keys[:, self.length : end] = k_TGd.transpose(0, 1)
         values[:, self.length : end] = v_TGd.transpose(0, 1)
         keys, values = keys[None, :, :end], values[None, :, :end]
-        if S == 1:  # one query sees all: the heads that share a key are the rows of one product
+        if S == 1 and self.visible is None:  # it sees all: the heads that share a key are the rows of one product
             q = q_SHd.view(1, -1, self.groups, q_SHd.shape[-1])
             return F.scaled_dot_product_attention(q, keys, values).reshape(q_SHd.shape)
         at = torch.arange(end, device=q_SHd.device)
-        mask = at <= at[end - S :, None]
+        mask = at <= at[end - S :, None] if self.visible is None else self.visible
         q = q_SHd.transpose(0, 1)[None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
@@ -92,3 +96,13 @@ class TargetCache(Cache):
         assert extra >= 0, (extra, length)
         if extra:
             self.crop(-extra)
+
+    @torch.inference_mode()
+    def keep(self, length: int, path: Sequence[int]) -> None:
+        """Of what follows the first `length` tokens keeps these, ascending, in the places of the first of them."""
+        if list(path) != list(range(len(path))):
+            for layer in self.layers:
+                at = torch.tensor(path, device=layer.keys.device) + length
+                for room in layer.room:
+                    room[..., length : length + len(path), :] = room.index_select(-2, at)
+        self.rollback(length + len(path))

@@ -18,7 +18,7 @@ from fledge.config import RopeConfig, default_aux_layers
 from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
-from fledge.types import Features, Packed
+from fledge.types import Features, Packed, Tree
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
 PIECE = {"cpu": 1024, "cuda": 4096}
@@ -168,17 +168,47 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, token_N: Tensor, cache: TargetCache, *, features: bool = True, last_only: bool = False
+        self,
+        token_N: Tensor,
+        cache: TargetCache,
+        *,
+        tree: Tree | None = None,
+        features: bool = True,
+        last_only: bool = False,
     ) -> tuple[Tensor, Features | None]:
-        """Runs N tokens after those in `cache`. Returns logits [N, V] (or [1, V]) and their features if asked."""
-        keep = {"logits_to_keep": 1} if last_only and self._one_logit else {}
-        inputs = dict(input_ids=token_N[None], past_key_values=cache, use_cache=True, **keep)
+        """Runs N tokens after those in `cache`, one after the other or as the nodes of a tree, each of which sees its
+        ancestors alone. Returns logits [N, V] (or [1, V]) and their features if asked."""
+        inputs = dict(input_ids=token_N[None], past_key_values=cache, use_cache=True)
+        if last_only and self._one_logit:
+            inputs["logits_to_keep"] = 1
+        if tree is not None and tree.parent_N is not None:
+            inputs |= self._tree_inputs(tree, cache.get_seq_length())
         if not features:
             logits = self.model(**inputs).logits[0]
             return (logits[-1:] if last_only else logits), None
         with self._captured() as held:
             logits = self.model(**inputs).logits[0]
         return (logits[-1:] if last_only else logits), self._features(held)
+
+    def _tree_inputs(self, tree: Tree, past: int) -> dict[str, Any]:
+        """Positions and masks of a tree's nodes after `past` tokens; a mask for each kind of layer."""
+        ancestors = tree.ancestors()
+        position_N = past + ancestors.sum(-1) - 1
+        visible = torch.cat([ancestors.new_ones(ancestors.shape[0], past), ancestors], dim=1)
+        key_position = torch.cat([torch.arange(past, device=self.device), position_N])
+        window = getattr(self.config, "sliding_window", None)
+
+        def mask(kind: str) -> Tensor:
+            seen = visible
+            if kind == "sliding_attention" and window:
+                seen = visible & (key_position > position_N[:, None] - window)
+            return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))[None, None]
+
+        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention"])
+        masks = {kind: mask(kind) for kind in sorted(kinds)}
+        return dict(
+            position_ids=position_N[None], attention_mask=masks if len(masks) > 1 else next(iter(masks.values()))
+        )
 
     # -- what is checked before anything relies on it -----------------------------------------------------------
 
@@ -225,6 +255,26 @@ class Target:
             raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why} ({e})") from e
         if not _close(after, direct):
             raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why}")
+
+    @torch.inference_mode()
+    def check_tree(self) -> None:
+        """Raises ValueError unless each node of a tree gets the logits that its own path gets as a chain."""
+        vocab = self.embedding.shape[0]
+        tokens = torch.randint(vocab, (9,), generator=torch.Generator().manual_seed(2)).to(self.device)
+        tree = Tree(tokens[4:], torch.tensor([-1, 0, 0, 1, 2], device=self.device), 2)
+        name, why = self.name or "the target", "each node of a tree must see its own path alone"
+        cache = TargetCache()
+        self.forward(tokens[:4], cache, features=False)
+        try:
+            found, _ = self.forward(tree.token_N, cache, tree=tree, features=False)
+        except Exception as e:  # a mask of a kind that the model does not take fails as it likes
+            raise ValueError(f"{name} cannot verify trees: {why} ({e}); use --draft-mode chain") from e
+        cache.keep(4, [0, 2, 4])
+        after, _ = self.forward(tokens[:1], cache, features=False)
+        fresh = TargetCache()
+        direct, _ = self.forward(torch.cat([tokens[:5], tokens[6:7], tokens[8:], tokens[:1]]), fresh, features=False)
+        if not _close(torch.cat([found[[0, 2, 4]], after]), direct[4:]):
+            raise ValueError(f"{name} cannot verify trees: {why}; use --draft-mode chain")
 
 
 def load_target(

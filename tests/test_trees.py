@@ -1,0 +1,363 @@
+"""Trees: what is drafted, that each node sees its own path alone, and that verifying them changes no word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import break_on_purpose, tiny_draft, tiny_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lossless import SAMPLINGS, Remembers, assert_same, both, exact_target, fit_head, prompts, spoken
+from torch import Tensor
+
+from fledge.decode import engine as engine_module
+from fledge.decode import propose, verify
+from fledge.decode.engine import Engine
+from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer, TreeShape
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import DraftCache, TargetCache
+from fledge.models.target import Target
+from fledge.types import Sampling, Tree
+
+SLIDING = dict(sliding_window=8)
+
+
+def engine_of(target: Target, draft: Draft | None, **options: Any) -> Engine:
+    """An engine that drafts trees, whose prompts are token ids."""
+    engine = Engine(target, draft, **{"mode": "tree", **options})
+    engine.template.prompt_ids = list
+    return engine
+
+
+@functools.cache
+def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
+    """A target, a draft that half knows what it says after some prompts, and these."""
+    target = exact_target()
+    draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
+    asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
+    documents = [spoken(engine_of(target, None), p, 40)[0] for p in asked]
+    fit_head(target, draft, documents, 4)
+    return target, draft, asked
+
+
+def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What a proposer takes in first: the token after each slot, and the slots' features."""
+    _, features = target.forward(torch.tensor(tokens[:-1]), TargetCache())
+    return torch.tensor(tokens[1:]), features.aux_TAD
+
+
+@torch.inference_mode()
+def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int]) -> Tensor:
+    """The draft's log-probabilities over W after a path of drafted ids, drafted as a chain from nothing: [W]."""
+    cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
+    R = token_R.numel()
+    position = torch.arange(R + len(path))
+    out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend)[-1:]
+    cache.length = R
+    for k, token in enumerate(path):
+        out = draft.step(
+            draft.to_target(torch.tensor([token])), draft.read(out)[0], position[R + k : R + k + 1], cache.attend
+        )
+        cache.length += 1
+    return draft.lm_head(draft.read(out)[1])[0].float().log_softmax(-1)
+
+
+def tree_by_force(
+    draft: Draft, token_R: Tensor, aux_RAD: Tensor, depth: int, nodes: int, width: int
+) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree as paths of draft ids, in its order, every path drafted by itself."""
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    front: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(depth):
+        scored = []
+        for score, path in front:
+            best = path_logp(draft, token_R, aux_RAD, path).topk(width)
+            scored += [
+                (score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        pool += scored
+        front = sorted(scored, key=lambda s: -s[0])[:width]
+    best = sorted(range(len(pool)), key=lambda i: (-pool[i][0], i))[: nodes - 1]
+    return [pool[i][1] for i in sorted(best)]
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Every node's tokens from the root's children on."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in list(zip(*tree.on_host(), strict=True))[1:]:
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("vocabulary", [400, 150])
+@pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 5, 10), (2, 12, 3), (4, 25, 4), (5, 60, 3), (3, 100, 5)])
+@pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, norm_output=True, fc_norm=True)])
+def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, width: int, vocabulary: int) -> None:
+    """The tree of a level at a time is that of every path drafted by itself, in the same order; its parents come
+    first, and a second round, on a cache that has seen a tree, drafts as well as the first."""
+    target = exact_target()
+    draft = tiny_draft(target, draft_vocab_size=vocabulary, **variant)
+    proposer = TreeProposer(draft, depth, nodes, width)
+    tokens = prompts(1, seed=depth)[0][:3] + list(range(40, 52))
+    token_R, aux = slots_of(target, tokens)
+    for a, b in ((0, 9), (9, token_R.numel())):
+        tree = proposer.propose(token_R[a:b], aux[a:b])
+        expected = tree_by_force(draft, token_R[:b], aux[:b], depth, nodes, width)
+        expected = [tuple(draft.to_target(torch.tensor(path)).tolist()) for path in expected]
+        assert paths_of(tree) == expected
+        assert tree.token_N[0] == token_R[b - 1]
+        assert all(p < n for n, p in enumerate(tree.on_host()[1]))
+
+
+@pytest.mark.parametrize("nodes", [2, 5, 9])
+def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
+    target, draft, asked = good_pair()
+    for prompt in asked[:3]:
+        slots = slots_of(target, [*prompt, 5, 6])
+        tree = TreeProposer(draft, 8, nodes, 1).propose(*slots)
+        chain = ChainProposer(draft, nodes - 1, Sampling()).propose(*slots)
+        assert tree.on_host() == chain.on_host()
+
+
+SHAPES = {
+    "chain": TreeShape((0, 1, 2), (0, 0, 0)),
+    "bush": TreeShape((0, 0, 0, 0), (3, 0, 1, 2)),
+    "mixed": TreeShape.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fixed_trees(name: str) -> None:
+    """A child of rank r is the r-th likeliest after its own path."""
+    target, shape = exact_target(), SHAPES[name]
+    draft = tiny_draft(target, draft_vocab_size=150)
+    proposer = FixedTreeProposer(draft, shape)
+    token_R, aux = slots_of(target, list(range(40, 52)))
+    for a, b in ((0, 7), (7, token_R.numel())):
+        tree = proposer.propose(token_R[a:b], aux[a:b])
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+            logp = path_logp(draft, token_R[:b], aux[:b], paths[parent])
+            paths.append((*paths[parent], int(logp.topk(rank + 1).indices[rank])))
+        assert paths_of(tree) == [tuple(draft.to_target(torch.tensor(p)).tolist()) for p in paths[1:]]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: TreeShape((), ()), "as many ranks as parents"),
+        (lambda: TreeShape((0, 2), (0, 0)), "parent stands before it"),
+        (lambda: TreeShape((0, 0), (1, 1)), "same rank"),
+        (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but none above it"),
+        (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
+        (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
+        (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),
+    ],
+)
+def test_what_is_no_tree_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make()
+
+
+def test_drawn_trees_are_refused() -> None:
+    engine = engine_of(*good_pair()[:2])
+    with pytest.raises(ValueError, match="--draft-mode chain"):
+        engine.generate([5, 6], sampling=Sampling(temperature=1, draft="sample"))
+
+
+@st.composite
+def parents(draw) -> list[int]:
+    return [-1, *(draw(st.integers(0, n)) for n in range(draw(st.integers(0, 20))))]
+
+
+@given(parents())
+def test_ancestors(parent: list[int]) -> None:
+    depth = [0]
+    for p in parent[1:]:
+        depth.append(depth[p] + 1)
+    for slack in (0, 3):
+        found = Tree(torch.zeros(len(parent)), torch.tensor(parent), max(depth) + slack).ancestors()
+        for n in range(len(parent)):
+            path, at = set(), n
+            while at >= 0:
+                path.add(at)
+                at = parent[at]
+            assert set(found[n].nonzero().flatten().tolist()) == path
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": dict(family="llama"),
+    "phi3": dict(family="phi3"),
+    "qwen3": dict(family="qwen3"),
+    "mistral, window": dict(family="mistral", **SLIDING),
+    "phi3, window": dict(family="phi3", **SLIDING),
+    "qwen3 by turns": dict(family="qwen3", use_sliding_window=True, max_window_layers=4, **SLIDING),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_node_sees_its_path(name: str) -> None:
+    """A node's logits and features are those of its path run as a chain, beyond a sliding window too; so are those
+    after an accepted path was kept."""
+    target = tiny_target(dtype=torch.float64, **KINDS[name])
+    target.check_tree()
+    target.read_layers(None)
+    tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
+    tree = Tree(tokens[20:28], torch.tensor([-1, 0, 0, 1, 1, 2, 4, 6]), 4)
+    cache = TargetCache()
+    target.forward(tokens[:20], cache)
+    found, features = target.forward(tree.token_N, cache, tree=tree)
+    for node, path in {3: [0, 1, 3], 5: [0, 2, 5], 7: [0, 1, 4, 6, 7]}.items():
+        fresh = TargetCache()
+        line = torch.cat([tokens[:20], tree.token_N[path]])
+        logits, expected = target.forward(line, fresh)
+        torch.testing.assert_close(found[node], logits[-1], rtol=0, atol=1e-10)
+        torch.testing.assert_close(features.aux_TAD[node], expected.aux_TAD[-1], rtol=0, atol=1e-10)
+    cache.keep(20, [0, 1, 4, 6, 7])
+    after, _ = target.forward(tokens[30:40], cache)
+    direct, _ = target.forward(tokens[30:40], fresh)
+    torch.testing.assert_close(after, direct, rtol=0, atol=1e-10)
+
+
+def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "_tree_inputs", lambda self, tree, past: {})
+    with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; use --draft-mode chain"):
+        tiny_target().check_tree()
+
+
+def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "_tree_inputs", lambda self, tree, past: {"attention_mask": torch.ones(1, 2, 3, 4)})
+    with pytest.raises(ValueError, match="cannot verify trees"):
+        tiny_target().check_tree()
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [400, 300])
+@pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 8, 8), (3, 10, 2), (5, 30, 4), (8, 60, 3)])
+def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int) -> None:
+    """float64, exactly; drafts are accepted at all lengths."""
+    target, draft, asked = good_pair(vocabulary)
+    engine = engine_of(target, draft, depth=depth, nodes=nodes, width=width)
+    taken = set()
+    for prompt in asked:
+        fast, plain = both(engine, prompt, max_new_tokens=40)
+        assert_same(fast, plain)
+        taken |= {r.accepted for r in fast.trace.rounds}
+    assert {0, 1} <= taken and (depth < 3 or max(taken) >= 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(3, 399), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.integers(2, 40),
+    st.integers(1, 6),
+)
+def test_greedy_is_vanilla_whatever_the_tree(prompt: list[int], depth: int, nodes: int, width: int) -> None:
+    target, draft, _ = good_pair()
+    assert_same(*both(engine_of(target, draft, depth=depth, nodes=nodes, width=width), prompt, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_is_vanilla_for_every_family(name: str) -> None:
+    target = tiny_target(dtype=torch.float64, **KINDS[name])
+    draft = tiny_draft(target, hidden_size=256, intermediate_size=256)
+    asked = prompts(4, seed=5)
+    fit_head(target, draft, [spoken(engine_of(target, None), p, 30)[0] for p in asked], 3)
+    engine = engine_of(target, draft, depth=3, nodes=20, width=4)
+    accepted = set()
+    for prompt in asked:
+        fast, plain = both(engine, prompt, max_new_tokens=30)
+        assert_same(fast, plain)
+        accepted |= {r.accepted for r in fast.trace.rounds}
+    assert {0, 1} <= accepted
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_is_vanilla_with_fixed_trees(name: str) -> None:
+    target, draft, asked = good_pair()
+    engine = engine_of(target, draft, shape=SHAPES[name])
+    for prompt in asked:
+        assert_same(*both(engine, prompt, max_new_tokens=40))
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool) -> None:
+    """With every processor on its own node's prefix, and one with a memory shown the same prefixes in order."""
+    target, draft, asked = good_pair()
+    engine = engine_of(target, draft, depth=4, nodes=30, width=4)
+    for i, prompt in enumerate(asked[:4]):
+        seen = [(Remembers(),) if memory else () for _ in range(2)]
+        slow, quick = (Sampling(**SAMPLINGS[name], processors=p) for p in seen)
+        plain = engine.generate(prompt, max_new_tokens=30, sampling=slow, request=i, speculate=False)
+        assert_same(engine.generate(prompt, max_new_tokens=30, sampling=quick, request=i), plain)
+        if memory:
+            shown = seen[0][0].prefixes
+            assert seen[1][0].prefixes[: len(shown)] == shown
+
+
+def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
+    """A round over a tree that holds the chain takes no fewer tokens."""
+    target, draft, asked = good_pair()
+    rounds = {}
+    for mode in ("chain", "tree"):
+        engine = engine_of(target, draft, mode=mode, depth=4)
+        rounds[mode] = sum(len(engine.generate(p, max_new_tokens=40).trace.rounds) for p in asked)
+    assert rounds["tree"] < rounds["chain"]
+
+
+ANY_CHILD = "next(iter(following[node].values()), None)"
+MUTATIONS: dict[str, tuple] = {
+    "keeps the first nodes": (TargetCache, "keep", "list(path) != list(range(len(path)))", "False"),
+    "keeps a node too many": (TargetCache, "keep", "length + len(path))", "length + len(path) + 1)"),
+    "features of the first nodes": (Engine, "_speculative", "aux_TAD[path]", "aux_TAD[: len(path)]"),
+    "all nodes at one position": (Target, "_tree_inputs", "past + ancestors", "past + 0 * ancestors"),
+    "sees its siblings": (Target, "_tree_inputs", "tree.ancestors()", "tree.ancestors() | True"),
+    "follows any child": (verify, "accept_walk", "following[node].get(path[-1])", ANY_CHILD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these shows as other tokens or worse drafts, or stops the engine."""
+    target, draft, asked = good_pair()
+    engine = engine_of(target, draft, depth=5, nodes=30, width=4)
+    plain = [engine.generate(p, max_new_tokens=40) for p in asked]
+    owner, function, old, new = MUTATIONS[name]
+    break_on_purpose(monkeypatch, owner, function, old, new)
+    if owner is verify:
+        monkeypatch.setattr(engine_module, function, getattr(verify, function))
+    try:
+        broken = [engine.generate(p, max_new_tokens=40) for p in asked]
+    except (AssertionError, KeyError, IndexError, RuntimeError):
+        return
+    rounds = [[r.accepted for r in done.trace.rounds] for done in broken]
+    assert [b.tokens for b in broken] != [p.tokens for p in plain] or rounds != [
+        [r.accepted for r in done.trace.rounds] for done in plain
+    ]
+
+
+DRAFTING = {
+    "a node sees its uncles": ("cache.visible = torch.cat(", "cache.visible = True | torch.cat("),
+    "a level too deep": ("stable - 1 + level", "stable + level"),
+    "reads another's state": ("fed_back[above]", "fed_back[0 * above]"),
+    "forgets the score so far": ("scores[-1][front])", "0 * scores[-1][front])"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_drafting_wrongly_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, asked = good_pair()
+    slots = slots_of(target, [*asked[0], 5, 6])
+    break_on_purpose(monkeypatch, propose.TreeProposer, "propose", *DRAFTING[name])
+    tree = TreeProposer(draft, 4, 40, 4).propose(*slots)
+    assert paths_of(tree) != tree_by_force(draft, *slots, 4, 40, 4)
