@@ -278,7 +278,7 @@ def test_greedy_is_vanilla_for_every_family(name: str) -> None:
         fast, plain = both(engine, prompt, max_new_tokens=30)
         assert_same(fast, plain)
         accepted |= {r.accepted for r in fast.trace.rounds}
-    assert {0, 1} <= accepted
+    assert len(accepted) > 1 and max(accepted) == 3
 
 
 @pytest.mark.parametrize("name", SHAPES)
