@@ -87,7 +87,10 @@ def test_generate_says_what_the_target_alone_says(made, draft, fledge):
     assert alone.code == together.code == 0, together.err
     assert alone.out == together.out and "rounds" in together.err
     sampled = ["--temperature", 1.0, "--top-p", 0.9, "--seed", 5]
+    tree = ["--draft", draft, "--draft-mode", "tree", "--tree-nodes", 12, "--tree-width", 3]
     assert fledge(*words, *sampled).out == fledge(*words, *sampled, "--draft", draft).out
+    assert fledge(*words, *tree).out == alone.out
+    assert fledge(*words, *sampled, *tree).out == fledge(*words, *sampled).out
 
 
 def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
@@ -106,6 +109,11 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert record[key] is not None, key
     table = fledge(*words)
     assert table.code == 0 and "identical" in table.out
+    trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
+    assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
+    assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)
+    refused = fledge(*words, "--draft-mode", "bush")
+    assert refused.code == 2 and "none of chain, tree" in refused.err
 
 
 def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
@@ -122,8 +130,9 @@ def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     """A verification that commits a wrong token is found out, and is no near tie."""
     from fledge.decode import engine
 
-    def wrong(chooser, prefix, drafted, logits):
-        return [(t + 1) % 400 if len(drafted) else t for t in right(chooser, prefix, drafted, logits)]
+    def wrong(chooser, prefix, drafted, logits, *parents):
+        *accepted, own = right(chooser, prefix, drafted, logits, *parents)
+        return [*accepted, (own + 1) % 400 if len(drafted) else own]
 
     right = engine.accept_walk
     monkeypatch.setattr(engine, "accept_walk", wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -79,6 +79,21 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
+
+    @property
+    def verified(self) -> int:
+        """Most tokens that go through the target together."""
+        if self.mode == "chain":
+            return self.depth + 1
+        return self.nodes if self.shape is None else len(self.shape.parents) + 1
+
+    def drafting(self) -> dict[str, Any]:
+        """How it drafts, for a record."""
+        if self.mode == "chain":
+            return {"mode": "chain", "depth": self.depth, "confidence": self.confidence}
+        if self.shape is not None:
+            return {"mode": "tree", "shape": asdict(self.shape)}
+        return {"mode": "tree", "depth": self.depth, "nodes": self.nodes, "width": self.width}
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Decodes to the end of the turn. Options are those of `stream`."""

@@ -14,7 +14,8 @@ def tau(traces: Sequence[Trace]) -> float:
 
 
 def alpha(traces: Sequence[Trace]) -> list[float]:
-    """α_k: share of rounds whose k-th drafted token was accepted among those whose first k - 1 were."""
+    """α_k: share of rounds whose k-th drafted token was accepted among those whose first k - 1 were; of trees, the
+    share of accepted paths that went on to depth k."""
     rounds = [r for t in traces for r in t.rounds]
     reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(_depth(rounds))]
     passed = [sum(r.accepted > k for r in rounds) for k in range(_depth(rounds))]

@@ -61,8 +61,7 @@ def evaluate(
         "round": _round_split(engine, with_draft, without),
         "sampling": asdict(without_processors(sampling)),
         "max_new_tokens": max_new_tokens,
-        "depth": engine.depth,
-        "confidence": engine.confidence,
+        **engine.drafting(),
         "target": engine.target.name,
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
@@ -181,7 +180,7 @@ def _near_ties(
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
         one, many = (
-            _gaps(engine, ids[i], b[: agreed + 1], width, Chooser(sampling, i)) for width in (1, engine.depth + 1)
+            _gaps(engine, ids[i], b[: agreed + 1], width, Chooser(sampling, i)) for width in (1, engine.verified)
         )
         noise = max(noise, float((one - many).abs().max()))
         gaps.append(float(one[agreed]))

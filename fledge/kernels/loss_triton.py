@@ -20,9 +20,9 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @triton.jit
 def _fold(m, total, x):
-    """Online log-sum-exp, lane by lane."""
-    new = tl.maximum(m, x)
-    return new, total * tl.exp(m - new) + tl.exp(x - new)
+    """Online log-sum-exp, lane by lane; one of the two exponentials is always of zero."""
+    smaller = tl.exp(-tl.abs(x - m))
+    return tl.maximum(m, x), tl.where(x > m, total * smaller + 1.0, total + smaller)
 
 
 @triton.jit
@@ -40,16 +40,13 @@ def _teacher_rows(
     lane = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], LOWEST, tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
         x = tl.load(logits_ptr + n * V + start + lane, mask=start + lane < V, other=LOWEST).to(tl.float32)
-        where = tl.where(x > best, start + lane, where)
-        best = tl.maximum(best, x)
-        m, total = _fold(m, total, tl.where(start + lane < V, x, LOWEST))
+        where = tl.where(x > m, start + lane, where)
+        m, total = _fold(m, total, x)
     whole = _close(m, total)
-    most = tl.max(best, 0)
-    top = tl.min(tl.where(best == most, where, V), 0)  # the first of equals
+    top = tl.min(tl.where(m == tl.max(m, 0), where, V), 0)  # the first of equals
     tl.store(top_ptr + n, tl.load(draft_id_ptr + top))
     if GATHER:
         m = tl.full([BLOCK], LOWEST, tl.float32)
@@ -80,7 +77,6 @@ def _student_rows(
     z_row, t_row = z_ptr + i * W, kept_ptr + n * W
     m = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], LOWEST, tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     agree = tl.zeros([BLOCK], tl.float32)  # Σ p' z
     entropy = tl.zeros([BLOCK], tl.float32)  # Σ p' log p'
@@ -88,16 +84,14 @@ def _student_rows(
         inside = start + lane < W
         z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
         t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
-        where = tl.where(z > best, start + lane, where)
-        best = tl.maximum(best, z)
-        m, total = _fold(m, total, tl.where(inside, z, LOWEST))
+        where = tl.where(z > m, start + lane, where)
+        m, total = _fold(m, total, z)
         p = tl.where(inside, tl.exp(t - teacher_lse), 0.0)
         agree += tl.where(inside, p * z, 0.0)
         if KIND != "ce":
             entropy += tl.where(p > 0, p * (t - teacher_lse), 0.0)
     lse = _close(m, total)
-    most = tl.max(best, 0)
-    said = tl.min(tl.where(best == most, where, W), 0)
+    said = tl.min(tl.where(m == tl.max(m, 0), where, W), 0)
     scored = (top >= 0) | KEEP
     place = tl.load(place_ptr + i)
     scale = tl.where(scored, tl.load(weight_ptr + place), 0.0)
