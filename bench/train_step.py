@@ -193,7 +193,7 @@ def run(case: Case, options: argparse.Namespace) -> dict:
         for p in draft.parameters():
             torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share_embedding(table)
+        draft.share(table)
         features = Features(torch.randn(case.tokens, 3, E, dtype=dtype), torch.randn(case.tokens, E, dtype=dtype))
     draft.set_vocabulary(torch.arange(W) * (V // W))
     packed = row_of(case.tokens, case.supervised, V)

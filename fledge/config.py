@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+METHODS = ("eagle1", "eagle3")
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -121,11 +122,13 @@ class Provenance:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The shape and variant of an EAGLE-3 draft. Symbols: D target hidden, E draft hidden, V and W vocabularies.
+    """The shape and variant of a draft. Symbols: D target hidden, E draft hidden, V and W vocabularies.
 
     Variants are data: EAGLE-3 is the defaults, EAGLE-3.1 is `fc_norm` and `norm_output`, speculators' and
-    SpecForge's other switches are the remaining norms. `aux_layers` counts as transformers' `hidden_states` does:
-    id i is the input of layer i, which is the output of layer i - 1; None is the engines' common default.
+    SpecForge's other switches are the remaining norms. `method` "eagle1" reads the target's final hidden state and no
+    layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. `aux_layers`
+    counts as transformers' `hidden_states` does: id i is the input of layer i, which is the output of layer i - 1;
+    None is the engines' common default.
     """
 
     hidden_size: int
@@ -136,6 +139,8 @@ class DraftConfig:
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
+    method: str = "eagle3"
+    fc_bias: bool = False
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = field(default_factory=RopeConfig)
     max_position_embeddings: int = 2048
@@ -156,6 +161,10 @@ class DraftConfig:
     provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
+        if self.method == "eagle1":
+            self._check_eagle1()
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
@@ -178,6 +187,17 @@ class DraftConfig:
                 f"num_aux_hidden_states is {self.num_aux_hidden_states} but the config lists "
                 f"{len(self.aux_layers)} layers: {list(self.aux_layers)}"
             )
+
+    def _check_eagle1(self) -> None:
+        if self.hidden_size != self.target_hidden_size or self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                "an EAGLE-1 draft speaks through its target's head: it is as wide as the target and has its whole "
+                "vocabulary"
+            )
+        switches = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        on = [name for name in switches if getattr(self, name)]
+        if on or self.aux_layers:
+            raise ValueError(f"{' and '.join(on) or 'aux_layers'}: EAGLE-1 has no such thing; leave it out")
 
     @classmethod
     def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
@@ -209,15 +229,13 @@ class DraftConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
-        """Reads a draft's config.json. Raises ValueError for what is not an EAGLE-3 draft, with the reason."""
+        """Reads a draft's config.json. Raises ValueError for what is not an EAGLE draft, with the reason."""
         if "speculators_config" in hf or "speculators_model_type" in hf:
             raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
         missing = [k for k in NEEDED if k not in hf]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        names = hf.get("architectures") or ["eagle3"]
-        if not any("eagle3" in a.lower() for a in names) and "draft_vocab_size" not in hf:
-            raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE-3 draft")
+        method = _method(hf)
         if hf.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
         eagle = hf.get("eagle_config") or {}
@@ -228,6 +246,7 @@ class DraftConfig:
             aux = [i + 1 for i in eagle["eagle_aux_hidden_state_layer_ids"]]
         rope = RopeConfig.from_hf(hf)
         width = hf.get("target_hidden_size") or hf["hidden_size"]
+        aux_count = 0 if method == "eagle1" else hf.get("num_aux_hidden_states") or (len(aux) if aux else 3)
         kept = {f.name for f in fields(Provenance)}
         return cls(
             hidden_size=hf["hidden_size"],
@@ -239,7 +258,9 @@ class DraftConfig:
             rope=replace(rope, long=bool(own.get("longrope_long", False))),
             max_position_embeddings=hf.get("max_position_embeddings", 2048),
             num_hidden_layers=hf.get("num_hidden_layers", 1),
-            num_aux_hidden_states=hf.get("num_aux_hidden_states") or (len(aux) if aux else 3),
+            method=method,
+            fc_bias=method == "eagle1" and bool(hf.get("bias", True)),  # absent is True, in the authors' code
+            num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
@@ -267,8 +288,7 @@ class DraftConfig:
         if self.rope.rope_type == "linear":
             scaling = {"type": "linear", "factor": self.rope.factor}  # the one scaling SafeAILab takes, in its words
         hf: dict[str, Any] = {
-            # SGLang has no draft class with q/k norms, so such a draft names vLLM's
-            "architectures": ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"],
+            "architectures": self._architectures(),
             "model_type": "qwen3" if self.qk_norm else "llama",
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -283,7 +303,7 @@ class DraftConfig:
             "max_position_embeddings": self.max_position_embeddings,
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
-            "bias": False,
+            "bias": self.fc_bias,
             "tie_word_embeddings": False,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
@@ -292,12 +312,17 @@ class DraftConfig:
             "rope_theta": self.rope.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": rope,
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.norm_before_fc,
-            "fc_norm": self.fc_norm,
-            "norm_output": self.norm_output,
-            "num_aux_hidden_states": self.num_aux_hidden_states,
         }
+        if self.method == "eagle1":
+            del hf["draft_vocab_size"]
+        else:
+            hf |= {
+                "norm_before_residual": self.norm_before_residual,
+                "norm_before_fc": self.norm_before_fc,
+                "fc_norm": self.fc_norm,
+                "norm_output": self.norm_output,
+                "num_aux_hidden_states": self.num_aux_hidden_states,
+            }
         if self.rope.partial_rotary_factor != 1.0:
             hf["partial_rotary_factor"] = self.rope.partial_rotary_factor
         if self.rope.original_max_position_embeddings and self.rope.rope_type == "longrope":
@@ -312,10 +337,16 @@ class DraftConfig:
                 "use_aux_hidden_state": True,
             }
         own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}
-        own |= {"aux_layers": list(self.aux_layers) if self.aux_layers else None}
+        own |= {"method": self.method, "aux_layers": list(self.aux_layers) if self.aux_layers else None}
         own |= {"own_embeddings": self.own_embeddings, "longrope_long": self.rope.long}
         hf["fledge"] = {k: v for k, v in own.items() if v is not None}
         return hf
+
+    def _architectures(self) -> list[str]:
+        if self.method == "eagle1":
+            return ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]  # SGLang's name, and vLLM's
+        # SGLang has no draft class with q/k norms, so such a draft names vLLM's
+        return ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"]
 
     def with_provenance(self, **known: Any) -> DraftConfig:
         """The same draft with these facts of its training written in."""
@@ -338,6 +369,18 @@ def default_aux_layers(target_layers: int) -> tuple[int, ...]:
 
 def _default_layers(n: int) -> tuple[int, int, int]:
     return 2, n // 2, n - 3
+
+
+def _method(hf: dict[str, Any]) -> str:
+    """Which method's draft a config describes. The authors' name no architecture but Llama's: their EAGLE-3 has a
+    draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
+    own = (hf.get("fledge") or {}).get("method")
+    names = [a.lower() for a in hf.get("architectures") or ["eagle3"]]
+    if own or any("eagle3" in a for a in names) or "draft_vocab_size" in hf:
+        return own or "eagle3"
+    if any("eagle" in a for a in names) or hf.get("num_hidden_layers") == 1:
+        return "eagle1"
+    raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE draft")
 
 
 def _first(ids: int | list[int] | None) -> int | None:

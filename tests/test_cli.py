@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -79,6 +80,44 @@ def test_variants_train(made, fledge, tmp_path):
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
     assert shown.code == 0 and "EAGLE-3.1" in shown.out and "SGLang" in shown.out
+
+
+def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
+    """The whole path of another method: its flags, its draft, the same words, and what it says of itself."""
+    steps = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--method", "eagle1"]
+    went = fledge(*words, "--out", tmp_path / "run", *steps, "--fc-bias", "--feature-noise", 0.1)
+    assert went.code == 0, went.err
+    config = json.loads((tmp_path / "run" / "draft" / "config.json").read_text())
+    assert "LlamaForCausalLMEagle" in config["architectures"] and config["bias"] is True
+    assert config["fledge"]["depth"] == 3
+    shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
+    assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "vLLM drops the bias" in shown.out
+    asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
+    for mode in ("chain", "tree"):
+        together = fledge(*asked, "--draft", tmp_path / "run" / "draft", "--draft-mode", mode)
+        assert together.code == 0 and together.out == fledge(*asked).out, together.err
+    more = fledge(
+        "train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", tmp_path / "run" / "draft",
+        "--out", tmp_path / "more", *steps,
+    )  # fmt: skip
+    assert more.code == 0, more.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1"),
+        (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab and --aux-layers out"),
+        (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such thing"),
+        (["--feature-noise", 0.1], "--fc-bias and --feature-noise are EAGLE-1's"),
+        (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
+    ],
+)
+def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, fledge, tmp_path):
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run"]
+    went = fledge(*words, "--max-length", 64, *flags, *([draft] if flags[-1] == "--init-from" else []))
+    assert went.code == 2 and re.search(reason, went.err), went.err
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):

@@ -67,6 +67,7 @@ def distance(a: Tensor, b: Tensor) -> float:
         (DOCUMENTS, 3, 4, 1, 16),
         (LONG, 2, 4, 2, 32),
         (LONG, 0, 2, 1, 24),
+        (DOCUMENTS, 2, 4, 2, 8),
         (LONG, 1, 2, 2, 80),
         ([document(129, (0, 129))], 2, 2, 1, 64),
         ([document(2, (0, 2)), document(1)], 0, 2, 1, 16),
@@ -233,7 +234,7 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     plain = ttt(draft, row, features, target.logits, steps=4)
     expected = {n: g.to(DEVICE) for n, g in gradients(draft, plain.loss).items()}
     target.model.to(DEVICE), draft.to(DEVICE)
-    draft.share_embedding(target.embedding)
+    draft.share(target.embedding)
     ways = Ways(attention, "triton", "triton", slots, recompute=slots is not None)
     step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=4, ways=ways)
     torch.testing.assert_close(step.loss.cpu(), plain.loss, rtol=1e-4, atol=0)
@@ -256,7 +257,7 @@ def test_training_step_in_16_bits(attention: str) -> None:
     head = target.head.weight.to(DEVICE, torch.bfloat16)
 
     def gradients_of(draft: Draft, ways: Ways) -> dict[str, Tensor]:
-        draft.share_embedding(target.embedding)
+        draft.share(target.embedding)
         seen = Features(features.aux_TAD.to(draft.dtype), features.last_TD.to(draft.dtype))
         step = ttt(draft, row, seen, lambda x: x @ head.to(draft.dtype).T, steps=4, ways=ways)
         return {"loss": step.loss, **gradients(draft, step.loss)}

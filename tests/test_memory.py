@@ -136,7 +136,7 @@ def test_the_estimate_is_what_is_used(recompute: bool) -> None:
     target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
     target.model.to("cuda", torch.bfloat16)
     draft = tiny_draft(target).to("cuda", torch.bfloat16)
-    draft.share_embedding(target.embedding)
+    draft.share(target.embedding)
     target.check_isolation()
     row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(4)])
 

@@ -63,7 +63,7 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
             draft.to_target(torch.tensor([token])), draft.read(out)[0], position[R + k : R + k + 1], cache.attend
         )
         cache.length += 1
-    return draft.lm_head(draft.read(out)[1])[0].float().log_softmax(-1)
+    return draft.logits(draft.read(out)[1])[0].float().log_softmax(-1)
 
 
 def tree_by_force(
@@ -319,7 +319,7 @@ ANY_CHILD = "next(iter(following[node].values()), None)"
 MUTATIONS: dict[str, tuple] = {
     "keeps the first nodes": (TargetCache, "keep", "list(path) != list(range(len(path)))", "False"),
     "keeps a node too many": (TargetCache, "keep", "length + len(path))", "length + len(path) + 1)"),
-    "features of the first nodes": (Engine, "_speculative", "aux_TAD[path]", "aux_TAD[: len(path)]"),
+    "features of the first nodes": (Engine, "_speculative", "reads(features)[path]", "reads(features)[: len(path)]"),
     "all nodes at one position": (Target, "_tree_inputs", "past + ancestors", "past + 0 * ancestors"),
     "sees its siblings": (Target, "_tree_inputs", "tree.ancestors()", "tree.ancestors() | True"),
     "follows any child": (verify, "accept_walk", "following[node].get(path[-1])", ANY_CHILD),

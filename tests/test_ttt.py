@@ -178,7 +178,7 @@ def test_many_chunks_lose_nothing() -> None:
     features = target.features(row)
     exact = gradients(draft, ttt(draft, row, features, target.logits, steps=3).loss)
     draft.to(torch.bfloat16)
-    draft.share_embedding(target.embedding)
+    draft.share(target.embedding)
 
     def errors(slots: int | None) -> dict[str, float]:
         step = ttt(draft, row, features, target.logits, steps=3, ways=Ways(slots=slots))

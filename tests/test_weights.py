@@ -287,7 +287,7 @@ def test_an_embedding_that_is_shipped_is_used(tmp_path):
     draft = saved(tmp_path / "d", own_embeddings=True)
     reconfigure(tmp_path / "d", fledge=None)
     loaded = load_draft(tmp_path / "d")
-    loaded.share_embedding(torch.zeros(V, D))
+    loaded.share(torch.zeros(V, D))
     assert torch.equal(loaded.embed(torch.arange(V)), draft.embed_tokens.weight)
 
 
@@ -333,8 +333,14 @@ def test_broken_configs(tmp_path, text):
     ("changes", "match"),
     [
         (dict(speculators_config={}), "in speculators' format; fledge reads the flat layout"),
-        (dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None), r"\['LlamaForCausalLM'\] is not an EAGLE-3"),
-        (dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=None), "is not an EAGLE-3 draft"),
+        (
+            dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None, num_hidden_layers=4, fledge=None),
+            r"\['LlamaForCausalLM'\] is not an EAGLE draft",
+        ),
+        (
+            dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=None, fledge=None),
+            "d2t is not part of such a draft",
+        ),
         (dict(hidden_act="gelu"), "hidden_act 'gelu'"),
         (dict(intermediate_size=None), "lacks intermediate_size; is this a draft"),
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "RoPE type 'dynamic' is refused"),
@@ -396,7 +402,7 @@ def test_maps_that_name_a_token_twice(tmp_path):
 def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
     draft = tiny_draft(target, draft_vocab_size=100, aux_layers=(1, 4, 8))
     assert target.aux_layers == (1, 4, 8)
-    assert draft._shared_embedding[0].data_ptr() == target.embedding.data_ptr()
+    assert draft._shared["embedding"].data_ptr() == target.embedding.data_ptr()
     fit(tiny_draft(target), target)
     assert target.aux_layers == default_aux_layers(8)
 

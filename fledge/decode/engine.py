@@ -176,7 +176,7 @@ class Engine:
         began = time.perf_counter()
         logits, features = target.forward(self._ids(prefix), cache, last_only=True)
         committed = accept_walk(chooser, prefix, (), logits)
-        slots, aux = self._ids([*prefix[1:], *committed]), features.aux_TAD
+        slots, aux = self._ids([*prefix[1:], *committed]), self.draft.reads(features)
         prefix = prefix + committed
         trace.t_prefill = time.perf_counter() - began
         yield committed
@@ -192,7 +192,7 @@ class Engine:
                 committed = accept_rejection(chooser, prefix, drafted, self._scatter(tree.q_KW), logits)
             path = accepted_path(committed, drafted, parents)
             cache.keep(len(prefix) - 1, path)
-            slots, aux = self._ids(committed), features.aux_TAD[path]
+            slots, aux = self._ids(committed), self.draft.reads(features)[path]
             prefix.extend(committed)
             trace.rounds.append(Round(tree.levels, len(committed) - 1, *clock.read()))
             yield committed

@@ -64,7 +64,7 @@ class ChainProposer(Drafter):
         chance = 1.0
         for k in range(self.depth):
             fed_back, normed = draft.read(out)
-            logits = draft.lm_head(normed)
+            logits = draft.logits(normed)
             chosen = self._choose(logits, stable + 1 + k, qs)
             tokens.append(draft.to_target(chosen))
             if self.confidence:
@@ -130,7 +130,7 @@ class TreeProposer(Drafter):
         """What M nodes feed back, and the log-probabilities from the root on of their likeliest children, with those
         children's draft ids, both [M, width]."""
         fed_back, normed = self.draft.read(out_ME)
-        logp, token = self.draft.lm_head(normed).float().log_softmax(-1).topk(self.width)
+        logp, token = self.draft.logits(normed).float().log_softmax(-1).topk(self.width)
         return fed_back, score_M[:, None] + logp, token
 
     def _best(self, root_1: Tensor, score_P: Tensor, token_P: Tensor, parent_P: Tensor) -> Tree:
@@ -211,7 +211,7 @@ class FixedTreeProposer(Drafter):
                 out = draft.step(token_N[passed], fed_back[above], position, cache.attend)
                 fed_back, normed = draft.read(out)
                 cache.length += len(passed)
-            likeliest = draft.lm_head(normed).topk(max(ranks[n] for n in level) + 1).indices
+            likeliest = draft.logits(normed).topk(max(ranks[n] for n in level) + 1).indices
             chosen = likeliest[[passed.index(parents[n]) for n in level], [ranks[n] for n in level]]
             token_N[level] = draft.to_target(chosen)
         cache.length, cache.visible = stable, None

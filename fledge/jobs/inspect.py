@@ -53,7 +53,8 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
 def describe(config) -> list[str]:
     """Sentences about a `DraftConfig`."""
     known = config.provenance
-    kind = "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
+    eagle1 = config.method == "eagle1"
+    kind = "EAGLE-1" if eagle1 else "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
     switches = [n for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
                 if getattr(config, n)]  # fmt: skip
     layers = f"{config.num_hidden_layers} layer" + ("s" if config.num_hidden_layers > 1 else "")
@@ -65,7 +66,9 @@ def describe(config) -> list[str]:
         + (f" ({known.target_layers} layers," if known.target_layers else " (")
         + f" hidden states {config.target_hidden_size} wide).",
     ]
-    if config.aux_layers:
+    if eagle1:
+        lines.append("It reads the target's last hidden state, and speaks through its head.")
+    elif config.aux_layers:
         read = ", ".join(str(i - 1) for i in config.aux_layers)
         lines.append(f"It reads the outputs of the target's layers {read} (counted from 0).")
     else:
@@ -91,6 +94,8 @@ def remarks(config) -> list[str]:
         found.append("SGLang builds drafts without biases; serve it with vLLM.")
     if config.own_embeddings and config.hidden_size == config.target_hidden_size:
         found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
+    if config.method == "eagle1":
+        return [*found, "vLLM drops the bias of its fc in silence."] if config.fc_bias else found
     if config.num_aux_hidden_states != 3 or config.num_hidden_layers != 1 or config.fc_norm or config.norm_output:
         found.append("SafeAILab's code reads three layers into one and knows no 3.1 norms; use vLLM or SGLang.")
     return found

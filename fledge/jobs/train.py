@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train an EAGLE-3 draft for a target on chats or plain text."""
+    """Train a draft for a target on chats or plain text."""
 
     target: str | None = opt("the model to speed up: a directory or hub id", None)
     data: list[str] = opt(
@@ -31,9 +31,10 @@ class TrainOptions:
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
     init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
+    method: str | None = opt("eagle3 (the default), eagle3.1 or eagle1", None)
     epochs: float = opt("passes over the data", 1.0)
     steps: int | None = opt("optimizer steps, instead of --epochs", None)
-    depth: int = opt("draft steps trained (TTT), and drafted by default", 5)
+    depth: int = opt("draft steps trained (TTT; EAGLE-1 trains one), and drafted by default", 5)
     draft_vocab: int | None = opt("tokens the draft can propose (default: at most 32,000 of the target's)", None)
     max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048)
     row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None)
@@ -53,6 +54,10 @@ class TrainOptions:
     aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3)", None)
     layers: int = opt("decoder layers of the draft", 1)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
+    fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
+    feature_noise: float = opt(
+        "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0
+    )
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
     skip_bad: bool = opt("count and leave out conversations the template refuses", False)
     eval_prompts: str | None = opt("held-out prompts for τ while training (default: 16 records of the data)", None)
@@ -96,7 +101,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         torch.cuda.set_device(torch.device(device).index or 0)  # where Triton launches
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
-    target.read_layers(_layer_ids(options.aux_layers))
+    target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
     if options.compile_target:
         target.compile()
     target.check_isolation()
@@ -169,10 +174,33 @@ def _check(options: TrainOptions) -> None:
     ):
         if value not in known:
             raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
+    _method(options)
     if options.slots is not None and options.slots < 1:
         raise ValueError("--slots is at least 1")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
+
+
+def _method(options: TrainOptions) -> str:
+    """The method to train; a draft to go on with has its own. Raises ValueError for one that there is not, or flags
+    of another."""
+    from fledge.models.weights import read_draft_config
+
+    if options.init_from:
+        known = read_draft_config(options.init_from).method
+        if options.method and options.method.removesuffix(".1") != known:
+            raise ValueError(f"--method {options.method}, but {options.init_from} is a draft of {known}")
+        return known
+    method = options.method or "eagle3"
+    if method not in ("eagle1", "eagle3", "eagle3.1"):
+        raise ValueError(f"--method {method} is none of eagle1, eagle3, eagle3.1")
+    if method != "eagle1" and (options.fc_bias or options.feature_noise):
+        raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
+    if method == "eagle1" and (options.draft_vocab or options.aux_layers):
+        raise ValueError(
+            "EAGLE-1 reads the target's last state and says all its words: leave --draft-vocab and --aux-layers out"
+        )
+    return method
 
 
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
@@ -241,16 +269,20 @@ def _draft(
         if options.train_embeddings and draft.embed_tokens is None:
             raise ValueError("--train-embeddings cannot be added to a draft that reads the target's; train a new one")
         return draft.train()
-    ids, coverage = choose_vocabulary(documents, vocab, options.draft_vocab or min(vocab, 32_000), target.stop_ids)
+    method = _method(options)
+    size = vocab if method == "eagle1" else options.draft_vocab or min(vocab, 32_000)
+    ids, coverage = choose_vocabulary(documents, vocab, size, target.stop_ids)
     say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
     if options.train_embeddings:
         say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
     hf = target.config.to_dict() | {"vocab_size": vocab}
     config = DraftConfig.for_target(
         hf, max_length=options.max_length, draft_vocab_size=ids.numel(), num_hidden_layers=options.layers,
-        aux_layers=target.aux_layers, num_aux_hidden_states=len(target.aux_layers), fc_norm=options.fc_norm,
-        norm_output=options.norm_output, norm_before_fc=options.norm_before_fc, qk_norm=options.qk_norm,
-        norm_before_residual=options.norm_before_residual, own_embeddings=options.train_embeddings,
+        method=method.removesuffix(".1"), fc_bias=options.fc_bias, aux_layers=target.aux_layers or None,
+        num_aux_hidden_states=len(target.aux_layers), fc_norm=options.fc_norm or method == "eagle3.1",
+        norm_output=options.norm_output or method == "eagle3.1", norm_before_fc=options.norm_before_fc,
+        qk_norm=options.qk_norm, norm_before_residual=options.norm_before_residual,
+        own_embeddings=options.train_embeddings,
     ).with_provenance(coverage=coverage, **known)  # fmt: skip
     draft = Draft(config)
     draft.set_vocabulary(ids)
@@ -263,7 +295,8 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
 
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
     return Schedule(
-        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, depth=options.depth, gamma=options.gamma,
+        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=options.gamma,
+        depth=1 if draft.eagle1 else options.depth, noise=options.feature_noise, seed=options.seed,
         kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
         weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
         eval_every=options.eval_every, save_every=options.save_every,

@@ -58,7 +58,7 @@ def soft_target_loss(
     dhead = zeros_wide(head_WE) if grads else None
     with torch.no_grad():
         loss, scores, dhidden = loss_and_gradients(
-            hidden, head_WE, rows, teacher, ids_W, weights, dhead_WE=dhead, **options
+            hidden, head_WE, rows, teacher, ids_W, weights, dhead_WE=dhead, gradients=grads, **options
         )
     if not grads:
         return loss, scores
@@ -102,9 +102,10 @@ def loss_and_gradients(
     chunk: int | None = None,
     impl: str = "eager",
     dhead_WE: Tensor | None = None,
+    gradients: bool = True,
 ) -> tuple[Tensor, Scores, list[Tensor]]:
-    """Σ_k weights[k] Σ_scored loss, what it found, and its gradients for `hidden`; the head's is added to `dhead_WE`
-    (at least float32). Without it no gradients are made, and the last list is empty.
+    """Σ_k weights[k] Σ_scored loss, what it found, and its gradients for `hidden` (without `gradients`, none); the
+    head's is added to `dhead_WE` (at least float32) where one is given.
 
     hidden: K tensors of S_k rows, [.., E]; rows beyond those are left out, and get zeros. rows: K ascending int64 CPU
     tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
@@ -130,7 +131,7 @@ def loss_and_gradients(
         *torch.zeros(2, total, dtype=wide, device=device),
         *torch.zeros(2, total, dtype=torch.bool, device=device),
     )
-    dhidden = [] if dhead_WE is None else [torch.empty_like(h) for h in hidden]
+    dhidden = [torch.empty_like(h) for h in hidden] if gradients else []
     for made, n in zip(dhidden, counts, strict=False):
         made[n:].zero_()
     weight_S = torch.empty(total, dtype=wide, device=device)
@@ -155,6 +156,7 @@ def loss_and_gradients(
             taught(tile, part)
         if dhead_WE is not None:
             _add_product(dhead_WE, z.T, h)
+        if gradients:
             found = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
             into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
             for whole, made in zip(into, found, strict=True):

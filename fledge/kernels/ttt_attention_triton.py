@@ -274,7 +274,7 @@ class _Attention(torch.autograd.Function):
             tiles = _tiles(q, "forward")
             _forward[(triton.cdiv(S, tiles["BM"]), H)](
                 q, *_blocks(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
-                D**-0.5 * LOG2E, H=H, G=G, D=D, BD=triton.next_power_of_2(D), J=J, **tiles,
+                D**-0.5 * LOG2E, H=H, G=G, D=D, BD=_columns(D), J=J, **tiles,
             )  # fmt: skip
         ctx.save_for_backward(q, k0, v0, at, slot, first, out, lse, *own)
         return out
@@ -290,7 +290,7 @@ class _Attention(torch.autograd.Function):
         down = [torch.empty_like(x) if x.shape[0] == S else torch.zeros_like(x) for x in own]
         if S:
             scales = dict(scale=D**-0.5, scale2=D**-0.5 * LOG2E)
-            shape = dict(H=H, G=G, D=D, BD=triton.next_power_of_2(D))
+            shape = dict(H=H, G=G, D=D, BD=_columns(D))
             own_k, own_v = tuple(own[:J]), tuple(own[J:])
             tiles = _tiles(q, "queries")
             _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
@@ -313,11 +313,16 @@ class _Attention(torch.autograd.Function):
 
 def _blocks(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
     """Tensors [N, heads, d] to be read in blocks of so many rows of a head, by the engine that copies tiles where the
-    GPU has one. Beyond the last row are zeros; beyond a head whose size is no power of two, the next head, which meets
+    GPU has one. Beyond the last row are zeros; beyond a head that is narrower than its tile, the next head, which meets
     only zeros or what is never stored."""
-    BD = triton.next_power_of_2(tensors[0].shape[-1])
+    BD = _columns(tensors[0].shape[-1])
     flat = [x.flatten(1) for x in tensors]
     return [TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, BD]) for x in flat]
+
+
+def _columns(D: int) -> int:
+    """The width of a head's tile: a power of two, and no less than a product can take."""
+    return max(triton.next_power_of_2(D), 16)
 
 
 def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:

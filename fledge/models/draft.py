@@ -1,4 +1,5 @@
-"""The EAGLE-3 draft (Li et al. 2025, arXiv:2503.01840) and its 3.1 norms: where training and decoding meet."""
+"""The drafts of EAGLE-3 (Li et al. 2025, arXiv:2503.01840) with its 3.1 norms, and of EAGLE-1 (Li et al. 2024,
+arXiv:2401.15077): where training and decoding meet."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import SharedProducts
+from fledge.kernels.linear import SharedProducts, linear
 from fledge.models.layers import Joined, Layer, Linear, RMSNorm, Rotary, Words
+from fledge.types import Features
 
 # attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller holds the context
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -19,7 +21,7 @@ class Draft(nn.Module):
     """One decoder layer (or more) that predicts the token after next from a target's hidden states.
 
     Parameters are named as the engines' portable file names them, so `state_dict` is that file. The embedding is the
-    target's, shared and frozen, unless the config says that the draft owns one.
+    target's, shared and frozen, unless the config says that the draft owns one; so is EAGLE-1's head, always.
     """
 
     def __init__(self, config: DraftConfig):
@@ -31,21 +33,23 @@ class Draft(nn.Module):
             self.input_norm = RMSNorm(A * D, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(D, eps) for _ in range(A))
-        self.fc = Linear(A * D, E, bias=False)
+        self.eagle1 = config.method == "eagle1"
+        self.fc = Linear(2 * E, E, bias=config.fc_bias) if self.eagle1 else Linear(A * D, E, bias=False)
         self.midlayer = Layer(config, first=True)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleDict(
                 {str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)}
             )
-        self.norm = RMSNorm(E, eps)
-        self.lm_head = Linear(E, config.draft_vocab_size, bias=False)
+        if not self.eagle1:
+            self.norm = RMSNorm(E, eps)
+            self.lm_head = Linear(E, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, E) if config.own_embeddings else None
         self.rotary = Rotary(config)
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         else:
             self.d2t = None
-        self._shared_embedding: list[Tensor] = []  # in a list, so that it is no parameter of the draft's
+        self._shared: dict[str, Tensor] = {}  # the target's weights, which are no parameters of the draft's
 
     @property
     def blocks(self) -> list[Layer]:
@@ -82,16 +86,27 @@ class Draft(nn.Module):
         """Draft ids to target ids, same shape."""
         return draft_id if self.d2t is None else draft_id + self.d2t[draft_id]
 
-    def share_embedding(self, weight_VE: Tensor) -> None:
-        """Reads the target's embedding instead of one of its own; the tensor is shared where the device allows."""
-        if self.embed_tokens is None:
-            self._shared_embedding = [weight_VE.detach().to(self.device, self.dtype)]
+    def share(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
+        """Uses the target's embedding where it has none of its own, and for EAGLE-1 its head; the tensors are shared
+        where the device allows."""
+        wanted = {"embedding": embedding_VE} if self.embed_tokens is None else {}
+        wanted |= {"head": head_VE} if self.eagle1 else {}
+        self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in wanted.items()}
 
     def embed(self, token_S: Tensor) -> Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens(token_S)
-        assert self._shared_embedding, "share_embedding was not called"
-        return nn.functional.embedding(token_S, self._shared_embedding[0])
+        assert "embedding" in self._shared, "share was not called"
+        return nn.functional.embedding(token_S, self._shared["embedding"])
+
+    @property
+    def head(self) -> Tensor:
+        """The head's weight, [W, E]: a parameter, or in EAGLE-1 the target's."""
+        return self._shared["head"] if self.eagle1 else self.lm_head.weight
+
+    def logits(self, read_SE: Tensor) -> Tensor:
+        """Of what `read` says the head reads: [S, W]."""
+        return linear(read_SE, self.head) if self.eagle1 else self.lm_head(read_SE)
 
     def compute(self, impl: str, *, recompute: bool = False) -> None:
         """Chooses how the layers compute: "eager" in plain torch, "triton" with fewer kernels and less held for the
@@ -107,8 +122,15 @@ class Draft(nn.Module):
 
     # -- the computation ----------------------------------------------------------------------------------------
 
+    def reads(self, features: Features) -> Tensor:
+        """The target's states that this draft reads, [T, A, D]: the captured layers, or in EAGLE-1 the last state."""
+        return features.last_TD[:, None] if self.eagle1 else features.aux_TAD
+
     def fuse(self, aux_TAD: Tensor) -> Tensor:
-        """Target features to the draft's hidden state: g = fc(concat of A states), [T, E]."""
+        """Target features to the draft's hidden state, [T, E]: g = fc(concat of A states), or in EAGLE-1 the state
+        itself."""
+        if self.eagle1:
+            return aux_TAD[:, 0]
         if self.config.fc_norm:
             aux_TAD = torch.stack([norm(aux_TAD[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         flat = aux_TAD.flatten(1)
@@ -146,6 +168,9 @@ class Draft(nn.Module):
         block = self.blocks[layer]
         if layer > 0:
             return block.input_layernorm(hidden_TE), hidden_TE
+        if self.eagle1:
+            x = self.fc(torch.cat((self.embed(token_T), hidden_TE), dim=-1))
+            return x, x
         normed = block.hidden_norm(hidden_TE)
         residual = normed if self.config.norm_before_residual else hidden_TE
         if isinstance(token_T, Words):
@@ -154,9 +179,9 @@ class Draft(nn.Module):
 
     def shared_words(self, token_N: Tensor) -> SharedProducts | None:
         """The embedding's share of the first layer's projections, for tokens that many slots read; None where the
-        layers compute as "eager" or have biases, or nothing is learnt."""
+        layers compute as "eager" or have biases, nothing is learnt, or the draft is EAGLE-1's, of one step."""
         attention = self.midlayer.self_attn
-        if not attention.q_proj.fused:
+        if self.eagle1 or not attention.q_proj.fused:
             return None
         embedded = self.midlayer.input_layernorm(self.embed(token_N))
         return SharedProducts(embedded, *(p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)))
@@ -164,7 +189,9 @@ class Draft(nn.Module):
     def read(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
         """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.
 
-        EAGLE-3 feeds back the output itself; 3.1's `norm_output` feeds back the normed one.
+        EAGLE-3 feeds back the output itself; 3.1's `norm_output` feeds back the normed one; EAGLE-1 knows no norm.
         """
+        if self.eagle1:
+            return out_SE, out_SE
         normed = self.norm(out_SE)
         return (normed if self.config.norm_output else out_SE), normed

@@ -13,7 +13,8 @@ from fledge.models.target import Target
 
 @torch.no_grad()
 def start_from_target(draft: Draft, target: Target) -> None:
-    """Starts a draft as close to its target as their shapes allow, so that it has less to learn.
+    """Starts a draft as close to its target as their shapes allow, so that it has less to learn. (EAGLE-1's begins by
+    passing on the state it reads: that is normed, which the target's layers' inputs are not.)
 
     The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
     that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
@@ -24,6 +25,11 @@ def start_from_target(draft: Draft, target: Target) -> None:
         if isinstance(module, nn.Linear):
             module.weight.normal_(0, 0.02)
     E, layer = draft.config.hidden_size, draft.midlayer
+    if draft.eagle1:
+        draft.fc.weight[:, E:] += torch.eye(E)
+        if draft.fc.bias is not None:
+            draft.fc.bias.zero_()
+        return
     if draft.config.target_hidden_size != E:
         return
     draft.lm_head.weight.copy_(target.head.weight[draft.target_ids().to(target.device)])

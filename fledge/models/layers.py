@@ -165,15 +165,17 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A draft's decoder layer. The first reads [norm(embedding) ; norm(hidden)], 2E wide; further ones are plain."""
+    """A draft's decoder layer. The first reads [norm(embedding) ; norm(hidden)], 2E wide, or in EAGLE-1 what fc made
+    of both, without a norm; further ones are plain."""
 
     def __init__(self, config: DraftConfig, first: bool):
         super().__init__()
-        E, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(E, eps)
-        if first:
+        E, eps, eagle1 = config.hidden_size, config.rms_norm_eps, config.method == "eagle1"
+        if not (first and eagle1):
+            self.input_layernorm = RMSNorm(E, eps)
+        if first and not eagle1:
             self.hidden_norm = RMSNorm(E, eps)
-        self.self_attn = Attention(config, 2 * E if first else E)
+        self.self_attn = Attention(config, 2 * E if first and not eagle1 else E)
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = MLP(config)
 

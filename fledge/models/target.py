@@ -46,7 +46,7 @@ class Target:
         self.layers, self.norm = _layers_and_norm(self.decoder, self.config.num_hidden_layers)
         self.head = model.get_output_embeddings()
         self.embedding: Tensor = model.get_input_embeddings().weight
-        self.aux_layers: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] | None = None
         self.packs: bool | None = None
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
         if self.device.type == "cpu":
@@ -83,8 +83,8 @@ class Target:
 
     def read_layers(self, aux_layers: Sequence[int] | None) -> None:
         """Chooses the layers to capture (None: the engines' default). Raises ValueError for ids it does not have."""
-        layers = tuple(sorted(aux_layers)) if aux_layers else default_aux_layers(self.num_layers)
-        if min(layers) < 0 or max(layers) > self.num_layers:
+        layers = default_aux_layers(self.num_layers) if aux_layers is None else tuple(sorted(aux_layers))
+        if layers and (min(layers) < 0 or max(layers) > self.num_layers):
             raise ValueError(f"layers {list(layers)} are to be read, but the target has layers 0..{self.num_layers}")
         self.aux_layers = layers
 
@@ -134,7 +134,9 @@ class Target:
                 hook.remove()
 
     def _features(self, held: dict[int | str, Tensor]) -> Features:
-        return Features(torch.stack([held[i][0] for i in self.aux_layers], dim=1), held["last"][0])
+        last = held["last"][0]
+        aux = [held[i][0] for i in self.aux_layers]
+        return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
     @torch.no_grad()
     def features(self, row: Packed) -> Features:
@@ -153,6 +155,12 @@ class Target:
         with self._captured() as held:
             self.decoder(input_ids=token_T[None], position_ids=position_T[None], use_cache=False)
         return self._features(held)
+
+    @property
+    def plain_head(self) -> bool:
+        """Whether its logits are the product with its head's weight and nothing more."""
+        scalings = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        return getattr(self.head, "bias", None) is None and not any(getattr(self.config, s, None) for s in scalings)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
@@ -218,7 +226,7 @@ class Target:
 
         Sets `packs`. Raises ValueError where the logits cannot be had from the captured hidden state.
         """
-        if not self.aux_layers:
+        if self.aux_layers is None:
             self.read_layers(None)
         generator = torch.Generator().manual_seed(0)
         vocab = self.embedding.shape[0]

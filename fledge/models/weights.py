@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from fledge.models.draft import Draft
 from fledge.models.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+PICKLED = "pytorch_model.bin"  # where the EAGLE authors' drafts have theirs
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
@@ -127,8 +129,10 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
     tensors = {}
     for name, tensor in draft.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        if draft.eagle1:
+            name = name.replace("midlayer.", "layers.0.")  # as every engine and the authors name it
         tensors[name] = tensor.contiguous()
-        if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
+        if not draft.eagle1 and name.startswith("layers.") and name.endswith("input_layernorm.weight"):
             tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
     if draft.d2t is not None:
         t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
@@ -147,7 +151,7 @@ def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.b
 
 
 def read_draft_config(directory: str | Path) -> DraftConfig:
-    """config.json of a draft. Raises ValueError with the cause where there is none or it is not an EAGLE-3 draft."""
+    """config.json of a draft. Raises ValueError with the cause where there is none or it is not an EAGLE draft."""
     directory = Path(directory)
     recover(directory)
     file = directory / CONFIG
@@ -164,9 +168,15 @@ def read_draft_config(directory: str | Path) -> DraftConfig:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises ValueError where it is missing, empty or cut short."""
+    """All tensors of a safetensors file, or of torch's. Raises ValueError where it is missing, empty or cut short."""
     if not file.is_file():
         raise ValueError(f"{file} does not exist; the draft's weights are missing")
+    if file.name == PICKLED:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as e:
+            why = next(iter(str(e).splitlines()), type(e).__name__)
+            raise ValueError(f"{file} cannot be read ({why}); it is cut short or damaged, copy it again") from e
     try:
         with safe_open(file, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
@@ -177,19 +187,25 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def load_draft(
     directory: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Draft:
-    """Reads a draft in the portable layout (SafeAILab's `midlayer.` or vLLM's `layers.0.` names alike).
+    """Reads a draft in the portable layout (SafeAILab's `midlayer.` or vLLM's `layers.0.` names alike), or from the
+    authors' pytorch_model.bin where there is no safetensors file.
 
     Raises ValueError naming what is wrong: a missing, foreign or wrongly shaped tensor, no vocabulary map where the
     draft needs one, or a map other than the one its config was written with.
     """
     directory = Path(directory)
     config = read_draft_config(directory)
-    tensors = _renamed(read_tensors(directory / WEIGHTS))
+    file = directory / WEIGHTS
+    if not file.is_file() and (directory / PICKLED).is_file():
+        file = directory / PICKLED
+    tensors = _renamed(read_tensors(file))
     if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
         config = replace(config, own_embeddings=True)
+    if config.method == "eagle1":
+        config = replace(config, fc_bias="fc.bias" in tensors)
     if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
         raise ValueError(
-            f"{directory / WEIGHTS} has no d2t: this draft predicts {config.draft_vocab_size} of "
+            f"{file} has no d2t: this draft predicts {config.draft_vocab_size} of "
             f"{config.vocab_size} tokens and nothing says which. Without its map every token it drafts would be wrong; "
             "get the file as its trainer wrote it"
         )
@@ -204,16 +220,16 @@ def load_draft(
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"{directory / WEIGHTS} does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}")
+        raise ValueError(f"{file} does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}")
     draft.load_state_dict(tensors)
     ids = draft.target_ids()
     try:
         draft.set_vocabulary(ids)
     except ValueError as e:
-        raise ValueError(f"{directory / WEIGHTS}: {e}") from e
+        raise ValueError(f"{file}: {e}") from e
     recorded = config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
-        raise ValueError(f"the vocabulary map in {directory / WEIGHTS} is not the one its {CONFIG} was written with")
+        raise ValueError(f"the vocabulary map in {file} is not the one its {CONFIG} was written with")
     return draft.to(device=device, dtype=dtype).eval()
 
 
@@ -239,8 +255,8 @@ def fit(draft: Draft, target: Target) -> None:
     problem = mismatch(config, target)
     if problem:
         raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
-    target.read_layers(config.aux_layers)
-    draft.share_embedding(target.embedding)
+    target.read_layers(() if draft.eagle1 else config.aux_layers)
+    draft.share(target.embedding, target.head.weight)
 
 
 def mismatch(config: DraftConfig, target: Target) -> str | None:
@@ -256,6 +272,8 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
     other = known.tokenizer_sha256 and target.tokenizer is not None
     if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
         return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
+    if config.method == "eagle1" and not target.plain_head:
+        return "it speaks through the target's head, whose logits are not its weight's product alone; use EAGLE-3"
     if config.rope.rope_type == "longrope" and config.rope.for_length(target.max_length).long != config.rope.long:
         used = "long" if config.rope.long else "short"
         return f"it was trained with longrope's {used} factors; load the target with max_length={known.max_length}"

@@ -1,4 +1,5 @@
-"""Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2).
+"""Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2). EAGLE-1
+is its first step alone, with another loss.
 
 Slots meet only in the keys of step 0. So one pass makes those for the whole row, then the slots go by in chunks, each
 through all its steps, its loss and its backward pass, before the next: what is held follows the chunk, not the row.
@@ -7,6 +8,7 @@ The chunks' gradients for the keys add up, and go back through the first pass at
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +18,14 @@ from torch import Tensor
 
 from fledge.kernels.linear import rounded
 from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
+from fledge.kernels.precision import at_least_float32
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
 from fledge.models.layers import Words
 from fledge.types import Features, Packed, Step
+
+EAGLE1_CE = 0.1  # weight of EAGLE-1's soft cross-entropy beside its regression (EAGLE, section 3.2)
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,24 @@ def ttt_queued(
     gamma: float = 0.8,
     kind: str = "ce",
     keep_unseen: bool = False,
+    noise: tuple[float, str] = (0.0, ""),
     ways: Ways = Ways(),
 ) -> Found:
     """Forward and backward pass of a packed row (on the CPU; features and draft wherever they are) without waiting for
     the device.
 
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]. Slot t's teacher at step k is the target
-    after x_{t+1+k}. A row without a live slot gives zeros.
+    after x_{t+1+k}. A row without a live slot gives zeros. EAGLE-1 has one step, whose output is to equal the target's
+    next state as well: its loss is 1.0 SmoothL1 + 0.1 `kind`. Raises ValueError where it is asked for more. `noise` is
+    how far what the draft reads is moved, and what that is drawn by (EAGLE, section 3.2).
     """
+    if draft.eagle1 and steps != 1:
+        raise ValueError(f"EAGLE-1 trains one step, not {steps}; --depth is for drafting with it")
     draft.compute(ways.layers, recompute=ways.recompute)
-    first = _FirstPass(draft, row, features, ways)
+    first = _FirstPass(draft, row, features, ways, noise)
     live = row.live(steps)
-    head = draft.lm_head.weight
-    dhead = zeros_wide(head) if first.learns else None
+    head = draft.head
+    dhead = zeros_wide(head) if first.learns and head.requires_grad else None
     sums = _ManyChunks([p for p in draft.parameters() if p.requires_grad and p is not head])
     parts = []
     for chunk in _chunks(live, ways.slots):
@@ -87,13 +97,16 @@ def ttt_queued(
             rows,
             lambda s, last_PD=last_PD: teacher(last_PD[s]),
             draft.target_ids(),
-            [gamma**k for k in range(steps)],
+            [EAGLE1_CE] if draft.eagle1 else [gamma**k for k in range(steps)],
             kind=kind,
             keep_unseen=keep_unseen,
             chunk=ways.chunk,
             impl=ways.loss,
             dhead_WE=dhead,
+            gradients=first.learns,
         )
+        if draft.eagle1:
+            loss = loss + _regression(hidden[0], last_PD[rows[0]], dhidden)
         if first.learns:
             torch.autograd.backward(hidden, dhidden)
             if words:
@@ -104,8 +117,19 @@ def ttt_queued(
     if first.learns:
         first.backward()
         sums.finish()
-        head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
+        if dhead is not None:
+            head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
     return Found(parts, live)
+
+
+def _regression(out_PE: Tensor, wanted_SE: Tensor, dout: list[Tensor]) -> Tensor:
+    """EAGLE-1's regression: Σ_slots SmoothL1(f̂, f), a mean over the state's width, of the first S rows. Its gradient is
+    added to the one there is."""
+    S, E = wanted_SE.shape
+    off = at_least_float32(out_PE[:S].detach()) - at_least_float32(wanted_SE.to(out_PE.device))
+    if dout:
+        dout[0][:S] += (off.clamp(-1, 1) / E).to(dout[0].dtype)
+    return torch.where(off.abs() < 1, off.square() / 2, off.abs() - 0.5).sum() / E
 
 
 @dataclass(frozen=True)
@@ -195,13 +219,13 @@ class _FirstPass:
     """Step 0 of every token, as far as other slots read it: every layer's keys and values, and so all of the layers
     below the last."""
 
-    def __init__(self, draft: Draft, row: Packed, features: Features, ways: Ways):
+    def __init__(self, draft: Draft, row: Packed, features: Features, ways: Ways, noise: tuple[float, str] = (0.0, "")):
         device = draft.device
         self.begins = torch.tensor([a for a, _ in row.documents()])
         everyone = torch.arange(row.token_T.numel())
         token, position = to_device(step_inputs(row, everyone, 0), device)
         rotary = draft.rotary(position, draft.dtype)
-        hidden = draft.fuse(features.aux_TAD.to(device, draft.dtype))
+        hidden = draft.fuse(_moved(draft.reads(features).to(device, draft.dtype), row, *noise))
         keys = []
         for i, layer in enumerate(draft.blocks):
             x, residual = draft.inputs(i, token, hidden)
@@ -238,6 +262,17 @@ class _FirstPass:
             whole = self.made.tensors()
             reached = [(x, g.to(x.dtype)) for x, g in zip(whole, self.gradients, strict=True) if x.requires_grad]
             torch.autograd.backward([x for x, _ in reached], [g for _, g in reached])
+
+
+def _moved(states_TAD: Tensor, row: Packed, scale: float, key: str) -> Tensor:
+    """The states plus noise, uniform in ± scale 512 / (their document's length), as EAGLE's code has it."""
+    if not scale:
+        return states_TAD
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+    generator = torch.Generator(states_TAD.device).manual_seed(seed)
+    far = torch.cat([torch.full((b - a,), scale * 512 / (b - a)) for a, b in row.documents()]).to(states_TAD)
+    drawn = torch.rand(states_TAD.shape, generator=generator, device=states_TAD.device, dtype=torch.float32)
+    return states_TAD + (2 * drawn - 1).to(states_TAD.dtype) * far[:, None, None]
 
 
 def _words(draft: Draft, row: Packed, read: Tensor, rows: Sequence[Tensor]) -> list[Words]:

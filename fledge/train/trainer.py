@@ -40,6 +40,8 @@ class Schedule:
     clip: float = 1.0
     keep_unseen: bool = False
     kind: str = "ce"
+    noise: float = 0.0
+    seed: int = 0
     ways: Ways = Ways()
     eval_every: int = 0
     save_every: int = 100
@@ -131,7 +133,7 @@ def _step(
     """One optimizer step over `rows_per_step` rows. Returns their sums, token count, learning rate, gradient norm."""
     draft.train()
     found, tokens = [], 0
-    for _ in range(schedule.rows_per_step):
+    for i in range(schedule.rows_per_step):
         row = rows[progress.place]
         tokens += rows.tokens(progress.place)
         progress.place = rows.next(progress.place)
@@ -145,6 +147,7 @@ def _step(
                 gamma=schedule.gamma,
                 kind=schedule.kind,
                 keep_unseen=schedule.keep_unseen,
+                noise=(schedule.noise, f"{schedule.seed} {progress.step} {i}"),
                 ways=schedule.ways,
             )
         )

@@ -1,0 +1,251 @@
+"""EAGLE-1: its loss and gradients against the paper's equations, its files, and decoding with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import document, live_by_definition, row_of, tiny_draft, tiny_target
+from safetensors.torch import load_file, save_file
+from test_lossless import assert_same, both, prompts
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.config import DraftConfig
+from fledge.decode.engine import Engine
+from fledge.kernels.rope import apply_rope
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
+from fledge.train.objective import Ways, ttt
+from fledge.types import Document
+
+DOCUMENTS = [
+    document(1, seed=2),
+    document(21, (5, 11), (13, 21), seed=3),
+    document(2, (0, 2), seed=5),
+    document(13, (1, 13), seed=6),
+    document(7, seed=7),
+]
+
+
+def pair(dtype: torch.dtype = torch.float64, **variant: Any) -> tuple[Target, Draft]:
+    target = tiny_target(dtype=dtype)
+    return target, tiny_draft(target, **{"method": "eagle1", **variant})
+
+
+def by_the_paper(draft: Draft, target: Target, d: Document) -> Tensor:
+    """1.0 SmoothL1 + 0.1 soft cross-entropy, summed over a document's live slots: f̂_{t+1} = layer(fc([e_{t+1} ; f_t])),
+    every slot computed, each attending to those before it; the regression is a mean over the width of the state."""
+    n, c, w = d.tokens.numel(), draft.config, dict(draft.named_parameters())
+    live = sorted(t for t, k in live_by_definition(d, 1))
+    if not live:
+        return w["fc.weight"].sum() * 0
+    tokens = d.tokens.long()
+    f = target.features(row_of([d])).last_TD.to(draft.dtype)
+    h = torch.cat([target.embedding[tokens[1:]].to(draft.dtype), f[:-1]], dim=1) @ w["fc.weight"].T
+    h = h + w["fc.bias"] if "fc.bias" in w else h
+    at, m = torch.arange(n - 1), n - 1
+    rotary = draft.rotary(at, draft.dtype)
+    for i, _ in enumerate(draft.blocks):
+        name = f"layers.{i}." if i else "midlayer."
+        x = F.rms_norm(h, h.shape[1:], w[name + "input_layernorm.weight"], c.rms_norm_eps) if i else h
+        q, k, v = (x @ w[f"{name}self_attn.{p}_proj.weight"].T for p in "qkv")
+        q, k = (apply_rope(y.view(m, -1, c.head_dim), *rotary) for y in (q, k))
+        groups = c.num_attention_heads // c.num_key_value_heads
+        k, v = (y.view(m, -1, c.head_dim).repeat_interleave(groups, 1) for y in (k, v))
+        scores = torch.einsum("shd,nhd->hsn", q, k) * c.head_dim**-0.5
+        scores = scores.masked_fill(at[None, :] > at[:, None], float("-inf")).softmax(-1)
+        h = h + torch.einsum("hsn,nhd->shd", scores, v).flatten(1) @ w[name + "self_attn.o_proj.weight"].T
+        x = F.rms_norm(h, h.shape[1:], w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
+        gate, up, down = (w[f"{name}mlp.{p}_proj.weight"] for p in ("gate", "up", "down"))
+        h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    head = target.head.weight.to(draft.dtype)
+    said, wanted = h[live], f[[t + 1 for t in live]]
+    regression = F.smooth_l1_loss(said, wanted, reduction="none").mean(-1).sum()
+    return regression - 0.1 * ((wanted @ head.T).softmax(-1) * (said @ head.T).log_softmax(-1)).sum()
+
+
+VARIANTS = {"plain": {}, "bias": dict(fc_bias=True), "two layers": dict(num_hidden_layers=2)}
+WAYS = {"eager": Ways(), "chunks": Ways(slots=5, chunk=4)}
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: str) -> None:
+    """Of a packed row, against each document by itself; the target's head and embedding get none."""
+    target, draft = pair(dtype, **VARIANTS[name])
+    row = row_of(DOCUMENTS, filler=4)
+    step = ttt(draft, row, target.features(row), target.logits, steps=1, ways=WAYS[ways])
+    found = {n: p.grad.clone() for n, p in draft.named_parameters()}
+    draft.zero_grad()
+    loss = sum(by_the_paper(draft, target, d) for d in DOCUMENTS)
+    loss.backward()
+    close = dict(rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-9)
+    torch.testing.assert_close(step.loss, loss.detach(), **close)
+    for n, p in draft.named_parameters():
+        torch.testing.assert_close(found[n], p.grad, **close, msg=n)
+    assert int(step.live_K) == int(step.scored_K) == sum(len(live_by_definition(d, 1)) for d in DOCUMENTS)
+    assert target.head.weight.grad is None and target.embedding.grad is None
+
+
+def test_triton_layers_train_it_too() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
+    target, draft = pair(torch.float32)
+    row = row_of(DOCUMENTS, filler=4)
+    features, found = target.features(row), {}
+    for layers in ("eager", "triton"):
+        ttt(draft, row, features, target.logits, steps=1, ways=Ways("eager", layers, layers, 7))
+        found[layers] = {n: p.grad.clone() for n, p in draft.named_parameters()}
+        draft.zero_grad()
+    for n, g in found["triton"].items():
+        torch.testing.assert_close(g, found["eager"][n], rtol=1e-3, atol=1e-4, msg=n)
+
+
+def test_one_step_is_all_it_trains() -> None:
+    target, draft = pair()
+    row = row_of(DOCUMENTS)
+    with pytest.raises(ValueError, match="EAGLE-1 trains one step, not 3"):
+        ttt(draft, row, target.features(row), target.logits, steps=3)
+
+
+def test_noise() -> None:
+    """Each document's states move by up to 512 / its length times the scale, the same for the same key; what is to be
+    said does not move."""
+    from fledge.train.objective import _moved
+
+    target, draft = pair()
+    row = row_of(DOCUMENTS, filler=4)
+    states = draft.reads(target.features(row))
+    moved = _moved(states, row, 0.1, "0 7 0") - states
+    for a, b in row.documents():
+        far = 0.1 * 512 / (b - a)
+        assert moved[a:b].abs().max() <= far * (1 + 1e-6) and moved[a:b].abs().mean() > 0.4 * far
+    assert torch.equal(_moved(states, row, 0.1, "0 7 0") - states, moved)
+    assert not torch.equal(_moved(states, row, 0.1, "0 8 0") - states, moved)
+    assert _moved(states, row, 0.0, "0 7 0") is states
+    quiet, loud = (
+        ttt(draft, row, target.features(row), target.logits, steps=1, noise=(scale, "1")).loss for scale in (0.0, 0.1)
+    )
+    assert quiet != loud
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_is_vanilla(name: str, mode: str) -> None:
+    target, draft = pair(**VARIANTS[name])
+    engine = Engine(target, draft, depth=3, mode=mode, nodes=20, width=4)
+    engine.template.prompt_ids = list
+    for prompt in prompts(4, seed=3):
+        assert_same(*both(engine, prompt, max_new_tokens=25))
+
+
+def test_trained_it_is_accepted() -> None:
+    """A few hundred steps on what the target says, and most of it is accepted again."""
+    target, draft = pair(torch.float32)
+    engine = Engine(target, draft, depth=3)
+    engine.template.prompt_ids = list
+    documents = []
+    asked = prompts(3, longest=8, seed=5)
+    for prompt in asked:
+        tokens = torch.tensor(prompt + engine.generate(prompt, max_new_tokens=30, speculate=False).tokens).int()
+        documents.append(Document(tokens, torch.zeros_like(tokens)))
+    row = row_of(documents)
+    features = target.features(row)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        ttt(draft, row, features, target.logits, steps=1)
+        optimizer.step()
+    fast, plain = both(engine, asked[0], max_new_tokens=20)
+    assert fast.tokens == plain.tokens
+    assert sum(r.accepted for r in fast.trace.rounds) > len(fast.trace.rounds)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
+    """vLLM takes these tensors and no others; both engines know one of the architectures."""
+    target, draft = pair(torch.float32)
+    save_draft(draft, tmp_path / "d", torch.float32)
+    tensors = load_file(tmp_path / "d" / "model.safetensors")
+    layer = [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    layer += ["post_attention_layernorm.weight"]
+    assert set(tensors) == {"fc.weight", *(f"layers.0.{n}" for n in layer)}
+    assert list(tensors["fc.weight"].shape) == [32, 64]
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
+    assert config["model_type"] == "llama" and config["bias"] is False
+    assert not {"draft_vocab_size", "fc_norm", "num_aux_hidden_states"} & set(config)
+    loaded = load_draft(tmp_path / "d", dtype=torch.float32)
+    fit(loaded, target)
+    assert loaded.config.method == "eagle1" and target.aux_layers == ()
+    for (n, a), (_, b) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(a, b), n
+
+
+def test_the_authors_file(tmp_path: Path) -> None:
+    """As their repositories have it: Llama's architecture, one layer, the target's embedding along, a bias unless the
+    config says otherwise, and the weights in a pickle."""
+    target, draft = pair(torch.float32, fc_bias=True)
+    (tmp_path / "a").mkdir()
+    tensors = {n.replace("midlayer.", "layers.0."): p.detach().clone() for n, p in draft.named_parameters()}
+    tensors["embed_tokens.weight"] = target.embedding.clone()
+    torch.save(tensors, tmp_path / "a" / "pytorch_model.bin")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 400,
+        "rms_norm_eps": draft.config.rms_norm_eps, "hidden_act": "silu", "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    loaded = load_draft(tmp_path / "a", dtype=torch.float32)
+    fit(loaded, target)
+    assert loaded.config.fc_bias and loaded.config.own_embeddings
+    row = row_of(DOCUMENTS)
+    losses = [ttt(d, row, target.features(row), target.logits, steps=1).loss for d in (draft, loaded)]
+    torch.testing.assert_close(*losses)
+    save_file({k: v.clone() for k, v in tensors.items() if k != "fc.bias"}, tmp_path / "a" / "model.safetensors")
+    assert not load_draft(tmp_path / "a").config.fc_bias, "the safetensors file comes first, and has no bias"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(draft_vocab_size=100), "has its whole vocabulary"),
+        (dict(hidden_size=16, own_embeddings=True), "as wide as the target"),
+        (dict(fc_norm=True, norm_output=True), "fc_norm and norm_output: EAGLE-1 has no such thing"),
+        (dict(method="eagle7"), "'eagle7' is none of eagle1, eagle3"),
+    ],
+)
+def test_what_is_no_eagle_1_is_refused(changes: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        pair(**changes)
+
+
+def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_target(tokenizer=False).config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"]}))  # fmt: skip
+    with pytest.raises(ValueError, match=r"\['LlamaForCausalLM'\] is not an EAGLE draft"):
+        read_draft_config(tmp_path)
+
+
+def test_a_target_that_scales_its_logits_is_refused() -> None:
+    target, draft = pair()
+    target.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match="whose logits are not its weight's product alone; use EAGLE-3"):
+        fit(draft, target)
+
+
+def test_targets_too_shallow_for_eagle_3() -> None:
+    """It reads no layers, so any target has what it needs."""
+    target = tiny_target(num_hidden_layers=2)
+    draft = tiny_draft(target, method="eagle1")
+    engine = Engine(target, draft, depth=2)
+    engine.template.prompt_ids = list
+    assert_same(*both(engine, [5, 6, 7], max_new_tokens=10))
+    assert isinstance(draft.config, DraftConfig)
