@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, draft: Path, sets: tuple[str, ...]) -> 
         dialogues = name == "sgd_dev"
         found[name] = evaluate.run(
             evaluate.EvalOptions(
-                target=str(options.target), draft=str(draft), limit=32 if dialogues else options.limit,
+                target=str(options.target), draft=[str(draft)], limit=32 if dialogues else options.limit,
                 prompts=[str((options.chats if dialogues else options.prompts) / f"{name}.jsonl")],
                 max_new_tokens=64 if dialogues else 128, device=options.device, dtype="float32",
             ),

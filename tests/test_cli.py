@@ -151,6 +151,11 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)
+    both = ["--draft-mode", "chain", "--draft-mode", "tree", "--prompts", made / "more.jsonl"]
+    (made / "more.jsonl").write_text((made / "prompts.jsonl").read_text().splitlines()[1] + "\n")
+    several = json.loads(fledge(*words, "--json", *both).out)
+    assert list(several) == ["chain prompts", "chain more", "tree prompts", "tree more"]
+    assert several["chain prompts"]["tau"] == record["tau"] and several["tree more"]["mode"] == "tree"
     refused = fledge(*words, "--draft-mode", "bush")
     assert refused.code == 2 and "none of chain, tree" in refused.err
 

@@ -217,7 +217,7 @@ class Engine:
 
 
 def load(
-    target: str,
+    target: str | Target,
     draft: str | None = None,
     *,
     device: str = "auto",
@@ -226,18 +226,19 @@ def load(
     template_kwargs: dict[str, Any] | None = None,
     **drafting: Any,
 ) -> Engine:
-    """Loads a target, and a draft for it, from directories or hub ids.
+    """Loads a target (or takes one), and a draft for it, from directories or hub ids.
 
     `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the
     CPU and the checkpoint's own elsewhere. `drafting` are `Engine`'s options. Raises ValueError with the cause where
     something is missing, damaged, or does not fit.
     """
-    device = resolve_device(device)
+    device = resolve_device(device) if isinstance(target, str) else target.device
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"
-    loaded = load_target(
-        target, device=device, dtype=dtype, max_length=config.provenance.max_length if longrope else None
-    )
+    loaded = target
+    if isinstance(target, str):
+        most = config.provenance.max_length if longrope else None
+        loaded = load_target(target, device=device, dtype=dtype, max_length=most)
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs)
     made = load_draft(draft, device=draft_device or device, dtype=loaded.dtype)

@@ -11,9 +11,10 @@ from fledge.jobs.options import DecodeOptions, opt
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(DecodeOptions):
-    """Decode prompts with and without the draft in one run, and report acceptance, speed and identity."""
+    """Decode prompts with and without a draft in one run, and report acceptance, speed and identity."""
 
-    draft: str = opt("its draft")
+    draft: list[str] = opt("a draft of it; repeatable, to compare", many=True)
+    draft_mode: list[str] = opt("chain (the default) or tree, EAGLE-2's; repeatable, to compare", many=True)
     prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None)
     max_new_tokens: int = opt("new tokens a prompt", 128)
@@ -22,7 +23,8 @@ class EvalOptions(DecodeOptions):
 
 
 def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
-    """One record for one prompts file, or {file name: record} for several."""
+    """One record, or {what tells it from the others: record} for several drafts, modes or prompts files."""
+    import itertools
     from pathlib import Path
 
     from fledge.eval.prompts import read_prompts
@@ -31,14 +33,22 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
+    if not options.draft:
+        raise ValueError("give --draft DIR")
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
-    sampling, engine = options.sampling(), options.engine()
+    sampling, target = options.sampling(), None
     records = {}
-    for name, prompts in sets.items():
-        with progress.counting(f"decoding {name} with and without the draft", len(prompts)) as advance:
-            records[name] = evaluate(
-                engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, advance=advance
-            )
+    choices = options.draft, options.draft_mode or ["chain"], list(sets)
+    for draft, mode in itertools.product(*choices[:2]):
+        engine = options.engine(draft, mode, target)
+        target = engine.target
+        for name, prompts in sets.items():
+            varied = zip((draft, mode, name), choices, strict=True)
+            label = " ".join(value for value, among in varied if len(among) > 1)
+            with progress.counting(f"decoding {label or name} with and without the draft", len(prompts)) as advance:
+                records[label] = evaluate(
+                    engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, advance=advance
+                )
     record = next(iter(records.values())) if len(records) == 1 else records
     if options.out:
         write_json(options.out, record)

@@ -27,7 +27,7 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     from fledge.decode.engine import Completion
     from fledge.eval.metrics import alpha, tau
 
-    sampling, engine = options.sampling(), options.engine()
+    sampling, engine = options.sampling(), options.engine(options.draft, options.draft_mode)
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     done = Completion()
     stream = engine.stream(

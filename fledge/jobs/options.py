@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
+    from fledge.models.target import Target
     from fledge.types import Sampling
 
 
@@ -84,12 +85,12 @@ class DecodeOptions:
             self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
         )
 
-    def engine(self) -> Engine:
-        """The loaded pair."""
+    def engine(self, draft: str | None, mode: str, target: Target | None = None) -> Engine:
+        """A loaded pair, of a target that may be loaded already."""
         from fledge.decode.engine import load
 
         return load(
-            self.target, self.draft, device=self.device, draft_device=self.draft_device,
-            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=self.draft_mode,
+            target or self.target, draft, device=self.device, draft_device=self.draft_device,
+            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
             nodes=self.tree_nodes, width=self.tree_width, template_kwargs=template_kwargs(self.template_kwargs),
         )  # fmt: skip
