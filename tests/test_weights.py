@@ -276,6 +276,31 @@ def test_sglangs_old_names_of_the_feature_norms(tmp_path):
     assert same(load_draft(tmp_path / "d"), draft)
 
 
+def test_the_authors_eagle_3(tmp_path):
+    """Written by hand to their layout: Llama's architecture, only what their configuration class reads, and a pickle.
+    Cut short, it is refused like any other file."""
+    draft, written = make(), tmp_path / "d"
+    written.mkdir()
+    c = draft.config
+    hf = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads, "num_hidden_layers": 1, "vocab_size": V,
+        "draft_vocab_size": c.draft_vocab_size, "rms_norm_eps": c.rms_norm_eps, "hidden_act": "silu",
+        "rope_theta": 10000.0, "max_position_embeddings": c.max_position_embeddings, "head_dim": c.head_dim,
+        "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True,
+    }  # fmt: skip
+    (written / "config.json").write_text(json.dumps(hf))
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[draft.target_ids()] = True
+    torch.save({**draft.state_dict(), "t2d": t2d}, written / "pytorch_model.bin")
+    loaded = load_draft(written)
+    assert loaded.config.method == "eagle3" and same(loaded, draft)
+    whole = (written / "pytorch_model.bin").read_bytes()
+    (written / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
+    refused(written, r"pytorch_model\.bin cannot be read .*; it is cut short or damaged, copy it again")
+
+
 def test_int32_offsets_and_no_t2d(tmp_path):
     draft = saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: (t.pop("t2d"), t.update(d2t=t["d2t"].int())))
