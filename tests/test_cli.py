@@ -129,6 +129,8 @@ def test_generate_says_what_the_target_alone_says(made, draft, fledge):
     tree = ["--draft", draft, "--draft-mode", "tree", "--tree-nodes", 12, "--tree-width", 3]
     assert fledge(*words, *sampled).out == fledge(*words, *sampled, "--draft", draft).out
     assert fledge(*words, *tree).out == alone.out
+    assert fledge(*words, *tree, "--draft-cache", "unstable").out == alone.out
+    assert "neither stable nor unstable" in fledge(*words, *tree, "--draft-cache", "shaky").err
     assert fledge(*words, *sampled, *tree).out == fledge(*words, *sampled).out
 
 

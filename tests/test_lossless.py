@@ -50,8 +50,8 @@ def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, s
     class Cheating(ChainProposer):
         draw = random.Random(seed)
 
-        def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Tree:
-            tokens = super().propose(token_R, aux_RAD).token_N.tolist()
+        def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+            tokens = super().propose(token_R, aux_RAD, path).token_N.tolist()
             for k, place in enumerate(range(self.cache.length + 1, len(truth)), start=1):
                 if k <= self.depth and self.draw.random() >= wrong:
                     tokens[k] = truth[place]

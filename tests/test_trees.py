@@ -305,6 +305,64 @@ def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool) -> None:
             assert seen[1][0].prefixes[: len(shown)] == shown
 
 
+DRAFTED = {
+    "chain": dict(mode="chain", depth=5),
+    "tree": dict(depth=5, nodes=30, width=4),
+    "shape": dict(shape=SHAPES["mixed"]),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words stay the same; and of the accepted tokens that were drafted on from, the cache keeps their keys."""
+    target, draft, asked = good_pair()
+    engine = engine_of(target, draft, stable=False, **DRAFTED[name])
+    kept = 0
+    proposer_of = engine._proposer
+
+    def watched(*args: Any) -> Any:
+        proposer = proposer_of(*args)
+        propose, seen = proposer.propose, {"slots": torch.tensor([-1])}
+
+        def checked(token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+            nonlocal kept
+            start, before = proposer.cache.length, proposer.cache.buffer.clone()
+            tree = propose(token_R, aux_RAD, path)
+            held = proposer.cache.buffer[..., start : start + len(path) - 1, :]
+            slots = [s for s in seen["slots"][list(path[1:])].tolist() if s >= 0]
+            for i, slot in enumerate(slots):
+                torch.testing.assert_close(held[..., i, :], before[..., start + slot, :], rtol=0, atol=0)
+            kept += len(slots)
+            seen["slots"] = proposer.drafted_N
+            return tree
+
+        proposer.propose = checked
+        return proposer
+
+    monkeypatch.setattr(engine, "_proposer", watched)
+    for prompt in asked:
+        assert_same(*both(engine, prompt, max_new_tokens=40))
+    assert kept > 5
+
+
+def test_a_drafted_slot_is_its_paths() -> None:
+    """Of every node that was drafted on from, the cache's scratch has the keys of its own path, drafted as a chain."""
+    target, draft, asked = good_pair()
+    token_R, aux = slots_of(target, [*asked[0], 5, 6])
+    for proposer in (TreeProposer(draft, 4, 30, 3), FixedTreeProposer(draft, SHAPES["mixed"])):
+        tree = proposer.propose(token_R, aux)
+        start, buffer = proposer.cache.length, proposer.cache.buffer
+        for path, slot in zip(paths_of(tree), proposer.drafted_N.tolist()[1:], strict=True):
+            if slot >= 0:
+                chain = ChainProposer(draft, len(path) + 1, Sampling())
+                says = iter(path)
+                with pytest.MonkeyPatch.context() as m:
+                    m.setattr(draft, "to_target", lambda chosen, s=says: torch.full_like(chosen, next(s, 0)))
+                    chain.propose(token_R, aux)
+                own = chain.cache.buffer[..., start + len(path) - 1, :]
+                torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
+
+
 def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
     """A round over a tree that holds the chain takes no fewer tokens."""
     target, draft, asked = good_pair()

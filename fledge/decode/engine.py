@@ -42,7 +42,8 @@ class Engine:
     `depth` is the number of tokens drafted a round, in a tree the longest path; None takes the depth the draft was
     trained to. `mode` "chain" drafts one token after the other, and with `confidence` above 0 only while the draft
     gives its chain at least that probability. "tree" drafts EAGLE-2's tree of `nodes`, the root included, at most
-    `width` children each, or a tree of a fixed `shape`. Raises ValueError where draft and target do not belong
+    `width` children each, or a tree of a fixed `shape`. The draft's cache is `stable`, or keeps what it made itself of
+    accepted tokens. Raises ValueError where draft and target do not belong
     together, the target cannot do what verification needs, or the options contradict each other.
     """
 
@@ -57,6 +58,7 @@ class Engine:
         nodes: int = 60,
         width: int = 10,
         shape: TreeShape | None = None,
+        stable: bool = True,
         template_kwargs: dict[str, Any] | None = None,
     ):
         if not 0 <= confidence < 1:
@@ -70,6 +72,7 @@ class Engine:
                 f"a tree of {nodes} nodes, {width} wide, drafts nothing; it needs 2 nodes and a width of 1"
             )
         self.mode, self.confidence, self.nodes, self.width, self.shape = mode, confidence, nodes, width, shape
+        self.stable = stable
         self.target, self.draft = target, draft
         if draft is not None:
             fit(draft, target)
@@ -89,11 +92,12 @@ class Engine:
 
     def drafting(self) -> dict[str, Any]:
         """How it drafts, for a record."""
+        how = {"mode": self.mode, "draft_cache": "stable" if self.stable else "unstable"}
         if self.mode == "chain":
-            return {"mode": "chain", "depth": self.depth, "confidence": self.confidence}
+            return how | {"depth": self.depth, "confidence": self.confidence}
         if self.shape is not None:
-            return {"mode": "tree", "shape": asdict(self.shape)}
-        return {"mode": "tree", "depth": self.depth, "nodes": self.nodes, "width": self.width}
+            return how | {"shape": asdict(self.shape)}
+        return how | {"depth": self.depth, "nodes": self.nodes, "width": self.width}
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Decodes to the end of the turn. Options are those of `stream`."""
@@ -179,10 +183,11 @@ class Engine:
         slots, aux = self._ids([*prefix[1:], *committed]), self.draft.reads(features)
         prefix = prefix + committed
         trace.t_prefill = time.perf_counter() - began
+        path: list[int] = []
         yield committed
         while True:
             clock = _Clock(target.device)
-            tree = proposer.propose(slots, aux).to(target.device)
+            tree = proposer.propose(slots, aux, path).to(target.device)
             clock.tick()
             logits, features = target.forward(tree.token_N, cache, tree=tree)
             (_, *drafted), (_, *parents) = tree.on_host()
@@ -199,12 +204,12 @@ class Engine:
 
     def _proposer(self, sampling: Sampling, request: int) -> ChainProposer | TreeProposer | FixedTreeProposer:
         if self.mode == "chain":
-            return ChainProposer(self.draft, self.depth, sampling, request, self.confidence)
+            return ChainProposer(self.draft, self.depth, sampling, request, self.confidence, stable=self.stable)
         if sampling.draft == "sample" and not sampling.greedy:
             raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need --draft-mode chain")
         if self.shape is not None:
-            return FixedTreeProposer(self.draft, self.shape)
-        return TreeProposer(self.draft, self.depth, self.nodes, self.width)
+            return FixedTreeProposer(self.draft, self.shape, stable=self.stable)
+        return TreeProposer(self.draft, self.depth, self.nodes, self.width, stable=self.stable)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, device=self.target.device)

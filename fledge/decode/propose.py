@@ -1,8 +1,12 @@
-"""Drafting: a chain of tokens, or a tree of them, with the draft's own cache, kept stable: what was accepted is rebuilt
-from the target's features."""
+"""Drafting: a chain of tokens, or a tree of them, with the draft's own cache.
+
+A stable cache is rebuilt from the target's features where tokens were accepted, which is what training saw. An
+unstable one keeps what the draft itself made of them, which costs fewer rows and drifts.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,16 +20,25 @@ from fledge.types import Sampling, Tree
 
 
 class Drafter:
-    """A draft and its cache for one sequence; what the ways of drafting share."""
+    """A draft and its cache for one sequence; what the ways of drafting share.
 
-    def __init__(self, draft: Draft):
-        self.draft = draft
+    `drafted_N` says of the last tree's nodes which scratch slot of the cache each was drafted in, -1 for none.
+    """
+
+    def __init__(self, draft: Draft, stable: bool = True):
+        self.draft, self.stable = draft, stable
         self.cache = DraftCache(draft.config, draft.device, draft.dtype)
+        self.drafted_N = torch.empty(0, dtype=torch.int64)
 
-    def take_in(self, token_R: Tensor, aux_RAD: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    def take_in(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
         """Adds R new slots (the token after each, and its target features) to the cache, with room for some more to
-        be drafted. Returns the last one's token, int64 [1], and output [1, E]."""
+        be drafted; or, unstable, what was drafted of the accepted `path`. Returns the last one's token, int64 [1],
+        and output [1, E]."""
         draft, cache = self.draft, self.cache
+        if not self.stable:
+            slots = list(itertools.takewhile(lambda slot: slot >= 0, self.drafted_N[list(path[1:])].tolist()))
+            cache.keep(slots)
+            token_R, aux_RAD = token_R[len(slots) :], aux_RAD[len(slots) :]
         token_R, aux_RAD = token_R.to(draft.device), aux_RAD.to(draft.device, draft.dtype)
         R = token_R.numel()
         cache.reserve(cache.length + R + room)
@@ -43,20 +56,24 @@ class ChainProposer(Drafter):
     before it alone, so that verification stays lossless. Each step then waits for the device.
     """
 
-    def __init__(self, draft: Draft, depth: int, sampling: Sampling, request: int = 0, confidence: float = 0.0):
-        super().__init__(draft)
+    def __init__(
+        self, draft: Draft, depth: int, sampling: Sampling, request: int = 0, confidence: float = 0.0,
+        *, stable: bool = True,
+    ):  # fmt: skip
+        super().__init__(draft, stable)
         self.depth, self.sampling, self.request = depth, sampling, request
         self.confidence = confidence
         self.draws = sampling.draft == "sample" and not sampling.greedy
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Tree:
-        """Takes in R new slots (the token after each, and its target features) and drafts on from the last.
+    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+        """Takes in R new slots (the token after each, and its target features) and drafts on from the last. `path` is
+        what was accepted of the last tree: its nodes from the root on.
 
         The slots' keys stay in the cache; those of the drafted steps are forgotten.
         """
         draft, cache = self.draft, self.cache
-        root, out = self.take_in(token_R, aux_RAD, self.depth)
+        root, out = self.take_in(token_R, aux_RAD, path, self.depth)
         stable = cache.length
         position = torch.arange(stable, stable + self.depth, device=draft.device)
         tokens: list[Tensor] = [root]
@@ -74,6 +91,7 @@ class ChainProposer(Drafter):
             out = draft.step(tokens[-1], fed_back, position[k : k + 1], cache.attend)
             cache.length += 1
         cache.length = stable
+        self.drafted_N = torch.tensor([-1, *range(len(tokens) - 2), -1])
         return Tree(torch.cat(tokens), None, len(tokens) - 1, torch.stack(qs) if qs else None)
 
     def _choose(self, logits_1W: Tensor, position: int, qs: list[Tensor]) -> Tensor:
@@ -95,19 +113,20 @@ class TreeProposer(Drafter):
     that parents stand before their children. Nothing waits for the device.
     """
 
-    def __init__(self, draft: Draft, depth: int, nodes: int, width: int):
-        super().__init__(draft)
+    def __init__(self, draft: Draft, depth: int, nodes: int, width: int, *, stable: bool = True):
+        super().__init__(draft, stable)
         self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Tree:
+    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache, w = self.draft, self.cache, self.width
-        root, out = self.take_in(token_R, aux_RAD, (self.depth - 1) * w)
+        root, out = self.take_in(token_R, aux_RAD, path, (self.depth - 1) * w)
         stable = cache.length
         fed_back, score, token = self._children(out, torch.zeros(1, device=draft.device))
         scores, tokens, parents = [score[0]], [token[0]], [token.new_full((w,), -1)]
         kept = torch.arange(w, device=draft.device)  # the front's places among all that were scored
+        passed: list[Tensor] = []  # those that were drafted on from, in the order of their slots
         front, above = kept, kept.new_zeros(w)  # its places within the last level, and its parents among the last front
         seen = torch.zeros(w, 0, dtype=torch.bool, device=draft.device)  # which drafted slots a node sees
         own = torch.eye(w, dtype=torch.bool, device=draft.device)
@@ -117,6 +136,7 @@ class TreeProposer(Drafter):
             position = kept.new_full((w,), stable - 1 + level)
             out = draft.step(draft.to_target(tokens[-1][front]), fed_back[above], position, cache.attend)
             cache.length += w
+            passed.append(kept)
             fed_back, score, token = self._children(out, scores[-1][front])
             scores.append(score.flatten())
             tokens.append(token.flatten())
@@ -124,7 +144,10 @@ class TreeProposer(Drafter):
             front = score.flatten().topk(w).indices
             kept, above = sum(s.numel() for s in scores[:-1]) + front, front // w
         cache.length, cache.visible = stable, None
-        return self._best(root, torch.cat(scores), torch.cat(tokens), torch.cat(parents))
+        slot_P = torch.cat(parents).new_full((sum(map(torch.numel, scores)),), -1)
+        if passed:
+            slot_P[torch.cat(passed)] = torch.arange(len(passed) * w, device=draft.device)
+        return self._best(root, torch.cat(scores), torch.cat(tokens), torch.cat(parents), slot_P)
 
     def _children(self, out_ME: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What M nodes feed back, and the log-probabilities from the root on of their likeliest children, with those
@@ -133,15 +156,17 @@ class TreeProposer(Drafter):
         logp, token = self.draft.logits(normed).float().log_softmax(-1).topk(self.width)
         return fed_back, score_M[:, None] + logp, token
 
-    def _best(self, root_1: Tensor, score_P: Tensor, token_P: Tensor, parent_P: Tensor) -> Tree:
+    def _best(self, root_1: Tensor, score_P: Tensor, token_P: Tensor, parent_P: Tensor, slot_P: Tensor) -> Tree:
         order = score_P.sort(descending=True, stable=True).indices
         best = order[: self.nodes - 1].sort().values
         node_P = torch.zeros_like(order)
         node_P[best] = torch.arange(1, best.numel() + 1, device=best.device)
+        none = parent_P.new_full((1,), -1)
+        self.drafted_N = torch.cat([none, slot_P[best]])
         parent = parent_P[best]
         parent = torch.where(parent < 0, 0, node_P[parent])
         token_N = torch.cat([root_1, self.draft.to_target(token_P[best])])
-        return Tree(token_N, torch.cat([parent.new_full((1,), -1), parent]), self.depth)
+        return Tree(token_N, torch.cat([none, parent]), self.depth)
 
 
 @dataclass(frozen=True)
@@ -182,19 +207,19 @@ class FixedTreeProposer(Drafter):
     """Drafts a tree of a given shape, as EAGLE-1 does (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank
     r is its parent's r-th likeliest token. Nothing waits for the device."""
 
-    def __init__(self, draft: Draft, shape: TreeShape):
-        super().__init__(draft)
+    def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
+        super().__init__(draft, stable)
         self.shape = shape
         if max(shape.ranks) >= draft.config.draft_vocab_size:
             raise ValueError(f"the tree has a child of rank {max(shape.ranks)}, beyond the draft's vocabulary")
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor) -> Tree:
+    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache, levels = self.draft, self.cache, self.shape.levels()
         parents, ranks = (0, *self.shape.parents), (0, *self.shape.ranks)
         expanded = [sorted({parents[n] for n in level}) for level in levels[1:]]  # nodes that a pass is made of
-        root, out = self.take_in(token_R, aux_RAD, sum(map(len, expanded[1:])))
+        root, out = self.take_in(token_R, aux_RAD, path, sum(map(len, expanded[1:])))
         stable = cache.length
         token_N = root.repeat(len(parents))
         parent_N = torch.tensor([-1, *self.shape.parents], device=draft.device)
@@ -215,4 +240,5 @@ class FixedTreeProposer(Drafter):
             chosen = likeliest[[passed.index(parents[n]) for n in level], [ranks[n] for n in level]]
             token_N[level] = draft.to_target(chosen)
         cache.length, cache.visible = stable, None
+        self.drafted_N = torch.tensor([drafted.index(n) if n in drafted else -1 for n in range(len(parents))])
         return Tree(token_N, parent_N, len(levels) - 1)

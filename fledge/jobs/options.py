@@ -71,6 +71,7 @@ class DecodeOptions:
     depth: int | None = opt("tokens drafted a round; in a tree the longest path (default: as trained)", None)
     tree_nodes: int = opt("nodes of a tree, its root included", 60)
     tree_width: int = opt("most children of a tree's node", 10)
+    draft_cache: str = opt("stable, or unstable: keep what the draft made itself of accepted tokens", "stable")
     confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
     template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
@@ -89,8 +90,12 @@ class DecodeOptions:
         """A loaded pair, of a target that may be loaded already."""
         from fledge.decode.engine import load
 
+        if self.draft_cache not in ("stable", "unstable"):
+            raise ValueError(f"--draft-cache {self.draft_cache} is neither stable nor unstable")
+
         return load(
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
             dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
-            nodes=self.tree_nodes, width=self.tree_width, template_kwargs=template_kwargs(self.template_kwargs),
+            nodes=self.tree_nodes, width=self.tree_width, stable=self.draft_cache == "stable",
+            template_kwargs=template_kwargs(self.template_kwargs),
         )  # fmt: skip

@@ -32,6 +32,13 @@ class DraftCache:
             grown[:, :, :, : self.length] = self.buffer[:, :, :, : self.length]
             self.buffer = grown
 
+    def keep(self, slots: Sequence[int]) -> None:
+        """Of the scratch beyond `length` keeps these slots, ascending, and forgets the others."""
+        if slots:
+            at = torch.tensor(slots, device=self.buffer.device) + self.length
+            self.buffer[..., self.length : self.length + len(slots), :] = self.buffer.index_select(-2, at)
+            self.length += len(slots)
+
     def attend(self, layer: int, q_SHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """Writes T slots after `length` and attends with the last S of them, causally or as `visible` says. Returns
         [S, H, d].
