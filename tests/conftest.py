@@ -55,6 +55,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(requires_gpu)
 
 
+def needs_triton() -> None:
+    """Skips, with the reason, where Triton is not installed, or its interpreter is to run and does not (3.6 beside
+    numpy 2.4: it takes the only element of an array for a number)."""
+    pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
+    from fledge.kernels.elementwise import silu_times
+    from fledge.kernels.loss import soft_target_loss
+
+    if torch.cuda.is_available():
+        return
+    try:
+        silu_times(torch.ones(2, 2), torch.ones(2, 2))
+        soft_target_loss(
+            [torch.ones(1, 2)], torch.ones(3, 2), [torch.zeros(1).long()], lambda s: torch.ones(1, 3), torch.arange(3),
+            [1.0], impl="triton",
+        )  # fmt: skip
+    except Exception as e:
+        if "0-dimensional" not in str(e):
+            raise
+        pytest.skip("this Triton's interpreter does not run with this numpy", allow_module_level=True)
+
+
 @functools.cache
 def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on a few sentences; id 0 pads, id 1 is <|im_end|>."""

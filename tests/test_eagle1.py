@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import document, live_by_definition, row_of, tiny_draft, tiny_target
+from conftest import document, live_by_definition, needs_triton, row_of, tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 from test_lossless import assert_same, both, prompts
 from torch import Tensor
@@ -94,7 +94,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 
 
 def test_triton_layers_train_it_too() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
+    needs_triton()
     target, draft = pair(torch.float32)
     row = row_of(DOCUMENTS, filler=4)
     features, found = target.features(row), {}

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import document, row_of, tiny_draft, tiny_target
+from conftest import document, needs_triton, row_of, tiny_draft, tiny_target
 from test_ttt import DOCUMENTS, LossCase, gradients, loss_case, queries_of
 from torch import Tensor
 
@@ -19,8 +19,7 @@ from fledge.models.draft import Draft
 from fledge.train.objective import Ways, ttt
 from fledge.types import Document, Features, Packed
 
-pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
-from fledge.kernels.elementwise import rope
+needs_triton()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
@@ -195,6 +194,8 @@ def test_loss_of_ties_takes_the_first() -> None:
 @pytest.mark.parametrize(("H", "d", "rotated"), [(4, 16, 16), (3, 24, 24), (2, 16, 8), (1, 10, 6)])
 def test_rope(H: int, d: int, rotated: int) -> None:
     """Whole and partial rotation, head sizes that are no power of two, and their gradients."""
+    from fledge.kernels.elementwise import rope
+
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
     angle = torch.randn(7, 1, rotated // 2, device=DEVICE).repeat(1, 1, 2)
     ours, plain = rope(x, angle.cos(), angle.sin()), apply_rope(x, angle.cos(), angle.sin())
