@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Completion, Engine, load
-    from fledge.types import Sampling
+    from fledge.types import Sampling, TreeShape
 
-__all__ = ["Completion", "Engine", "Sampling", "__version__", "load"]
+__all__ = ["Completion", "Engine", "Sampling", "TreeShape", "__version__", "load"]
 __version__ = "0.1.0"
 
 
@@ -25,8 +25,8 @@ def __getattr__(name: str) -> Any:
         from fledge.decode import engine
 
         return getattr(engine, name)
-    if name == "Sampling":
-        from fledge.types import Sampling
+    if name in ("Sampling", "TreeShape"):
+        from fledge import types
 
-        return Sampling
+        return getattr(types, name)
     raise AttributeError(f"module 'fledge' has no attribute {name!r}")

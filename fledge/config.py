@@ -236,6 +236,8 @@ class DraftConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
         method = _method(hf)
+        if method == "eagle1" and hf.get("qkv_bias"):
+            raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
         if hf.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
         eagle = hf.get("eagle_config") or {}
@@ -376,9 +378,13 @@ def _method(hf: dict[str, Any]) -> str:
     draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
     own = (hf.get("fledge") or {}).get("method")
     names = [a.lower() for a in hf.get("architectures") or ["eagle3"]]
-    if own or any("eagle3" in a for a in names) or "draft_vocab_size" in hf:
+    if own or any("eagle3" in a for a in names):
         return own or "eagle3"
-    if any("eagle" in a for a in names) or hf.get("num_hidden_layers") == 1:
+    if any("eagle" in a for a in names):
+        return "eagle1"
+    if any(hf.get(key) is not None for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
+        return "eagle3"
+    if hf.get("num_hidden_layers") == 1:
         return "eagle1"
     raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE draft")
 

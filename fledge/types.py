@@ -184,6 +184,42 @@ class Tree:
         return tokens, parents
 
 
+@dataclass(frozen=True)
+class TreeShape:
+    """A fixed tree: the parent of every node but the root (which is 0), and its rank among its siblings. Raises
+    ValueError where a parent does not come first or two siblings have one rank."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks) or not self.parents:
+            raise ValueError("a tree needs as many ranks as parents, at least one")
+        if any(not 0 <= p <= n for n, p in enumerate(self.parents)) or min(self.ranks) < 0:
+            raise ValueError("a node's parent stands before it, and its rank is 0 or more")
+        if len(set(zip(self.parents, self.ranks, strict=True))) < len(self.parents):
+            raise ValueError("two children of one node have the same rank")
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
+        """From ranks along the path to each node, as EAGLE-1's code and Medusa's write trees: [0], [1], [0, 0] .."""
+        known = {(): 0} | {tuple(p): i for i, p in enumerate(sorted(paths, key=lambda p: (len(p), list(p))), start=1)}
+        orphan = next((p for p in known if p and p[:-1] not in known), None)
+        if orphan is not None:
+            raise ValueError(f"the tree has a node at {list(orphan)} but none above it")
+        if len(known) <= len(paths):
+            raise ValueError("the tree has a path twice")
+        nodes = [p for p in known if p]
+        return cls(tuple(known[p[:-1]] for p in nodes), tuple(p[-1] for p in nodes))
+
+    def levels(self) -> list[list[int]]:
+        """The nodes of every level, the root's first."""
+        level = [0]
+        for p in self.parents:
+            level.append(level[p] + 1)
+        return [[n for n, at in enumerate(level) if at == l] for l in range(max(level) + 1)]
+
+
 @dataclass
 class Round:
     """One verification: the longest path drafted and the tokens accepted (the bonus is one more), and its seconds by

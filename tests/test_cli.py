@@ -108,7 +108,10 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
     ("flags", "reason"),
     [
         (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1"),
-        (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab and --aux-layers out"),
+        (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
+        (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
+        (["--feature-noise", 0.5, "--init-from"], "--fc-bias and --feature-noise are EAGLE-1's"),
+        (["--method", "eagle3.1", "--init-from"], "was begun without its norms; leave --method out"),
         (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such thing"),
         (["--feature-noise", 0.1], "--fc-bias and --feature-noise are EAGLE-1's"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
@@ -158,6 +161,14 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     several = json.loads(fledge(*words, "--json", *both).out)
     assert list(several) == ["chain prompts", "chain more", "tree prompts", "tree more"]
     assert several["chain prompts"]["tau"] == record["tau"] and several["tree more"]["mode"] == "tree"
+    for more, reason in (
+        (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
+        (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
+        (["--draft", tmp_path / "none"], "holds no config.json"),
+        (["--prompts", made / "prompts.jsonl"], "two would have one name"),
+    ):
+        went = fledge(*words, *more, "--out", tmp_path / "nothing.json")
+        assert went.code == 2 and reason in went.err and not (tmp_path / "nothing.json").exists(), went.err
     refused = fledge(*words, "--draft-mode", "bush")
     assert refused.code == 2 and "none of chain, tree" in refused.err
 

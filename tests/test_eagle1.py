@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.config import DraftConfig
-from fledge.decode.engine import Engine
+from fledge.decode.engine import Completion, Engine
 from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
 from fledge.models.target import Target
@@ -170,12 +170,14 @@ def test_trained_it_is_accepted() -> None:
 
 
 def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
-    """vLLM takes these tensors and no others; both engines know one of the architectures."""
+    """vLLM takes these tensors and no others; both engines know one of the architectures. The bias that only SGLang's
+    draft has is there, zero, and gone again when it is read."""
     target, draft = pair(torch.float32)
     save_draft(draft, tmp_path / "d", torch.float32)
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     layer = [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     layer += ["post_attention_layernorm.weight"]
+    assert not tensors.pop("fc.bias").any()
     assert set(tensors) == {"fc.weight", *(f"layers.0.{n}" for n in layer)}
     assert list(tensors["fc.weight"].shape) == [32, 64]
     config = json.loads((tmp_path / "d" / "config.json").read_text())
@@ -184,7 +186,7 @@ def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
     assert not {"draft_vocab_size", "fc_norm", "num_aux_hidden_states"} & set(config)
     loaded = load_draft(tmp_path / "d", dtype=torch.float32)
     fit(loaded, target)
-    assert loaded.config.method == "eagle1" and target.aux_layers == ()
+    assert loaded.config.method == "eagle1" and not loaded.config.fc_bias and target.aux_layers == ()
     for (n, a), (_, b) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a, b), n
 
@@ -227,6 +229,27 @@ def test_what_is_no_eagle_1_is_refused(changes: dict, reason: str) -> None:
         pair(**changes)
 
 
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=None), "eagle1"),
+        (dict(architectures=["EagleLlamaForCausalLM"]), "eagle1"),
+        (dict(architectures=["LlamaForCausalLM"]), "eagle1"),
+        (dict(architectures=["LlamaForCausalLM"], num_aux_hidden_states=3), "eagle3"),
+        (dict(architectures=["LlamaForCausalLM"], draft_vocab_size=100), "eagle3"),
+        (dict(architectures=["LlamaForCausalLMEagle3"]), "eagle3"),
+        (dict(architectures=["LlamaForCausalLM"], qkv_bias=True), "an EAGLE-1 draft with qkv_bias"),
+    ],
+)
+def test_whose_config_it_is(config: dict, method: str) -> None:
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=400, num_hidden_layers=1)
+    if method.startswith("an"):
+        with pytest.raises(ValueError, match=method):
+            DraftConfig.from_hf(shape | config)
+    else:
+        assert DraftConfig.from_hf(shape | config).method == method
+
+
 def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_target(tokenizer=False).config.to_dict() | {
         "architectures": ["LlamaForCausalLM"]}))  # fmt: skip
@@ -248,4 +271,24 @@ def test_targets_too_shallow_for_eagle_3() -> None:
     engine = Engine(target, draft, depth=2)
     engine.template.prompt_ids = list
     assert_same(*both(engine, [5, 6, 7], max_new_tokens=10))
-    assert isinstance(draft.config, DraftConfig)
+
+
+def test_two_drafts_of_one_target() -> None:
+    """Engines that share a target read each what its own draft reads, in turns too."""
+    target = tiny_target(dtype=torch.float64)
+    drafts = tiny_draft(target), tiny_draft(target, method="eagle1"), tiny_draft(target, aux_layers=(1, 3, 6))
+    engines = [Engine(target, draft, depth=3) for draft in drafts]
+    for engine in engines:
+        engine.template.prompt_ids = list
+    alone = [Engine(target, draft, depth=3) for draft in drafts]
+    expected = []
+    for engine in alone:
+        engine.template.prompt_ids = list
+        fit(engine.draft, target)
+        expected.append([r.accepted for r in engine.generate([5, 6, 7], max_new_tokens=20).trace.rounds])
+    done = [Completion() for _ in engines]
+    streams = [e.stream([5, 6, 7], max_new_tokens=20, into=c) for e, c in zip(engines, done, strict=True)]
+    while streams:
+        streams = [s for s in streams if next(s, None) is not None]
+    assert [[r.accepted for r in c.trace.rounds] for c in done] == expected
+    assert done[0].tokens == done[1].tokens == done[2].tokens

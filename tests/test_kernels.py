@@ -245,6 +245,51 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
         assert distance(g, expected[name]) < 1e-3, name
 
 
+@pytest.mark.parametrize("slots", [None, 9])
+def test_a_row_without_live_slots(slots: int | None) -> None:
+    """It gives zeros, and no gradient but zeros."""
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    draft = tiny_draft(target, draft_vocab_size=131)
+    row = row_of([document(9), document(1, (0, 1))], filler=3)
+    features = target.features(row)
+    target.model.to(DEVICE), draft.to(DEVICE)
+    draft.share(target.embedding)
+    ways = Ways("triton", "triton", "triton", slots)
+    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=3, ways=ways)
+    assert step.loss == 0 and not step.live_K.any() and not step.scored_K.any()
+    assert not any(p.grad.any() for p in draft.parameters() if p.grad is not None)
+
+
+FROZEN = {
+    "the hidden side": ("fc", "hidden_norm", "q_proj", "k_proj", "v_proj"),
+    "the embedding side": ("input_layernorm",),
+    "the projections": ("q_proj", "k_proj", "v_proj"),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever learn, their gradients are those of the eager way, and the others have none."""
+    monkeypatch.setattr(linear, "HEIGHT", 4 if DEVICE == "cpu" else linear.HEIGHT)
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    draft = tiny_draft(target, draft_vocab_size=131)
+    row = row_of(DOCUMENTS)
+    features = target.features(row)
+    target.model.to(DEVICE), draft.to(DEVICE)
+    draft.share(target.embedding)
+    for n, p in draft.named_parameters():
+        p.requires_grad_(not any(part in n for part in FROZEN[name]))
+    found = {}
+    for layers in ("eager", "triton"):
+        ways = Ways(layers=layers, loss=layers)
+        ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=3, ways=ways)
+        found[layers] = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+        draft.zero_grad()
+    assert found["triton"].keys() == found["eager"].keys()
+    for n, g in found["triton"].items():
+        assert distance(g, found["eager"][n]) < 1e-3, n
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", IMPLS)
 def test_training_step_in_16_bits(attention: str) -> None:

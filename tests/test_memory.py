@@ -70,6 +70,13 @@ class Two(nn.Module):
         self.device = torch.device("cpu")
 
 
+def test_a_row_to_measure_has_live_slots() -> None:
+    """However little is supervised: a step over it does all that a step does."""
+    for supervised in (0.0, 0.001, 0.5, 1.0):
+        row = row_to_measure(ROW, 256, supervised)
+        assert row.live(1)[0].numel() == max(int(supervised * 256), 3) - 2
+
+
 def test_measuring_extrapolates(affine_device: dict[str, int]) -> None:
     def step(row: Packed, ways: Ways) -> None:
         affine_device["peak"] = 1000 + 3 * row.token_T.numel() * ways.slots

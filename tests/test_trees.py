@@ -17,11 +17,11 @@ from torch import Tensor
 from fledge.decode import engine as engine_module
 from fledge.decode import propose, verify
 from fledge.decode.engine import Engine
-from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer, TreeShape
+from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache, TargetCache
 from fledge.models.target import Target
-from fledge.types import Sampling, Tree
+from fledge.types import Sampling, Tree, TreeShape
 
 SLIDING = dict(sliding_window=8)
 
@@ -153,6 +153,7 @@ def test_fixed_trees(name: str) -> None:
         (lambda: TreeShape((0, 2), (0, 0)), "parent stands before it"),
         (lambda: TreeShape((0, 0), (1, 1)), "same rank"),
         (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but none above it"),
+        (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a path twice"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
         (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),

@@ -359,7 +359,13 @@ def test_broken_configs(tmp_path, text):
     [
         (dict(speculators_config={}), "in speculators' format; fledge reads the flat layout"),
         (
-            dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None, num_hidden_layers=4, fledge=None),
+            dict(
+                architectures=["LlamaForCausalLM"],
+                draft_vocab_size=None,
+                num_hidden_layers=4,
+                num_aux_hidden_states=None,
+                fledge=None,
+            ),
             r"\['LlamaForCausalLM'\] is not an EAGLE draft",
         ),
         (

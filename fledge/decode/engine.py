@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer, TreeShape
+from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Chooser, accept_rejection, accept_walk, accepted_path
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target, load_target
 from fledge.models.weights import fit, load_draft, read_draft_config
-from fledge.types import Round, Sampling, Trace
+from fledge.types import Round, Sampling, Trace, TreeShape
 
 Prompt = str | Sequence[dict[str, Any]]
 
@@ -34,6 +34,20 @@ class Completion:
 
 
 MODES = ("chain", "tree")
+
+
+def check_drafting(mode: str, confidence: float, nodes: int, width: int, sampling: Sampling | None = None) -> None:
+    """Raises ValueError for a way of drafting that there is not, or options that contradict each other."""
+    if not 0 <= confidence < 1:
+        raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
+    if mode not in MODES:
+        raise ValueError(f"draft mode {mode!r} is none of {', '.join(MODES)}")
+    if mode == "tree" and confidence:
+        raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
+    if mode == "tree" and (nodes < 2 or width < 1):
+        raise ValueError(f"a tree of {nodes} nodes, {width} wide, drafts nothing; 2 nodes and a width of 1 are least")
+    if mode == "tree" and sampling is not None and sampling.draft == "sample" and not sampling.greedy:
+        raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need --draft-mode chain")
 
 
 class Engine:
@@ -61,21 +75,13 @@ class Engine:
         stable: bool = True,
         template_kwargs: dict[str, Any] | None = None,
     ):
-        if not 0 <= confidence < 1:
-            raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
-        if mode not in MODES:
-            raise ValueError(f"draft mode {mode!r} is none of {', '.join(MODES)}")
-        if mode == "tree" and confidence:
-            raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
-        if mode == "tree" and (nodes < 2 or width < 1):
-            raise ValueError(
-                f"a tree of {nodes} nodes, {width} wide, drafts nothing; it needs 2 nodes and a width of 1"
-            )
+        check_drafting(mode, confidence, nodes, width)
         self.mode, self.confidence, self.nodes, self.width, self.shape = mode, confidence, nodes, width, shape
         self.stable = stable
         self.target, self.draft = target, draft
         if draft is not None:
             fit(draft, target)
+            self.layers = target.aux_layers  # another engine may have the target read others
             target.check_rollback()
             if mode == "tree":
                 target.check_tree()
@@ -178,7 +184,7 @@ class Engine:
         target, chooser, cache = self.target, Chooser(sampling, request), TargetCache()
         proposer = self._proposer(sampling, request)
         began = time.perf_counter()
-        logits, features = target.forward(self._ids(prefix), cache, last_only=True)
+        logits, features = target.forward(self._ids(prefix), cache, layers=self.layers, last_only=True)
         committed = accept_walk(chooser, prefix, (), logits)
         slots, aux = self._ids([*prefix[1:], *committed]), self.draft.reads(features)
         prefix = prefix + committed
@@ -189,7 +195,7 @@ class Engine:
             clock = _Clock(target.device)
             tree = proposer.propose(slots, aux, path).to(target.device)
             clock.tick()
-            logits, features = target.forward(tree.token_N, cache, tree=tree)
+            logits, features = target.forward(tree.token_N, cache, tree=tree, layers=self.layers)
             (_, *drafted), (_, *parents) = tree.on_host()
             if tree.q_KW is None:
                 committed = accept_walk(chooser, prefix, drafted, logits, parents)
@@ -205,8 +211,7 @@ class Engine:
     def _proposer(self, sampling: Sampling, request: int) -> ChainProposer | TreeProposer | FixedTreeProposer:
         if self.mode == "chain":
             return ChainProposer(self.draft, self.depth, sampling, request, self.confidence, stable=self.stable)
-        if sampling.draft == "sample" and not sampling.greedy:
-            raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need --draft-mode chain")
+        check_drafting(self.mode, self.confidence, self.nodes, self.width, sampling)
         if self.shape is not None:
             return FixedTreeProposer(self.draft, self.shape, stable=self.stable)
         return TreeProposer(self.draft, self.depth, self.nodes, self.width, stable=self.stable)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache
-from fledge.types import Sampling, Tree
+from fledge.types import Sampling, Tree, TreeShape
 
 
 class Drafter:
@@ -131,7 +130,7 @@ class TreeProposer(Drafter):
         seen = torch.zeros(w, 0, dtype=torch.bool, device=draft.device)  # which drafted slots a node sees
         own = torch.eye(w, dtype=torch.bool, device=draft.device)
         for level in range(1, self.depth):
-            seen = torch.cat([seen[above] if level > 1 else seen, own], dim=1)
+            seen = torch.cat([seen[above], own], dim=1)
             cache.visible = torch.cat([seen.new_ones(w, stable), seen], dim=1)
             position = kept.new_full((w,), stable - 1 + level)
             out = draft.step(draft.to_target(tokens[-1][front]), fed_back[above], position, cache.attend)
@@ -167,40 +166,6 @@ class TreeProposer(Drafter):
         parent = torch.where(parent < 0, 0, node_P[parent])
         token_N = torch.cat([root_1, self.draft.to_target(token_P[best])])
         return Tree(token_N, torch.cat([none, parent]), self.depth)
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """A fixed tree: the parent of every node but the root (which is 0), and its rank among its siblings. Raises
-    ValueError where a parent does not come first or two siblings have one rank."""
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or not self.parents:
-            raise ValueError("a tree needs as many ranks as parents, at least one")
-        if any(not 0 <= p <= n for n, p in enumerate(self.parents)) or min(self.ranks) < 0:
-            raise ValueError("a node's parent stands before it, and its rank is 0 or more")
-        if len(set(zip(self.parents, self.ranks, strict=True))) < len(self.parents):
-            raise ValueError("two children of one node have the same rank")
-
-    @classmethod
-    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
-        """From ranks along the path to each node, as EAGLE-1's code and Medusa's write trees: [0], [1], [0, 0] .."""
-        known = {(): 0} | {tuple(p): i for i, p in enumerate(sorted(paths, key=lambda p: (len(p), list(p))), start=1)}
-        orphan = next((p for p in known if p and p[:-1] not in known), None)
-        if orphan is not None:
-            raise ValueError(f"the tree has a node at {list(orphan)} but none above it")
-        nodes = [p for p in known if p]
-        return cls(tuple(known[p[:-1]] for p in nodes), tuple(p[-1] for p in nodes))
-
-    def levels(self) -> list[list[int]]:
-        """The nodes of every level, the root's first."""
-        level = [0]
-        for p in self.parents:
-            level.append(level[p] + 1)
-        return [[n for n, at in enumerate(level) if at == l] for l in range(max(level) + 1)]
 
 
 class FixedTreeProposer(Drafter):

@@ -14,6 +14,7 @@ from fledge.decode.verify import Chooser
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
+from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.types import Sampling, Trace, without_processors
 
@@ -142,8 +143,8 @@ def _round_split(engine: Engine, with_draft: list[Completion], without: list[Com
     steps = sum(max(len(c.tokens) - 1, 1) for c in without)
     token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
     drafted = sum(r.drafted for t in traces for r in t.rounds) / n
-    fc = engine.draft.fc.weight.numel() * engine.draft.fc.weight.element_size()  # read once a round
-    bytes_over = (fc + drafted * (_bytes_read(engine.draft) - fc)) / _bytes_read(engine.target.model)
+    once, each = _bytes_drafting(engine.draft)
+    bytes_over = (once + drafted * each) / _bytes_read(engine.target.model)
     return {
         "draft_ms": draft * 1e3,
         "verify_ms": verify * 1e3,
@@ -153,6 +154,13 @@ def _round_split(engine: Engine, with_draft: list[Completion], without: list[Com
         "prefill_share": sum(t.t_prefill for t in traces) / sum(t.t_total for t in traces),
         "ceiling": tau(traces) / (verify / token + bytes_over),
     }
+
+
+def _bytes_drafting(draft: Draft) -> tuple[int, int]:
+    """Bytes of the weights that are read once a round, and for every token drafted: EAGLE-3's fc joins what the target
+    said, EAGLE-1's every token; the head that EAGLE-1 borrows is read like one of its own."""
+    whole, fc = _bytes_read(draft), draft.fc.weight.numel() * draft.fc.weight.element_size()
+    return (0, whole + draft.head.numel() * draft.head.element_size()) if draft.eagle1 else (fc, whole - fc)
 
 
 def _bytes_read(model: torch.nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,35 +25,49 @@ class EvalOptions(DecodeOptions):
 
 def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     """One record, or {what tells it from the others: record} for several drafts, modes or prompts files."""
-    import itertools
     from pathlib import Path
 
+    from fledge.decode.engine import check_drafting
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
     from fledge.jobs.options import write_json
+    from fledge.models.weights import read_draft_config
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
     if not options.draft:
         raise ValueError("give --draft DIR")
+    modes, sampling = options.draft_mode or ["chain"], options.sampling()
+    for flag, values in (
+        ("--draft", options.draft), ("--draft-mode", modes), ("--prompts", [Path(p).stem for p in options.prompts]),
+    ):  # fmt: skip
+        if len(set(values)) < len(values):
+            raise ValueError(f"{flag} has {', '.join(values)}: two would have one name in the table")
+    for mode in modes:
+        check_drafting(mode, options.confidence, options.tree_nodes, options.tree_width, sampling)
+    for draft in options.draft:
+        read_draft_config(draft)
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
-    sampling, target = options.sampling(), None
-    records = {}
-    choices = options.draft, options.draft_mode or ["chain"], list(sets)
-    for draft, mode in itertools.product(*choices[:2]):
+    varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
+    records: dict[str, Any] = {}
+    target = None
+    for draft, mode in [(draft, mode) for draft in options.draft for mode in modes]:
         engine = options.engine(draft, mode, target)
         target = engine.target
         for name, prompts in sets.items():
-            varied = zip((draft, mode, name), choices, strict=True)
-            label = " ".join(value for value, among in varied if len(among) > 1)
+            label = " ".join(itertools.compress((draft, mode, name), varied))
             with progress.counting(f"decoding {label or name} with and without the draft", len(prompts)) as advance:
                 records[label] = evaluate(
                     engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, advance=advance
                 )
-    record = next(iter(records.values())) if len(records) == 1 else records
-    if options.out:
-        write_json(options.out, record)
-    return record
+            if options.out:
+                write_json(options.out, _single(records))
+    return _single(records)
+
+
+def _single(records: dict[str, Any]) -> dict[str, Any]:
+    """One record alone, or all by name."""
+    return next(iter(records.values())) if len(records) == 1 else records
 
 
 def table(record: dict[str, Any], show: Callable[[Any], None]) -> None:

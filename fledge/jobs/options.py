@@ -68,7 +68,9 @@ class DecodeOptions:
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
     seed: int = opt("of sampling; the same seed gives the same text", 0)
     draft_mode: str = opt("chain, or tree (EAGLE-2's: several continuations verified at once)", "chain")
-    depth: int | None = opt("tokens drafted a round; in a tree the longest path (default: as trained)", None)
+    depth: int | None = opt(
+        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None
+    )
     tree_nodes: int = opt("nodes of a tree, its root included", 60)
     tree_width: int = opt("most children of a tree's node", 10)
     draft_cache: str = opt("stable, or unstable: keep what the draft made itself of accepted tokens", "stable")

@@ -186,19 +186,20 @@ def _method(options: TrainOptions) -> str:
     of another."""
     from fledge.models.weights import read_draft_config
 
-    if options.init_from:
-        known = read_draft_config(options.init_from).method
-        if options.method and options.method.removesuffix(".1") != known:
-            raise ValueError(f"--method {options.method}, but {options.init_from} is a draft of {known}")
-        return known
-    method = options.method or "eagle3"
+    begun = read_draft_config(options.init_from) if options.init_from else None
+    method = options.method or (begun.method if begun else "eagle3")
     if method not in ("eagle1", "eagle3", "eagle3.1"):
         raise ValueError(f"--method {method} is none of eagle1, eagle3, eagle3.1")
+    if begun and method.removesuffix(".1") != begun.method:
+        raise ValueError(f"--method {method}, but {options.init_from} is a draft of {begun.method}")
+    if begun and method == "eagle3.1" and not (begun.fc_norm and begun.norm_output):
+        raise ValueError(f"--method eagle3.1, but {options.init_from} was begun without its norms; leave --method out")
     if method != "eagle1" and (options.fc_bias or options.feature_noise):
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
-    if method == "eagle1" and (options.draft_vocab or options.aux_layers):
+    if method == "eagle1" and (options.draft_vocab or options.aux_layers or options.train_embeddings):
         raise ValueError(
-            "EAGLE-1 reads the target's last state and says all its words: leave --draft-vocab and --aux-layers out"
+            "EAGLE-1 reads the target's last state and has its embedding and all its words: leave --draft-vocab, "
+            "--aux-layers and --train-embeddings out"
         )
     return method
 
@@ -268,6 +269,8 @@ def _draft(
         draft.config = draft.config.with_provenance(**known)
         if options.train_embeddings and draft.embed_tokens is None:
             raise ValueError("--train-embeddings cannot be added to a draft that reads the target's; train a new one")
+        if draft.embed_tokens is not None:
+            draft.embed_tokens.requires_grad_(options.train_embeddings)
         return draft.train()
     method = _method(options)
     size = vocab if method == "eagle1" else options.draft_vocab or min(vocab, 32_000)

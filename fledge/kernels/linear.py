@@ -52,11 +52,13 @@ class SharedProducts:
         self.weights = weights_OI
         self.made = accumulating_products(x_NI, *weights_OI)
         self.totals = [torch.zeros_like(m, dtype=torch.float32) for m in self.made]
+        # what reads the products needs a gradient where they do, though it reaches them through the totals
+        self.asks = x_NI.new_empty(0, requires_grad=any(m.requires_grad for m in self.made))
 
     def beside(self, rows_S: Tensor, y_SJ: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         """[x[rows] ; y] Wᵀ for some of the weights. The rows must be distinct, but for those
         whose gradient is zero; int32 or int64."""
-        return _Beside.apply(self, rows_S, y_SJ, *weights_OI)
+        return _Beside.apply(self, self.asks, rows_S, y_SJ, *weights_OI)
 
     def place(self, weight: Tensor) -> int:
         return next(i for i, w in enumerate(self.weights) if w is weight)
@@ -84,7 +86,7 @@ class _Products(torch.autograd.Function):
 
 class _Beside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shared, rows, y, *weights):
+    def forward(ctx, shared, _asks, rows, y, *weights):
         ctx.shared = shared
         ctx.save_for_backward(rows, y, *weights)
         made = (shared.made[shared.place(w)].index_select(0, rows) for w in weights)
@@ -98,8 +100,8 @@ class _Beside(torch.autograd.Function):
         shared = ctx.shared
         for dy, weight in zip(dys, weights, strict=True):
             add_rows_(shared.totals[shared.place(weight)], rows, dy)
-        dy = _collect(dys, y, weights, shared.width, ctx.needs_input_grad[2])
-        return None, None, dy, *(None for _ in weights)
+        dy = _collect(dys, y, weights, shared.width, ctx.needs_input_grad[3])
+        return None, None, None, dy, *(None for _ in weights)
 
 
 def _collect(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, wanted: bool) -> Tensor | None:

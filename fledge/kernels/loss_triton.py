@@ -64,7 +64,7 @@ def _teacher_rows(
     tl.store(mass_ptr + n, tl.exp(lse - whole))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "place_ptr"])
 def _student_rows(
     z_ptr, kept_ptr, row_ptr, place_ptr, weight_ptr, lse_ptr, mass_ptr, top_ptr,
     loss_ptr, accept_ptr, scored_ptr, hit_ptr, W,

@@ -24,6 +24,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
+# lengths, and what stands in memory where lengths before it end, are not compiled for
+ANY_LENGTH = dict(do_not_specialize=["S", "T"], do_not_specialize_on_alignment=["at_ptr", "slot_ptr", "first_ptr"])
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def _range(slot, first, inside, T, BN: tl.constexpr):
     return lo, a, b, hi
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(**ANY_LENGTH)
 def _forward(
     q_ptr, k_TD, v_TD, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, S, T, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr,
@@ -112,7 +114,7 @@ def _unfold(
     return dq
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(**ANY_LENGTH)
 def _backward_queries(
     q_ptr, k_TD, v_TD, own_k, own_v, at_ptr, slot_ptr, first_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr, delta_ptr,
     S, T, scale, scale2,
@@ -175,7 +177,7 @@ def _gather(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(do_not_specialize=["S", "T"], do_not_specialize_on_alignment=["slot_ptr", "first_ptr"])
 def _backward_keys(
     q_SD, dout_SD, k_ptr, v_ptr, slot_ptr, first_ptr, lse_ptr, delta_ptr, range_ptr, dk_ptr, dv_ptr,
     S, T, scale, scale2,
@@ -210,7 +212,7 @@ def _backward_keys(
     tl.store(dv_ptr + place, dv.to(dv_ptr.dtype.element_ty), tile)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["at_ptr"])
 def _backward_own(
     q_ptr, own_k, own_v, at_ptr, lse_ptr, dout_ptr, delta_ptr, own_dk, own_dv, S, scale, scale2,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BM: tl.constexpr,
@@ -256,7 +258,7 @@ def ttt_attention_triton(
     another head shape or number of own steps is another kernel. Raises ValueError where a row of heads is no multiple
     of the 16 bytes that are copied together.
     """
-    if k0_TGd[0].numel() * k0_TGd.itemsize % 16:
+    if k0_TGd.shape[1:].numel() * k0_TGd.itemsize % 16:
         raise ValueError(f"{k0_TGd.shape[1]} key heads of size {k0_TGd.shape[2]} are too odd for 'triton'; use 'eager'")
     keys, values = [k for k, _ in own], [v for _, v in own]
     at_JS, slot_S, first_S = (x.contiguous() for x in (at_JS, slot_S, first_S))

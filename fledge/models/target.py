@@ -107,8 +107,8 @@ class Target:
     # -- running it ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _captured(self) -> Iterator[dict[int | str, Tensor]]:
-        """Collects the inputs of the chosen layers and the output of the final norm while the model runs."""
+    def _captured(self, layers: Sequence[int]) -> Iterator[dict[int | str, Tensor]]:
+        """Collects the inputs of some layers and the output of the final norm while the model runs."""
         held: dict[int | str, Tensor] = {}
 
         def before(index: int):
@@ -124,7 +124,7 @@ class Target:
             (self.norm if i == self.num_layers else self.layers[i]).register_forward_pre_hook(
                 before(i), with_kwargs=True
             )
-            for i in self.aux_layers
+            for i in layers
         ]
         hooks.append(self.norm.register_forward_hook(after))
         try:
@@ -133,9 +133,10 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
-    def _features(self, held: dict[int | str, Tensor]) -> Features:
+    @staticmethod
+    def _features(held: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
         last = held["last"][0]
-        aux = [held[i][0] for i in self.aux_layers]
+        aux = [held[i][0] for i in layers]
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
     @torch.no_grad()
@@ -152,9 +153,9 @@ class Target:
         return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
 
     def _run_decoder(self, token_T: Tensor, position_T: Tensor) -> Features:
-        with self._captured() as held:
+        with self._captured(self.aux_layers) as held:
             self.decoder(input_ids=token_T[None], position_ids=position_T[None], use_cache=False)
-        return self._features(held)
+        return self._features(held, self.aux_layers)
 
     @property
     def plain_head(self) -> bool:
@@ -182,10 +183,12 @@ class Target:
         *,
         tree: Tree | None = None,
         features: bool = True,
+        layers: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Features | None]:
         """Runs N tokens after those in `cache`, one after the other or as the nodes of a tree, each of which sees its
-        ancestors alone. Returns logits [N, V] (or [1, V]) and their features if asked."""
+        ancestors alone. Returns logits [N, V] (or [1, V]) and their features if asked, of the layers named or else of
+        those chosen."""
         inputs = dict(input_ids=token_N[None], past_key_values=cache, use_cache=True)
         if last_only and self._one_logit:
             inputs["logits_to_keep"] = 1
@@ -194,9 +197,10 @@ class Target:
         if not features:
             logits = self.model(**inputs).logits[0]
             return (logits[-1:] if last_only else logits), None
-        with self._captured() as held:
+        layers = self.aux_layers if layers is None else layers
+        with self._captured(layers) as held:
             logits = self.model(**inputs).logits[0]
-        return (logits[-1:] if last_only else logits), self._features(held)
+        return (logits[-1:] if last_only else logits), self._features(held, layers)
 
     def _tree_inputs(self, tree: Tree, past: int) -> dict[str, Any]:
         """Positions and masks of a tree's nodes after `past` tokens; a mask for each kind of layer."""

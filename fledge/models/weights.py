@@ -138,6 +138,8 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
         t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
         t2d[draft.target_ids().cpu()] = True
         tensors["t2d"] = t2d
+    if draft.eagle1 and draft.fc.bias is None:  # SGLang's draft has one, which would be left to chance
+        tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
     (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2)
@@ -202,6 +204,8 @@ def load_draft(
     if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
         config = replace(config, own_embeddings=True)
     if config.method == "eagle1":
+        if not config.fc_bias and "fc.bias" in tensors and not tensors["fc.bias"].any():
+            del tensors["fc.bias"]  # there for SGLang alone
         config = replace(config, fc_bias="fc.bias" in tensors)
     if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
         raise ValueError(

@@ -41,8 +41,9 @@ class Memory:
 
 
 def row_to_measure(row: Packed, tokens: int, supervised: float) -> Packed:
-    """The beginning of a row, with a share of it supervised, whatever was: the row that takes most is meant."""
-    span = torch.where(torch.arange(tokens) < supervised * tokens, row.doc_T[:tokens], -1)
+    """The beginning of a row, with a share of it supervised, whatever was: the row that takes most is meant. At least
+    as much as makes a slot live, so that a step does all that it does."""
+    span = torch.where(torch.arange(tokens) < max(supervised * tokens, 3), row.doc_T[:tokens], -1)
     return Packed(row.token_T[:tokens], span, row.position_T[:tokens], row.doc_T[:tokens])
 
 

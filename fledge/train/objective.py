@@ -106,7 +106,9 @@ def ttt_queued(
             gradients=first.learns,
         )
         if draft.eagle1:
-            loss = loss + _regression(hidden[0], last_PD[rows[0]], dhidden)
+            loss = loss + _regression(
+                hidden[0], last_PD.index_select(0, *to_device([rows[0]], last_PD.device)), dhidden
+            )
         if first.learns:
             torch.autograd.backward(hidden, dhidden)
             if words:
@@ -270,7 +272,8 @@ def _moved(states_TAD: Tensor, row: Packed, scale: float, key: str) -> Tensor:
         return states_TAD
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
     generator = torch.Generator(states_TAD.device).manual_seed(seed)
-    far = torch.cat([torch.full((b - a,), scale * 512 / (b - a)) for a, b in row.documents()]).to(states_TAD)
+    far = [torch.full((b - a,), scale * 512 / (b - a), dtype=states_TAD.dtype) for a, b in row.documents()]
+    far = to_device([torch.cat(far)], states_TAD.device)[0]
     drawn = torch.rand(states_TAD.shape, generator=generator, device=states_TAD.device, dtype=torch.float32)
     return states_TAD + (2 * drawn - 1).to(states_TAD.dtype) * far[:, None, None]
 
