@@ -7,7 +7,9 @@ import re
 import shutil
 
 import pytest
+import torch
 from conftest import tiny_chats, tiny_target_directory
+from safetensors.torch import load_file
 
 TRAIN = "--max-length 64 --row-length 128 --steps 3 --depth 3 --draft-vocab 200 --device cpu".split()
 
@@ -80,6 +82,14 @@ def test_variants_train(made, fledge, tmp_path):
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
     assert shown.code == 0 and "EAGLE-3.1" in shown.out and "SGLang" in shown.out
+    for on, flag in (("kept", []), ("moved", ["--train-embeddings"])):  # its own embeddings learn where that is asked
+        more = fledge(
+            "train", "--target", made / "target", "--data", made / "chats.jsonl@0.5", "--init-from",
+            tmp_path / "run" / "draft", "--out", tmp_path / on, *TRAIN, *flag,
+        )  # fmt: skip
+        assert more.code == 0, more.err
+        before, after = (load_file(tmp_path / d / "draft" / "model.safetensors") for d in ("run", on))
+        assert torch.equal(before["embed_tokens.weight"], after["embed_tokens.weight"]) == (on == "kept")
 
 
 def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):

@@ -57,8 +57,8 @@ class Engine:
     trained to. `mode` "chain" drafts one token after the other, and with `confidence` above 0 only while the draft
     gives its chain at least that probability. "tree" drafts EAGLE-2's tree of `nodes`, the root included, at most
     `width` children each, or a tree of a fixed `shape`. The draft's cache is `stable`, or keeps what it made itself of
-    accepted tokens. Raises ValueError where draft and target do not belong
-    together, the target cannot do what verification needs, or the options contradict each other.
+    accepted tokens. Raises ValueError where draft and target do not belong together, the target cannot do what
+    verification needs, or the options contradict each other.
     """
 
     def __init__(
