@@ -3,7 +3,8 @@
     python bench/impls.py --target DIR --data sgd_train.jsonl --prompts sgd_dev.jsonl --out bench/results/impls.json
 
 Each implementation with several seeds (initial weights and order of the data); τ by the real decoder, greedy, on the
-same 32 prompts. They agree where the difference of two means is within two standard errors of it.
+same 32 prompts. They agree where the difference of two means is within two standard errors of it. Rows that --out
+already holds, of as many steps, are kept and not trained again.
 """
 
 import argparse
@@ -32,7 +33,12 @@ def main() -> None:
     options = parser.parse_args()
 
     record = {"environment": environment("cuda", "bfloat16"), "steps": options.steps, "rows": []}
+    if options.out.exists() and (earlier := json.loads(options.out.read_text()))["steps"] == options.steps:
+        record = {key: earlier[key] for key in record}
+    done = {(row["seed"], row["impl"]) for row in record["rows"]}
     for seed, impl in itertools.product(range(options.seeds), options.impls):
+        if (seed, impl) in done:
+            continue
         out = options.work / f"{impl}-{seed}"
         shutil.rmtree(out, ignore_errors=True)
         asked = train.TrainOptions(

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fledge.kernels.precision import at_least_float32
 
 BLOCK = 128
+LEAST_HEAD = 16  # narrower heads are padded, as FlexAttention takes none
 # of few queries torch would choose its kernel for decoding, which has no tiles for as many as 100 of several heads
 OPTIONS = {"BACKEND": "TRITON"}
 
@@ -43,10 +45,13 @@ def ttt_attention_flex(
         lambda b, h, q, k: (k >= first_S[q]) & (k <= slot_S[q]), None, None, S, T, device=q_SHd.device, BLOCK_SIZE=BLOCK
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q_SHd, k0_TGd, v0_TGd))
-    gqa = H != G
-    past, lse = _compiled()(q, k, v, block_mask=mask, enable_gqa=gqa, return_lse=True, kernel_options=OPTIONS)
+    if d < LEAST_HEAD:
+        q, k, v = (F.pad(x, (0, LEAST_HEAD - d)) for x in (q, k, v))
+    how = dict(block_mask=mask, enable_gqa=H != G, scale=d**-0.5, return_lse=True, kernel_options=OPTIONS)
+    past, lse = _compiled()(q, k, v, **how)
+    past = past[0, ..., :d].transpose(0, 1)
     if not own:
-        return past[0].transpose(0, 1)
+        return past
     rows = [
         (keys.index_select(0, at), values.index_select(0, at)) for (keys, values), at in zip(own, at_JS, strict=True)
     ]
@@ -54,7 +59,7 @@ def ttt_attention_flex(
     near = [at_least_float32(torch.einsum("sgrd,sgd->sgr", q, keys)) * d**-0.5 for keys, _ in rows]
     lse = lse[0].T.view(S, G, H // G)
     weights = torch.stack([lse, *near], dim=-1).softmax(-1).to(q.dtype)
-    out = weights[..., :1] * past[0].transpose(0, 1).view(S, G, H // G, d)
+    out = weights[..., :1] * past.reshape(S, G, H // G, d)
     for j, (_, values) in enumerate(rows):
         out = out + weights[..., j + 1 : j + 2] * values[:, :, None]
     return out.view(S, H, d)
