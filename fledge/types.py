@@ -5,7 +5,7 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
     T tokens of a packed row    S live slots           K draft depth = TTT steps   A captured target layers
     D target hidden             E draft hidden         V target vocabulary         W draft vocabulary
     H query heads               G key-value heads      d head dimension            L cache length
-    N nodes of a draft tree, its root included
+    N nodes of a draft tree, its root included          B requests decoded together
 """
 
 from __future__ import annotations
@@ -150,38 +150,43 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tree:
-    """Drafted target ids, int64 [N]. Node 0 is the root, the last committed token; every other node's parent, int64
-    [N], stands before it (the root's is -1), and siblings differ. `parent_N` None is a chain. `levels` is at least
-    the length of the longest path from the root. A chain that was drawn has its distributions, float64 [K, W]."""
+    """Drafted target ids of B requests, int64 [B, N]. Node 0 is the root, the last committed token; every other node's
+    parent, int64 [B, N], stands before it (the root's is -1), and siblings differ. `parent_BN` None is a chain.
+    `levels` is at least the length of the longest path from the root. Where requests have fewer nodes, `count_B` says
+    how many, and what is beyond them nothing reads. Chains that were drawn have their distributions, float64 [K, W]
+    each."""
 
-    token_N: Tensor
-    parent_N: Tensor | None
+    token_BN: Tensor
+    parent_BN: Tensor | None
     levels: int
-    q_KW: Tensor | None = None
+    count_B: Sequence[int] | None = None
+    q_BKW: Sequence[Tensor] | None = None
 
     def ancestors(self) -> Tensor:
-        """Which nodes stand on each node's path from the root, itself included: bool [N, N]."""
-        n = self.token_N.numel()
-        if self.parent_N is None:
-            return torch.ones(n, n, dtype=torch.bool, device=self.token_N.device).tril()
+        """Which nodes stand on each node's path from the root, itself included: bool [B, N, N]."""
+        B, n = self.token_BN.shape
+        if self.parent_BN is None:
+            return torch.ones(n, n, dtype=torch.bool, device=self.token_BN.device).tril().expand(B, n, n)
         # the root is made its own parent, so that steps up from it stay there; each product doubles their number
-        up = torch.nn.functional.one_hot(self.parent_N.clamp_min(0), n).float()
+        up = torch.nn.functional.one_hot(self.parent_BN.clamp_min(0), n).float()
         up = (up + torch.eye(n, device=up.device)).clamp_max(1)
         for _ in range(max(self.levels - 1, 0).bit_length()):
             up = (up @ up).clamp_max(1)
         return up.bool()
 
     def to(self, device: torch.device) -> Tree:
-        parent_N = None if self.parent_N is None else self.parent_N.to(device)
-        return replace(self, token_N=self.token_N.to(device), parent_N=parent_N)
+        parent_BN = None if self.parent_BN is None else self.parent_BN.to(device)
+        return replace(self, token_BN=self.token_BN.to(device), parent_BN=parent_BN)
 
-    def on_host(self) -> tuple[list[int], list[int]]:
-        """Tokens and parents; waits for the device once."""
-        n = self.token_N.numel()
-        if self.parent_N is None:
-            return self.token_N.tolist(), list(range(-1, n - 1))
-        tokens, parents = torch.stack([self.token_N, self.parent_N]).tolist()
-        return tokens, parents
+    def on_host(self) -> list[tuple[list[int], list[int]]]:
+        """Every request's tokens and parents; waits for the device once."""
+        B, n = self.token_BN.shape
+        if self.parent_BN is None:
+            tokens, parents = self.token_BN.tolist(), [list(range(-1, n - 1))] * B
+        else:
+            tokens, parents = torch.stack([self.token_BN, self.parent_BN]).tolist()
+        counts = self.count_B or [n] * B
+        return [(t[:c], p[:c]) for t, p, c in zip(tokens, parents, counts, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the following do
@@ -33,15 +34,25 @@ from transformers import (
 
 from fledge.config import DraftConfig
 from fledge.data.pack import make_row
+from fledge.decode.propose import Drafter
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.models.weights import fit
-from fledge.types import Document, Packed
+from fledge.types import Document, Packed, Tree
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def propose_one(proposer: Drafter, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+    """What a proposer drafts for a single request, which it admits when it is first asked."""
+    if proposer.cache is None:
+        proposer.admit([(0, [], aux_RAD)])
+    return proposer.propose([token_R.tolist()], [aux_RAD], [path])
+
+
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig}
 
 torch.set_num_threads(1)  # models this small only lose time to threads

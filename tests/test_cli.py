@@ -195,14 +195,14 @@ def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
 
 def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     """A verification that commits a wrong token is found out, and is no near tie."""
-    from fledge.decode import engine
+    from fledge.decode import batch
 
-    def wrong(chooser, prefix, drafted, logits, *parents):
-        *accepted, own = right(chooser, prefix, drafted, logits, *parents)
-        return [*accepted, (own + 1) % 400 if len(drafted) else own]
+    def wrong(choosers, prefixes, drafted, logits, *parents):
+        (*accepted, own) = right(choosers, prefixes, drafted, logits, *parents)[0]
+        return [[*accepted, (own + 1) % 400 if drafted[0] else own]]
 
-    right = engine.accept_walk
-    monkeypatch.setattr(engine, "accept_walk", wrong)
+    right = batch.accept_walk
+    monkeypatch.setattr(batch, "accept_walk", wrong)
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err

@@ -108,8 +108,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         seed, request, position, purpose = key
         return table(seed, position, purpose)[request, :n]
 
-    monkeypatch.setattr(keyed, "uniforms", looked_up)
+    def gumbel(keys: Sequence[tuple[int, int, int, int]], n: int, device: Any = "cpu") -> Tensor:
+        return -(-torch.stack([looked_up(key, n) for key in keys]).log()).log()
+
     monkeypatch.setattr(verify, "uniforms", looked_up)
+    for module in (keyed, verify):
+        monkeypatch.setattr(module, "gumbel", gumbel)
 
 
 def test_quick_draws_are_the_draws() -> None:
@@ -151,14 +155,14 @@ class Harness:
 
     def propose(self, prefix: tuple[int, ...], request: int) -> tuple[list[int], Tensor | None]:
         """A chain by the proposer's own choice, and its distributions over the target's vocabulary."""
-        self._proposer.request = request
+        self._proposer.numbers = [request]
         drafted: list[int] = []
         qs: list[Tensor] = []
         for _ in range(DEPTH):
             path = (*prefix, *drafted)
             if path not in self.draft:
                 self.draft[path] = draft_logits(path)[None]
-            drafted.append(int(DRAFT_IDS[self._proposer._choose(self.draft[path], len(path), qs)]))
+            drafted.append(int(DRAFT_IDS[self._proposer._choose(self.draft[path], [len(path)], [qs])]))
         if not qs:
             return drafted, None
         q_KV = torch.zeros(DEPTH, V, dtype=torch.float64)
@@ -179,7 +183,7 @@ class Harness:
             drafted, q_KV = self.propose(prefix, request)
             logits = self.logits(prefix, drafted)
             if q_KV is None:
-                committed = verify.accept_walk(chooser, prefix, drafted, logits)
+                (committed,) = verify.accept_walk([chooser], [prefix], [drafted], logits[None])
             else:
                 committed = verify.accept_rejection(chooser, prefix, drafted, q_KV, logits)
             self.rounds[len(committed) - 1] += 1
@@ -207,13 +211,15 @@ def test_sequences_are_the_targets(name: str, rule: str, quick: None) -> None:
 
 
 REDRAWN = (
-    "found = following[node].get(path[-1]); path[-1] = path[-1] if found else gumbel_argmax("
-    "chooser.scores(path[:-1], logits_NV[node]), chooser.key(node, RESIDUAL)); node = found"
+    "old = at.pop(b); node = following[b][old].get(token); "
+    "paths[b][-1] = token if node else gumbel_argmax("
+    "choosers[b].scores(paths[b][:-1], logits_BNV[b, old]), choosers[b].key(old, RESIDUAL))"
 )
+SHORTENED = "choosers, [p[:-1] for p in prefixes], logits_BV, s"
 BROKEN: dict[str, tuple[str, Any, str, str, str]] = {  # name -> (draft, owner, function, old, new)
     "residual skipped": ("sample", verify, "residual", "(p_V - q_V).clamp_min(0)", "p_V"),
-    "mismatch redrawn": ("greedy", verify, "accept_walk", "node = following[node].get(path[-1])", REDRAWN),
-    "a node without its last token": ("greedy", Chooser, "ranking", "self.scores(prefix,", "self.scores(prefix[:-1],"),
+    "mismatch redrawn": ("greedy", verify, "accept_walk", "node = following[b][at.pop(b)].get(token)", REDRAWN),
+    "a node without its last token": ("greedy", verify, "processed", "choosers, prefixes, logits_BV, s", SHORTENED),
     "every node on the committed prefix": ("sample", verify, "accept_rejection", "scores(path,", "scores(prefix,"),
     "accepted too often": ("sample", verify, "accept_rejection", "* float(q[token])", "* 0.9 * float(q[token])"),
     "always accepted": ("sample", verify, "accept_rejection", "< float(p[token])", "< 1"),

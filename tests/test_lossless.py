@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fledge.decode import batch, verify
 from fledge.decode import engine as engine_module
-from fledge.decode import verify
+from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import ChainProposer
 from fledge.decode.text import TextStream
@@ -50,12 +51,12 @@ def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, s
     class Cheating(ChainProposer):
         draw = random.Random(seed)
 
-        def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
-            tokens = super().propose(token_R, aux_RAD, path).token_N.tolist()
-            for k, place in enumerate(range(self.cache.length + 1, len(truth)), start=1):
+        def propose(self, *taken_in: Any) -> Tree:
+            (tokens,) = super().propose(*taken_in).token_BN.tolist()
+            for k, place in enumerate(range(self.cache.longest + 1, len(truth)), start=1):
                 if k <= self.depth and self.draw.random() >= wrong:
                     tokens[k] = truth[place]
-            return Tree(torch.tensor(tokens), None, len(tokens) - 1)
+            return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
 
     monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
 
@@ -123,9 +124,9 @@ def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         if fast.tokens != plain.tokens:
             at = next(j for j, (a, b) in enumerate(zip(fast.tokens, plain.tokens, strict=False)) if a != b)
             logits, _ = target.forward(
-                torch.tensor(prompt + plain.tokens[:at]), TargetCache(), features=False, last_only=True
+                torch.tensor([prompt + plain.tokens[:at]]), TargetCache(), features=False, last_only=True
             )
-            best = logits[0].topk(2).values
+            best = logits[0, 0].topk(2).values
             assert best[0] - best[1] < 1e-3
     assert same >= 11
 
@@ -160,12 +161,12 @@ def test_rollback_is_exact(name: str) -> None:
     tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
     used, junk = TargetCache(), random.Random(0)
     for at in (40, 41, 47, 55, 80, 120, 263):  # the cache's room is doubled on the way
-        target.forward(tokens[used.get_seq_length() : at], used, features=False)
-        target.forward(torch.tensor(junk.choices(range(400), k=junk.randint(1, 9))), used, features=False)
+        target.forward(tokens[None, used.get_seq_length() : at], used, features=False)
+        target.forward(torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))]), used, features=False)
         used.rollback(at)
         fresh = TargetCache()
-        target.forward(tokens[:at], fresh, features=False)
-        a, b = (target.forward(tokens[at : at + 3], cache, features=False)[0] for cache in (used, fresh))
+        target.forward(tokens[None, :at], fresh, features=False)
+        a, b = (target.forward(tokens[None, at : at + 3], cache, features=False)[0] for cache in (used, fresh))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
         used.rollback(at)
 
@@ -247,7 +248,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     """Rejection sampling with q = p keeps every draft; the engine hands `q` to the rule as it was drawn from."""
     target = exact_target()
     engine = engine_of(target, tiny_draft(target, draft_vocab_size=150), 3)
-    rule, seen = engine_module.accept_rejection, []
+    rule, seen = batch.accept_rejection, []
 
     def spy(chooser, prefix, drafted, q_KV, logits_NV):
         ids = engine.draft.target_ids()
@@ -261,7 +262,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
         assert rule(chooser, prefix, drafted, perfect, logits_NV)[:-1] == drafted
         return rule(chooser, prefix, drafted, q_KV, logits_NV)
 
-    monkeypatch.setattr(engine_module, "accept_rejection", spy)
+    monkeypatch.setattr(batch, "accept_rejection", spy)
     engine.generate([5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=0.8, draft="sample"))
     assert seen
 
@@ -450,10 +451,10 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
 
 
 MUTATIONS: dict[str, tuple] = {
-    "commits the draft's token": (verify, "accept_walk", "else own[node]", "else (*drafted, own[-1])[node]"),
-    "commits one too many": (verify, "accept_walk", "return path[len(prefix) :]", "return [*path[len(prefix) :], 5]"),
-    "forgets a token too few": (Engine, "_speculative", "cache.keep(len(prefix) - 1,", "cache.keep(len(prefix),"),
-    "no rollback": (Engine, "_speculative", "cache.keep(", "(lambda n, path: None)("),
+    "commits the draft's token": (verify, "accept_walk", "own[b][node] for", "[*drafted[b], own[b][-1]][node] for"),
+    "commits one too many": (verify, "accept_walk", "[path[len(prefix) :] for", "[[*path[len(prefix) :], 5] for"),
+    "forgets a token too few": (Batch, "round", "len(r.prefix) - 1 for", "len(r.prefix) for"),
+    "no rollback": (Batch, "round", "self.cache.keep(", "(lambda lengths, paths: None)("),
 }
 
 
@@ -467,7 +468,7 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     owner, function, old, new = MUTATIONS[name]
     break_on_purpose(monkeypatch, owner, function, old, new)
     if owner is verify:
-        monkeypatch.setattr(engine_module, function, getattr(verify, function))
+        monkeypatch.setattr(batch, function, getattr(verify, function))
     cheat(monkeypatch, prompt + plain, wrong=0.3)
     try:
         broken = engine.generate(prompt, max_new_tokens=30).tokens

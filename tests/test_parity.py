@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, document, layouts, live_by_definition, row_of, tiny_draft, tiny_target
+from conftest import (
+    break_on_purpose,
+    document,
+    layouts,
+    live_by_definition,
+    propose_one,
+    row_of,
+    tiny_draft,
+    tiny_target,
+)
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -104,11 +113,11 @@ def run_target(draft: Draft, target: Target, tokens: Tensor, pieces: Sequence[in
         if at >= tokens.numel():
             break
         piece = tokens[at : at + size]
-        out, features = target.forward(piece, cache)
-        logits.append(out)
+        out, features = target.forward(piece[None], cache)
+        logits.append(out[0])
         aux.append(draft.reads(features))
         at += piece.numel()
-        target.forward(torch.tensor([7, 5, 3]), cache, features=False)
+        target.forward(torch.tensor([[7, 5, 3]]), cache, features=False)
         cache.rollback(at)
     return torch.cat(aux), torch.cat(logits)
 
@@ -125,7 +134,7 @@ def decoded(
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
-        proposer.propose(tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
+        propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
         begin = slot + 1
         for k in range(min(steps, n - 1 - slot)):
             out[slot, k] = (forced.outs[k][0], forced.said[k][0], target_logits[slot + 1 + k])

@@ -245,13 +245,13 @@ def test_decoding_gives_the_same_features_and_logits_as_one_pass():
     whole = target.features(make_row([Document(tokens.int(), torch.zeros(12).int())], 12))
     logits = target.model(input_ids=tokens[None]).logits[0]
     for a, b in ((0, 5), (5, 6), (6, 12)):
-        own, features = target.forward(tokens[a:b], cache)
-        torch.testing.assert_close(own, logits[a:b], rtol=1e-4, atol=1e-4)
+        own, features = target.forward(tokens[None, a:b], cache)
+        torch.testing.assert_close(own[0], logits[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.aux_TAD, whole.aux_TAD[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.last_TD, whole.last_TD[a:b], rtol=1e-4, atol=1e-4)
-    last, none = target.forward(tokens, TargetCache(), features=False, last_only=True)
-    assert none is None and last.shape == (1, 100)
-    torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
+    last, none = target.forward(tokens[None], TargetCache(), features=False, last_only=True)
+    assert none is None and last.shape == (1, 1, 100)
+    torch.testing.assert_close(last[0], logits[-1:], rtol=1e-4, atol=1e-4)
 
 
 def test_no_hook_is_left_behind():

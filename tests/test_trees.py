@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, tiny_draft, tiny_target
+from conftest import break_on_purpose, propose_one, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, Remembers, assert_same, both, exact_target, fit_head, prompts, spoken
 from torch import Tensor
 
-from fledge.decode import engine as engine_module
-from fledge.decode import propose, verify
+from fledge.decode import batch, propose, verify
+from fledge.decode.batch import Batch
 from fledge.decode.engine import Engine
 from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
 from fledge.models.draft import Draft
@@ -46,7 +46,7 @@ def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
 
 def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What a proposer takes in first: the token after each slot, and the slots' features."""
-    _, features = target.forward(torch.tensor(tokens[:-1]), TargetCache())
+    _, features = target.forward(torch.tensor([tokens[:-1]]), TargetCache())
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
@@ -56,13 +56,15 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
     cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
     R = token_R.numel()
     position = torch.arange(R + len(path))
+    cache.open(R)
     out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend)[-1:]
-    cache.length = R
+    cache.set_lengths([R])
     for k, token in enumerate(path):
+        cache.open(1)
         out = draft.step(
             draft.to_target(torch.tensor([token])), draft.read(out)[0], position[R + k : R + k + 1], cache.attend
         )
-        cache.length += 1
+        cache.scratch += 1
     return draft.logits(draft.read(out)[1])[0].float().log_softmax(-1)
 
 
@@ -88,7 +90,7 @@ def tree_by_force(
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
     """Every node's tokens from the root's children on."""
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(*tree.on_host(), strict=True))[1:]:
+    for token, parent in list(zip(*tree.on_host()[0], strict=True))[1:]:
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -105,12 +107,12 @@ def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, wid
     tokens = prompts(1, seed=depth)[0][:3] + list(range(40, 52))
     token_R, aux = slots_of(target, tokens)
     for a, b in ((0, 9), (9, token_R.numel())):
-        tree = proposer.propose(token_R[a:b], aux[a:b])
+        tree = propose_one(proposer, token_R[a:b], aux[a:b])
         expected = tree_by_force(draft, token_R[:b], aux[:b], depth, nodes, width)
         expected = [tuple(draft.to_target(torch.tensor(path)).tolist()) for path in expected]
         assert paths_of(tree) == expected
-        assert tree.token_N[0] == token_R[b - 1]
-        assert all(p < n for n, p in enumerate(tree.on_host()[1]))
+        assert tree.token_BN[0, 0] == token_R[b - 1]
+        assert all(p < n for n, p in enumerate(tree.on_host()[0][1]))
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9])
@@ -118,8 +120,8 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
     target, draft, asked = good_pair()
     for prompt in asked[:3]:
         slots = slots_of(target, [*prompt, 5, 6])
-        tree = TreeProposer(draft, 8, nodes, 1).propose(*slots)
-        chain = ChainProposer(draft, nodes - 1, Sampling()).propose(*slots)
+        tree = propose_one(TreeProposer(draft, 8, nodes, 1), *slots)
+        chain = propose_one(ChainProposer(draft, nodes - 1, Sampling()), *slots)
         assert tree.on_host() == chain.on_host()
 
 
@@ -138,7 +140,7 @@ def test_fixed_trees(name: str) -> None:
     proposer = FixedTreeProposer(draft, shape)
     token_R, aux = slots_of(target, list(range(40, 52)))
     for a, b in ((0, 7), (7, token_R.numel())):
-        tree = proposer.propose(token_R[a:b], aux[a:b])
+        tree = propose_one(proposer, token_R[a:b], aux[a:b])
         paths: list[tuple[int, ...]] = [()]
         for parent, rank in zip(shape.parents, shape.ranks, strict=True):
             logp = path_logp(draft, token_R[:b], aux[:b], paths[parent])
@@ -181,7 +183,7 @@ def test_ancestors(parent: list[int]) -> None:
     for p in parent[1:]:
         depth.append(depth[p] + 1)
     for slack in (0, 3):
-        found = Tree(torch.zeros(len(parent)), torch.tensor(parent), max(depth) + slack).ancestors()
+        found = Tree(torch.zeros(1, len(parent)), torch.tensor([parent]), max(depth) + slack).ancestors()[0]
         for n in range(len(parent)):
             path, at = set(), n
             while at >= 0:
@@ -207,35 +209,35 @@ def test_every_node_sees_its_path(name: str) -> None:
     """A node's logits and features are those of its path run as a chain, beyond a sliding window too; so are those
     after an accepted path was kept."""
     target = tiny_target(dtype=torch.float64, **KINDS[name])
-    target.check_tree()
+    target.check_masks()
     target.read_layers(None)
     tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
-    tree = Tree(tokens[20:28], torch.tensor([-1, 0, 0, 1, 1, 2, 4, 6]), 4)
+    tree = Tree(tokens[None, 20:28], torch.tensor([[-1, 0, 0, 1, 1, 2, 4, 6]]), 4)
     cache = TargetCache()
-    target.forward(tokens[:20], cache)
-    found, features = target.forward(tree.token_N, cache, tree=tree)
+    target.forward(tokens[None, :20], cache)
+    found, features = target.forward(tree.token_BN, cache, tree=tree)
     for node, path in {3: [0, 1, 3], 5: [0, 2, 5], 7: [0, 1, 4, 6, 7]}.items():
         fresh = TargetCache()
-        line = torch.cat([tokens[:20], tree.token_N[path]])
-        logits, expected = target.forward(line, fresh)
-        torch.testing.assert_close(found[node], logits[-1], rtol=0, atol=1e-10)
+        line = torch.cat([tokens[:20], tree.token_BN[0, path]])
+        logits, expected = target.forward(line[None], fresh)
+        torch.testing.assert_close(found[0, node], logits[0, -1], rtol=0, atol=1e-10)
         torch.testing.assert_close(features.aux_TAD[node], expected.aux_TAD[-1], rtol=0, atol=1e-10)
-    cache.keep(20, [0, 1, 4, 6, 7])
-    after, _ = target.forward(tokens[30:40], cache)
-    direct, _ = target.forward(tokens[30:40], fresh)
+    cache.keep([20], [[0, 1, 4, 6, 7]])
+    after, _ = target.forward(tokens[None, 30:40], cache)
+    direct, _ = target.forward(tokens[None, 30:40], fresh)
     torch.testing.assert_close(after, direct, rtol=0, atol=1e-10)
 
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_tree_inputs", lambda self, tree, past: {})
+    monkeypatch.setattr(Target, "_placed", lambda self, tree, cache: {})
     with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; use --draft-mode chain"):
-        tiny_target().check_tree()
+        tiny_target().check_masks()
 
 
 def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_tree_inputs", lambda self, tree, past: {"attention_mask": torch.ones(1, 2, 3, 4)})
+    monkeypatch.setattr(Target, "_placed", lambda self, tree, cache: {"attention_mask": torch.ones(1, 2, 3, 4)})
     with pytest.raises(ValueError, match="cannot verify trees"):
-        tiny_target().check_tree()
+        tiny_target().check_masks()
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -325,16 +327,16 @@ def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest
         proposer = proposer_of(*args)
         propose, seen = proposer.propose, {"slots": torch.tensor([-1])}
 
-        def checked(token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+        def checked(tokens: Any, aux: Any, paths: Sequence[Sequence[int]]) -> Tree:
             nonlocal kept
-            start, before = proposer.cache.length, proposer.cache.buffer.clone()
-            tree = propose(token_R, aux_RAD, path)
-            held = proposer.cache.buffer[..., start : start + len(path) - 1, :]
+            (path,), start, before = paths, proposer.cache.longest, proposer.cache.buffer.clone()
+            tree = propose(tokens, aux, paths)
+            held = proposer.cache.buffer[..., start : start + max(len(path) - 1, 0), :]
             slots = [s for s in seen["slots"][list(path[1:])].tolist() if s >= 0]
             for i, slot in enumerate(slots):
                 torch.testing.assert_close(held[..., i, :], before[..., start + slot, :], rtol=0, atol=0)
             kept += len(slots)
-            seen["slots"] = proposer.drafted_N
+            seen["slots"] = proposer.drafted_BN[0]
             return tree
 
         proposer.propose = checked
@@ -351,15 +353,15 @@ def test_a_drafted_slot_is_its_paths() -> None:
     target, draft, asked = good_pair()
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     for proposer in (TreeProposer(draft, 4, 30, 3), FixedTreeProposer(draft, SHAPES["mixed"])):
-        tree = proposer.propose(token_R, aux)
-        start, buffer = proposer.cache.length, proposer.cache.buffer
-        for path, slot in zip(paths_of(tree), proposer.drafted_N.tolist()[1:], strict=True):
+        tree = propose_one(proposer, token_R, aux)
+        start, buffer = proposer.cache.longest, proposer.cache.buffer
+        for path, slot in zip(paths_of(tree), proposer.drafted_BN[0].tolist()[1:], strict=True):
             if slot >= 0:
                 chain = ChainProposer(draft, len(path) + 1, Sampling())
                 says = iter(path)
                 with pytest.MonkeyPatch.context() as m:
                     m.setattr(draft, "to_target", lambda chosen, s=says: torch.full_like(chosen, next(s, 0)))
-                    chain.propose(token_R, aux)
+                    propose_one(chain, token_R, aux)
                 own = chain.cache.buffer[..., start + len(path) - 1, :]
                 torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
 
@@ -374,14 +376,14 @@ def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
     assert rounds["tree"] < rounds["chain"]
 
 
-ANY_CHILD = "next(iter(following[node].values()), None)"
+ANY_CHILD = "next(iter(following[b][at.pop(b)].values()), None)"
 MUTATIONS: dict[str, tuple] = {
     "keeps the first nodes": (TargetCache, "keep", "list(path) != list(range(len(path)))", "False"),
-    "keeps a node too many": (TargetCache, "keep", "length + len(path))", "length + len(path) + 1)"),
-    "features of the first nodes": (Engine, "_speculative", "reads(features)[path]", "reads(features)[: len(path)]"),
-    "all nodes at one position": (Target, "_tree_inputs", "past + ancestors", "past + 0 * ancestors"),
-    "sees its siblings": (Target, "_tree_inputs", "tree.ancestors()", "tree.ancestors() | True"),
-    "follows any child": (verify, "accept_walk", "following[node].get(path[-1])", ANY_CHILD),
+    "keeps a node too many": (TargetCache, "keep", "[length + len(path) for", "[length + len(path) + 1 for"),
+    "states of the first nodes": (Batch, "_remember", "nodes + N *", "torch.arange(longest) + N *"),
+    "all nodes at one position": (Target, "_placed", "ancestors.sum(-1) - 1", "0 * ancestors.sum(-1)"),
+    "sees its siblings": (Target, "_placed", "tree.ancestors()", "tree.ancestors() | True"),
+    "follows any child": (verify, "accept_walk", "following[b][at.pop(b)].get(token)", ANY_CHILD),
 }  # fmt: skip
 
 
@@ -394,7 +396,7 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     owner, function, old, new = MUTATIONS[name]
     break_on_purpose(monkeypatch, owner, function, old, new)
     if owner is verify:
-        monkeypatch.setattr(engine_module, function, getattr(verify, function))
+        monkeypatch.setattr(batch, function, getattr(verify, function))
     try:
         broken = [engine.generate(p, max_new_tokens=40) for p in asked]
     except (AssertionError, KeyError, IndexError, RuntimeError):
@@ -406,10 +408,10 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 DRAFTING = {
-    "a node sees its uncles": ("cache.visible = torch.cat(", "cache.visible = True | torch.cat("),
-    "a level too deep": ("stable - 1 + level", "stable + level"),
-    "reads another's state": ("fed_back[above]", "fed_back[0 * above]"),
-    "forgets the score so far": ("scores[-1][front])", "0 * scores[-1][front])"),
+    "a node sees its uncles": ("seen_BSJ=seen", "seen_BSJ=seen | True"),
+    "a level too deep": ("cache.length_B - 1 + level", "cache.length_B + level"),
+    "reads another's state": ("(0, (B, -1)), above)", "(0, (B, -1)), 0 * above)"),
+    "forgets the score so far": ("scored[-1].gather(1, front))", "0 * scored[-1].gather(1, front))"),
 }  # fmt: skip
 
 
@@ -418,5 +420,5 @@ def test_drafting_wrongly_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     target, draft, asked = good_pair()
     slots = slots_of(target, [*asked[0], 5, 6])
     break_on_purpose(monkeypatch, propose.TreeProposer, "propose", *DRAFTING[name])
-    tree = TreeProposer(draft, 4, 40, 4).propose(*slots)
+    tree = propose_one(TreeProposer(draft, 4, 40, 4), *slots)
     assert paths_of(tree) != tree_by_force(draft, *slots, 4, 40, 4)

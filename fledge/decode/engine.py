@@ -1,38 +1,27 @@
-"""Speculative decoding of one sequence: propose, verify, commit, until the turn ends."""
+"""Speculative decoding of one request or many: propose, verify, commit, until each one's turn ends."""
 
 from __future__ import annotations
 
-import time
+import copy
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
+from fledge.decode.batch import Batch
+from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
+from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
-from fledge.decode.verify import Chooser, accept_rejection, accept_walk, accepted_path
+from fledge.decode.verify import Chooser
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target, load_target
 from fledge.models.weights import fit, load_draft, read_draft_config
-from fledge.types import Round, Sampling, Trace, TreeShape
+from fledge.types import Sampling, TreeShape
 
-Prompt = str | Sequence[dict[str, Any]]
-
-
-@dataclass
-class Completion:
-    """What was generated: `tokens` through the stop, its `text` without it, why it `finish`ed (stop or length)."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish: str = "length"
-    trace: Trace = field(default_factory=Trace)
-
-
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]  # text to go on with, chat messages, or token ids
 MODES = ("chain", "tree")
 
 
@@ -84,7 +73,7 @@ class Engine:
             self.layers = target.aux_layers  # another engine may have the target read others
             target.check_rollback()
             if mode == "tree":
-                target.check_tree()
+                target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
@@ -112,6 +101,28 @@ class Engine:
             pass
         return completion
 
+    def generate_all(
+        self, prompts: Sequence[Prompt], *, batch: int = 16, speculate: bool = True, request: int = 0, **options: Any
+    ) -> list[Completion]:
+        """Decodes many prompts, at most `batch` together; where one ends, the next takes its place. Each answer is what
+        the prompt alone would get, as request number `request`, + 1, + 2 .., with logits processors of its own, copies
+        of those given, since they may remember what they saw. Other options are those of `stream`.
+        Raises ValueError, before any is decoded, where a prompt is empty or does not fit."""
+        if batch < 1:
+            raise ValueError(f"a batch of {batch} decodes nothing; 1 is least")
+        if batch > 1:
+            self.target.check_masks(requests=batch)
+        sampling = options.pop("sampling", None) or Sampling()
+        requests = []
+        for i, prompt in enumerate(prompts):
+            own = replace(sampling, processors=copy.deepcopy(sampling.processors))
+            requests.append(self._request(prompt, request + i, sampling=own, **options))
+        for asked in self._decode(requests, batch, speculate):
+            asked.say()
+        for asked in requests:
+            asked.close()
+        return [asked.done for asked in requests]
+
     def stream(
         self,
         prompt: Prompt,
@@ -123,38 +134,32 @@ class Engine:
         request: int = 0,
         into: Completion | None = None,
     ) -> Iterator[str]:
-        """Yields text as it is committed, for a raw string or chat messages.
+        """Yields text as it is committed, for a raw string, chat messages, or token ids.
 
         `stop` are strings that end the text before themselves. `request` numbers requests that share a seed.
         `speculate` False decodes token by token, the baseline. `into` receives tokens, text and trace.
         Raises ValueError for a prompt that is empty or does not fit the target's context.
         """
-        sampling = sampling or Sampling()
-        done = into if into is not None else Completion()
-        prefix = list(self.template.prompt_ids(prompt))
-        self._check_length(len(prefix), max_new_tokens)
-        text = TextStream(self.target.tokenizer, stop)
-        began = time.perf_counter()
-        rounds = self._speculative if speculate and self.draft is not None else self._vanilla
-        for tokens in rounds(prefix, sampling, request, done.trace):
-            tokens = tokens[: max_new_tokens - len(done.tokens)]
-            end = next((i for i, token in enumerate(tokens) if token in self.target.stop_ids), len(tokens))
-            seen = len(text.tokens)
-            piece = text.add(tokens[:end])
-            done.tokens += text.tokens[seen:]
-            if end < len(tokens) and not text.stopped:
-                done.tokens.append(tokens[end])  # the stop token is said, but is no text
-                done.finish = "stop"
-            done.trace.t_total = time.perf_counter() - began
-            if piece:
+        asked = self._request(
+            prompt, request, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, into=into
+        )  # fmt: skip
+        for _ in self._decode([asked], 1, speculate):
+            if piece := asked.say():
                 yield piece
-            if text.stopped or done.finish == "stop" or len(done.tokens) >= max_new_tokens:
-                break
-        if rest := text.finish():
+        if rest := asked.close():
             yield rest
-        done.text = text.text
-        if text.stopped:
-            done.finish = "stop"
+
+    def _request(
+        self, prompt: Prompt, number: int, *, max_new_tokens: int = 256, sampling: Sampling | None = None,
+        stop: Sequence[str] = (), into: Completion | None = None,
+    ) -> Request:  # fmt: skip
+        ids = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+        prefix = list(prompt if ids else self.template.prompt_ids(prompt))
+        self._check_length(len(prefix), max_new_tokens)
+        return Request(
+            number, prefix, Chooser(sampling or Sampling(), number), TextStream(self.target.tokenizer, stop),
+            max_new_tokens, self.target.stop_ids, into if into is not None else Completion(),
+        )  # fmt: skip
 
     def _check_length(self, prompt: int, new: int) -> None:
         limit = self.target.context
@@ -168,62 +173,27 @@ class Engine:
                 f"reads at most {limit}; shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
             )
 
-    def _vanilla(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
-        """Token by token, the baseline; the same chooser, cache and loop."""
-        chooser, cache = Chooser(sampling, request), TargetCache()
-        fed, prefix, began = prefix, list(prefix), time.perf_counter()
-        while True:
-            logits, _ = self.target.forward(self._ids(fed), cache, features=False, last_only=True)
-            fed = accept_walk(chooser, prefix, (), logits)
-            prefix.extend(fed)
-            trace.t_prefill = trace.t_prefill or time.perf_counter() - began
-            yield fed
+    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
+        """Yields a request whenever something was committed to it, until it is over: its reader has it `say` that."""
+        speculate = speculate and self.draft is not None and len(requests) > 0
+        proposer = self._proposer(requests[0].chooser.sampling) if speculate else None
+        together = Batch(self.target, proposer, self.layers if proposer is not None else None)
+        waiting = deque(requests)
+        while waiting or together.running:
+            free = min(batch - len(together.running), len(waiting))
+            yield from together.enter([waiting.popleft() for _ in range(free)])
+            if together.running:
+                together.round()
+                yield from together.running
+                together.dismiss()
 
-    def _speculative(self, prefix: list[int], sampling: Sampling, request: int, trace: Trace) -> Iterator[list[int]]:
-        """Rounds of drafting and verifying; each yields what it committed. The prefill and its token are no round."""
-        target, chooser, cache = self.target, Chooser(sampling, request), TargetCache()
-        proposer = self._proposer(sampling, request)
-        began = time.perf_counter()
-        logits, features = target.forward(self._ids(prefix), cache, layers=self.layers, last_only=True)
-        committed = accept_walk(chooser, prefix, (), logits)
-        slots, aux = self._ids([*prefix[1:], *committed]), self.draft.reads(features)
-        prefix = prefix + committed
-        trace.t_prefill = time.perf_counter() - began
-        path: list[int] = []
-        yield committed
-        while True:
-            clock = _Clock(target.device)
-            tree = proposer.propose(slots, aux, path).to(target.device)
-            clock.tick()
-            logits, features = target.forward(tree.token_N, cache, tree=tree, layers=self.layers)
-            (_, *drafted), (_, *parents) = tree.on_host()
-            if tree.q_KW is None:
-                committed = accept_walk(chooser, prefix, drafted, logits, parents)
-            else:
-                committed = accept_rejection(chooser, prefix, drafted, self._scatter(tree.q_KW), logits)
-            path = accepted_path(committed, drafted, parents)
-            cache.keep(len(prefix) - 1, path)
-            slots, aux = self._ids(committed), self.draft.reads(features)[path]
-            prefix.extend(committed)
-            trace.rounds.append(Round(tree.levels, len(committed) - 1, *clock.read()))
-            yield committed
-
-    def _proposer(self, sampling: Sampling, request: int) -> ChainProposer | TreeProposer | FixedTreeProposer:
+    def _proposer(self, sampling: Sampling) -> Drafter:
         if self.mode == "chain":
-            return ChainProposer(self.draft, self.depth, sampling, request, self.confidence, stable=self.stable)
+            return ChainProposer(self.draft, self.depth, sampling, self.confidence, stable=self.stable)
         check_drafting(self.mode, self.confidence, self.nodes, self.width, sampling)
         if self.shape is not None:
             return FixedTreeProposer(self.draft, self.shape, stable=self.stable)
         return TreeProposer(self.draft, self.depth, self.nodes, self.width, stable=self.stable)
-
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, device=self.target.device)
-
-    def _scatter(self, q_KW: Tensor) -> Tensor:
-        """Draft distributions over the target's vocabulary: zeros outside the draft's."""
-        q_KV = q_KW.new_zeros(q_KW.shape[0], self.draft.config.vocab_size)
-        q_KV[:, self.draft.target_ids()] = q_KW
-        return q_KV
 
 
 def load(
@@ -262,28 +232,3 @@ def resolve_device(device: str) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this machine shows no CUDA device; use --device cpu")
     return device
-
-
-class _Clock:
-    """Seconds of drafting and of verification, by device events where there are any."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self.marks: list[Any] = []
-        self.tick()
-
-    def tick(self) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def read(self) -> tuple[float, float]:
-        self.tick()
-        a, b, c = self.marks
-        if not self.cuda:
-            return b - a, c - b
-        c.synchronize()
-        return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3

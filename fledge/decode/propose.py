@@ -1,4 +1,4 @@
-"""Drafting: a chain of tokens, or a tree of them, with the draft's own cache.
+"""Drafting for several requests at once: a chain of tokens for each, or a tree of them, with the draft's own cache.
 
 A stable cache is rebuilt from the target's features where tokens were accepted, which is what training saw. An
 unstable one keeps what the draft itself made of them, which costs fewer rows and drifts.
@@ -11,44 +11,89 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
+from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache
 from fledge.types import Sampling, Tree, TreeShape
 
 
 class Drafter:
-    """A draft and its cache for one sequence; what the ways of drafting share.
+    """A draft and its cache for the requests that are decoded together; what the ways of drafting share.
 
-    `drafted_N` says of the last tree's nodes which scratch slot of the cache each was drafted in, -1 for none.
+    `numbers` are the requests' own, in the order of the cache's rooms. `drafted_BN` says of the last trees' nodes which
+    scratch slot of the cache each was drafted in, -1 for none.
     """
 
     def __init__(self, draft: Draft, stable: bool = True):
         self.draft, self.stable = draft, stable
-        self.cache = DraftCache(draft.config, draft.device, draft.dtype)
-        self.drafted_N = torch.empty(0, dtype=torch.int64)
+        self.cache: DraftCache | None = None
+        self.numbers: list[int] = []
+        self.drafted_BN = torch.empty(0, 1, dtype=torch.int64)
 
-    def take_in(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
-        """Adds R new slots (the token after each, and its target features) to the cache, with room for some more to
-        be drafted; or, unstable, what was drafted of the accepted `path`. Returns the last one's token, int64 [1],
-        and output [1, E]."""
-        draft, cache = self.draft, self.cache
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
+        """Adds requests, each its number and its first slots: the token after each, and its target features
+        [R, A, D]; there may be none."""
+        caches = []
+        for number, tokens, aux_RAD in requests:
+            self.numbers.append(number)
+            caches.append(DraftCache(self.draft.config, self.draft.device, self.draft.dtype))
+            if tokens:
+                self._take(caches[-1], [tokens], [aux_RAD], 0)
+        if self.cache is not None:
+            caches.insert(0, self.cache)
+        if caches:
+            self.cache = caches[0]
+            self.cache.append(caches[1:])
+        nothing = self.drafted_BN.new_full((len(requests), self.drafted_BN.shape[1]), -1)
+        self.drafted_BN = torch.cat([self.drafted_BN, nothing])
+
+    @torch.inference_mode()
+    def dismiss(self, rooms: Sequence[int]) -> None:
+        """Keeps the requests of these rooms alone."""
+        if rooms:
+            self.cache.select(rooms)
+        else:
+            self.cache = None
+        self.numbers = [self.numbers[b] for b in rooms]
+        self.drafted_BN = self.drafted_BN[list(rooms)]
+
+    def take_in(
+        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], room: int
+    ) -> tuple[Tensor, Tensor]:
+        """Adds each request's R new slots to the cache, with room for some more to be drafted; or, unstable, what was
+        drafted of the accepted `paths`. Returns the last ones' tokens, int64 [B], and outputs [B, E]."""
         if not self.stable:
-            slots = list(itertools.takewhile(lambda slot: slot >= 0, self.drafted_N[list(path[1:])].tolist()))
-            cache.keep(slots)
-            token_R, aux_RAD = token_R[len(slots) :], aux_RAD[len(slots) :]
-        token_R, aux_RAD = token_R.to(draft.device), aux_RAD.to(draft.device, draft.dtype)
-        R = token_R.numel()
-        cache.reserve(cache.length + R + room)
-        position = torch.arange(cache.length, cache.length + R, device=draft.device)
-        out = draft.step(token_R, draft.fuse(aux_RAD), position, cache.attend, rows=position.new_tensor([R - 1]))
-        cache.length += R
-        return token_R[-1:], out
+            drafted = [d[list(path[1:])].tolist() for d, path in zip(self.drafted_BN.cpu(), paths, strict=True)]
+            kept = [list(itertools.takewhile(lambda slot: slot >= 0, slots)) for slots in drafted]
+            self.cache.keep(kept)
+            tokens = [t[len(k) :] for t, k in zip(tokens, kept, strict=True)]
+            aux = [a[len(k) :] for a, k in zip(aux, kept, strict=True)]
+        return self._take(self.cache, tokens, aux, room)
+
+    def _take(
+        self, cache: DraftCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], room: int
+    ) -> tuple[Tensor, Tensor]:
+        draft, counts = self.draft, [len(t) for t in tokens]
+        B, most = len(counts), max(counts)
+        rows = torch.tensor([[*t, *[0] * (most - len(t))] for t in tokens])
+        last = torch.tensor(counts)[:, None] - 1
+        token_BR, last_B1 = to_device([rows, last], draft.device)
+        aux = [a.to(draft.device, draft.dtype) for a in aux]
+        aux_BRAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
+        cache.reserve(most + room)
+        slot_BR = cache.open(most, last_B1)
+        asked = (last_B1 + torch.arange(0, B * most, most, device=draft.device)[:, None]).flatten()
+        out = draft.step(token_BR.flatten(), draft.fuse(aux_BRAD), slot_BR.flatten(), cache.attend, rows=asked)
+        cache.set_lengths([n + r for n, r in zip(cache.lengths, counts, strict=True)])
+        return token_BR.gather(1, last_B1)[:, 0], out
 
 
 class ChainProposer(Drafter):
-    """Drafts chains for one sequence: EAGLE-3's linear drafting with a stable draft cache.
+    """Drafts chains: EAGLE-3's linear drafting with a stable draft cache.
 
     With `confidence` above 0 it drafts on only while the draft's own probability of the chain so far is at least
     that, up to `depth`. The token that brings it below is kept: whether a place is drafted depends on what stands
@@ -56,60 +101,88 @@ class ChainProposer(Drafter):
     """
 
     def __init__(
-        self, draft: Draft, depth: int, sampling: Sampling, request: int = 0, confidence: float = 0.0,
-        *, stable: bool = True,
+        self, draft: Draft, depth: int, sampling: Sampling, confidence: float = 0.0, *, stable: bool = True
     ):  # fmt: skip
         super().__init__(draft, stable)
-        self.depth, self.sampling, self.request = depth, sampling, request
-        self.confidence = confidence
+        self.depth, self.sampling, self.confidence = depth, sampling, confidence
         self.draws = sampling.draft == "sample" and not sampling.greedy
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
-        """Takes in R new slots (the token after each, and its target features) and drafts on from the last. `path` is
-        what was accepted of the last tree: its nodes from the root on.
+    def propose(
+        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]] = ()
+    ) -> Tree:
+        """Takes in each request's R new slots (the token after each, and its target features [R, A, D]) and drafts on
+        from the last. `paths` are what was accepted of the last trees: their nodes from the root on.
 
         The slots' keys stay in the cache; those of the drafted steps are forgotten.
         """
         draft, cache = self.draft, self.cache
-        root, out = self.take_in(token_R, aux_RAD, path, self.depth)
-        stable = cache.length
-        position = torch.arange(stable, stable + self.depth, device=draft.device)
-        tokens: list[Tensor] = [root]
-        qs: list[Tensor] = []
-        chance = 1.0
+        root_B, out = self.take_in(tokens, aux, paths, self.depth)
+        lengths, chosen = cache.lengths, [root_B]
+        qs: list[list[Tensor]] = [[] for _ in lengths]
+        chance_B = torch.ones(len(lengths), device=draft.device)
+        count_B = [0] * len(lengths)  # nodes of the chains that have ended
         for k in range(self.depth):
             fed_back, normed = draft.read(out)
-            logits = draft.logits(normed)
-            chosen = self._choose(logits, stable + 1 + k, qs)
-            tokens.append(draft.to_target(chosen))
+            logits_BW = draft.logits(normed)
+            choice_B = self._choose(logits_BW, [n + 1 + k for n in lengths], qs)
+            chosen.append(draft.to_target(choice_B))
             if self.confidence:
-                chance *= float(logits[0].softmax(-1)[chosen])
-            if k + 1 == self.depth or chance < self.confidence:
+                chance_B = chance_B * logits_BW.softmax(-1).gather(1, choice_B[:, None])[:, 0]
+                ended = [chance < self.confidence for chance in chance_B.tolist()]
+                count_B = [n or (k + 2) * over for n, over in zip(count_B, ended, strict=True)]
+            if k + 1 == self.depth or all(count_B):
                 break
-            out = draft.step(tokens[-1], fed_back, position[k : k + 1], cache.attend)
-            cache.length += 1
-        cache.length = stable
-        self.drafted_N = torch.tensor([-1, *range(len(tokens) - 2), -1])
-        return Tree(torch.cat(tokens), None, len(tokens) - 1, torch.stack(qs) if qs else None)
+            slot_B1 = cache.open(1)
+            out = draft.step(chosen[-1], fed_back, slot_B1.flatten(), cache.attend)
+            cache.scratch += 1
+        cache.scratch = 0
+        token_BN = torch.stack(chosen, dim=1)
+        N = token_BN.shape[1]
+        count_B = [n or N for n in count_B]
+        self.drafted_BN = torch.tensor([[-1, *range(n - 2), *[-1] * (N - n + 1)] for n in count_B])
+        drawn = [torch.stack(q[: n - 1]) for q, n in zip(qs, count_B, strict=True)] if self.draws else None
+        return Tree(token_BN, None, N - 1, count_B, drawn)
 
-    def _choose(self, logits_1W: Tensor, position: int, qs: list[Tensor]) -> Tensor:
-        """The next draft id, int64 [1]; where it is drawn, its distribution is added to `qs`."""
+    def _choose(self, logits_BW: Tensor, positions: Sequence[int], qs: list[list[Tensor]]) -> Tensor:
+        """The next draft ids, int64 [B]; where they are drawn, their distributions are added to `qs`."""
         if not self.draws:
-            return logits_1W.argmax(-1)
-        scores = logits_1W[0].double() / self.sampling.temperature
-        qs.append(scores.softmax(-1))
-        drawn = gumbel_argmax(scores, (self.sampling.seed, self.request, position, DRAFT))
-        return torch.tensor([drawn], device=logits_1W.device)
+            return logits_BW.argmax(-1)
+        drawn = []
+        for number, logits_W, position, q in zip(self.numbers, logits_BW, positions, qs, strict=True):
+            scores = logits_W.double() / self.sampling.temperature
+            q.append(scores.softmax(-1))
+            drawn.append(gumbel_argmax(scores, (self.sampling.seed, number, position, DRAFT)))
+        return torch.tensor(drawn, device=logits_BW.device)
+
+
+def best_of(
+    draft: Draft, root_B: Tensor, scores: Sequence[Tensor], tokens: Sequence[Tensor], parents: Sequence[Tensor],
+    nodes: int, levels: int,
+) -> tuple[Tree, Tensor]:  # fmt: skip
+    """The trees of the best `nodes` - 1 of all that was scored, and their places there, int64 [B, N] (the root's -1).
+
+    Every level's scores, draft ids and parents (places among all, -1 the root) come as [B, P]. Of equals the earlier
+    level and place goes first, so that parents stand before their children. Nothing waits for the device.
+    """
+    score_BP, token_BP, parent_BP = (torch.cat(list(x), dim=1) for x in (scores, tokens, parents))
+    order = score_BP.sort(dim=1, descending=True, stable=True).indices
+    best = order[:, : nodes - 1].sort(dim=1).values
+    node = torch.zeros_like(order)
+    node.scatter_(1, best, torch.arange(1, best.shape[1] + 1, device=best.device).expand_as(best))
+    none = best.new_full((best.shape[0], 1), -1)
+    parent = parent_BP.gather(1, best)
+    parent = torch.where(parent < 0, 0, node.gather(1, parent.clamp_min(0)))
+    token_BN = torch.cat([root_B[:, None], draft.to_target(token_BP.gather(1, best))], dim=1)
+    return Tree(token_BN, torch.cat([none, parent], dim=1), levels), torch.cat([none, best], dim=1)
 
 
 class TreeProposer(Drafter):
-    """Drafts EAGLE-2's dynamic tree (Li et al. 2024, arXiv:2406.16858, section 4) for one sequence.
+    """Drafts EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 
     The first pass scores the root's `width` likeliest children; each further pass, up to `depth` in all, takes the
     `width` nodes of the last level that are likeliest by cumulative probability and scores as many children of each.
-    Of all that were scored, the best `nodes` - 1 make the tree, the earlier level and place first among equals, so
-    that parents stand before their children. Nothing waits for the device.
+    Of all that were scored, the best `nodes` - 1 make the tree. Nothing waits for the device.
     """
 
     def __init__(self, draft: Draft, depth: int, nodes: int, width: int, *, stable: bool = True):
@@ -117,59 +190,62 @@ class TreeProposer(Drafter):
         self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+    def propose(
+        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]] = ()
+    ) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache, w = self.draft, self.cache, self.width
-        root, out = self.take_in(token_R, aux_RAD, path, (self.depth - 1) * w)
-        stable = cache.length
-        fed_back, score, token = self._children(out, torch.zeros(1, device=draft.device))
-        scores, tokens, parents = [score[0]], [token[0]], [token.new_full((w,), -1)]
-        kept = torch.arange(w, device=draft.device)  # the front's places among all that were scored
+        root_B, out = self.take_in(tokens, aux, paths, (self.depth - 1) * w)
+        B, device = root_B.numel(), draft.device
+        fed_back, score, token = self._children(out, torch.zeros(B, 1, device=device))
+        scored, drawn, parents = [score], [token], [token.new_full((B, w), -1)]
+        # the front: its places among all that were scored and within the last level, its parents within the last front
+        kept = front = torch.arange(w, device=device).expand(B, w)
+        above = torch.zeros_like(front)
         passed: list[Tensor] = []  # those that were drafted on from, in the order of their slots
-        front, above = kept, kept.new_zeros(w)  # its places within the last level, and its parents among the last front
-        seen = torch.zeros(w, 0, dtype=torch.bool, device=draft.device)  # which drafted slots a node sees
-        own = torch.eye(w, dtype=torch.bool, device=draft.device)
+        seen = torch.zeros(B, w, 0, dtype=torch.bool, device=device)  # which drafted slots a node sees
+        own = torch.eye(w, dtype=torch.bool, device=device).expand(B, w, w)
         for level in range(1, self.depth):
-            seen = torch.cat([seen[above], own], dim=1)
-            cache.visible = torch.cat([seen.new_ones(w, stable), seen], dim=1)
-            position = kept.new_full((w,), stable - 1 + level)
-            out = draft.step(draft.to_target(tokens[-1][front]), fed_back[above], position, cache.attend)
-            cache.length += w
+            seen = torch.cat([_rows(seen, above), own], dim=2)
+            cache.open(w, seen_BSJ=seen)
+            position = (cache.length_B - 1 + level)[:, None].expand(B, w)
+            token = draft.to_target(drawn[-1].gather(1, front))
+            hidden = _rows(fed_back.unflatten(0, (B, -1)), above)
+            out = draft.step(token.flatten(), hidden.flatten(0, 1), position.flatten(), cache.attend)
+            cache.scratch += w
             passed.append(kept)
-            fed_back, score, token = self._children(out, scores[-1][front])
-            scores.append(score.flatten())
-            tokens.append(token.flatten())
-            parents.append(kept.repeat_interleave(w))
-            front = score.flatten().topk(w).indices
-            kept, above = sum(s.numel() for s in scores[:-1]) + front, front // w
-        cache.length, cache.visible = stable, None
-        slot_P = torch.cat(parents).new_full((sum(map(torch.numel, scores)),), -1)
+            fed_back, score, token = self._children(out, scored[-1].gather(1, front))
+            parents.append(kept.repeat_interleave(w, dim=1))
+            before = sum(s.shape[1] for s in scored)
+            scored.append(score)
+            drawn.append(token)
+            front = score.topk(w).indices
+            kept, above = before + front, front // w
+        cache.scratch = 0
+        tree, place_BN = best_of(draft, root_B, scored, drawn, parents, self.nodes, self.depth)
+        slot_BP = torch.full((B, sum(s.shape[1] for s in scored) + 1), -1, device=device)  # the last is the root's
         if passed:
-            slot_P[torch.cat(passed)] = torch.arange(len(passed) * w, device=draft.device)
-        return self._best(root, torch.cat(scores), torch.cat(tokens), torch.cat(parents), slot_P)
+            slots = torch.arange(len(passed) * w, device=device).expand(B, -1)
+            slot_BP.scatter_(1, torch.cat(passed, dim=1), slots)
+        self.drafted_BN = slot_BP.gather(1, place_BN % slot_BP.shape[1])
+        return tree
 
-    def _children(self, out_ME: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What M nodes feed back, and the log-probabilities from the root on of their likeliest children, with those
-        children's draft ids, both [M, width]."""
+    def _children(self, out_ME: Tensor, score_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is fed back of B x M nodes [.., E], and of each one's likeliest children, one parent's after the other,
+        scores float32 and draft ids [B, M width]."""
         fed_back, normed = self.draft.read(out_ME)
         logp, token = self.draft.logits(normed).float().log_softmax(-1).topk(self.width)
-        return fed_back, score_M[:, None] + logp, token
+        score = score_BM.flatten()[:, None] + logp
+        return fed_back, *(x.reshape(score_BM.shape[0], -1) for x in (score, token))
 
-    def _best(self, root_1: Tensor, score_P: Tensor, token_P: Tensor, parent_P: Tensor, slot_P: Tensor) -> Tree:
-        order = score_P.sort(descending=True, stable=True).indices
-        best = order[: self.nodes - 1].sort().values
-        node_P = torch.zeros_like(order)
-        node_P[best] = torch.arange(1, best.numel() + 1, device=best.device)
-        none = parent_P.new_full((1,), -1)
-        self.drafted_N = torch.cat([none, slot_P[best]])
-        parent = parent_P[best]
-        parent = torch.where(parent < 0, 0, node_P[parent])
-        token_N = torch.cat([root_1, self.draft.to_target(token_P[best])])
-        return Tree(token_N, torch.cat([none, parent]), self.depth)
+
+def _rows(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
+    """Of each request's rows those asked for, [B, S, J]."""
+    return x_BMJ.gather(1, at_BS[..., None].expand(-1, -1, x_BMJ.shape[2]))
 
 
 class FixedTreeProposer(Drafter):
-    """Drafts a tree of a given shape, as EAGLE-1 does (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank
+    """Drafts trees of a given shape, as EAGLE-1 does (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank
     r is its parent's r-th likeliest token. Nothing waits for the device."""
 
     def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
@@ -179,31 +255,36 @@ class FixedTreeProposer(Drafter):
             raise ValueError(f"the tree has a child of rank {max(shape.ranks)}, beyond the draft's vocabulary")
 
     @torch.inference_mode()
-    def propose(self, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+    def propose(
+        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]] = ()
+    ) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache, levels = self.draft, self.cache, self.shape.levels()
         parents, ranks = (0, *self.shape.parents), (0, *self.shape.ranks)
         expanded = [sorted({parents[n] for n in level}) for level in levels[1:]]  # nodes that a pass is made of
-        root, out = self.take_in(token_R, aux_RAD, path, sum(map(len, expanded[1:])))
-        stable = cache.length
-        token_N = root.repeat(len(parents))
-        parent_N = torch.tensor([-1, *self.shape.parents], device=draft.device)
-        ancestors = Tree(token_N, parent_N, len(levels) - 1).ancestors()
+        root_B, out = self.take_in(tokens, aux, paths, sum(map(len, expanded[1:])))
+        B = root_B.numel()
+        token_BN = root_B[:, None].repeat(1, len(parents))
+        parent_BN = torch.tensor([-1, *self.shape.parents], device=draft.device).expand(B, -1)
+        tree = Tree(token_BN, parent_BN, len(levels) - 1)
+        ancestors = tree.ancestors()
         fed_back, normed = draft.read(out)
         drafted: list[int] = []  # nodes that have slots in the cache
         for depth, (passed, level) in enumerate(zip(expanded, levels[1:], strict=True)):
             if depth:
                 drafted += passed
-                seen = ancestors[passed][:, drafted]
-                cache.visible = torch.cat([seen.new_ones(len(passed), stable), seen], dim=1)
-                position = token_N.new_full((len(passed),), stable - 1 + depth)
-                above = [expanded[depth - 1].index(parents[n]) for n in passed]
-                out = draft.step(token_N[passed], fed_back[above], position, cache.attend)
+                cache.open(len(passed), seen_BSJ=ancestors[:, passed][:, :, drafted])
+                position = (cache.length_B - 1 + depth)[:, None].expand(B, len(passed))
+                hidden = fed_back.unflatten(0, (B, -1))[:, [expanded[depth - 1].index(parents[n]) for n in passed]]
+                out = draft.step(
+                    token_BN[:, passed].flatten(), hidden.flatten(0, 1), position.flatten(), cache.attend
+                )  # fmt: skip
                 fed_back, normed = draft.read(out)
-                cache.length += len(passed)
-            likeliest = draft.logits(normed).topk(max(ranks[n] for n in level) + 1).indices
-            chosen = likeliest[[passed.index(parents[n]) for n in level], [ranks[n] for n in level]]
-            token_N[level] = draft.to_target(chosen)
-        cache.length, cache.visible = stable, None
-        self.drafted_N = torch.tensor([drafted.index(n) if n in drafted else -1 for n in range(len(parents))])
-        return Tree(token_N, parent_N, len(levels) - 1)
+                cache.scratch += len(passed)
+            likeliest = draft.logits(normed).topk(max(ranks[n] for n in level) + 1).indices.unflatten(0, (B, -1))
+            chosen = likeliest[:, [passed.index(parents[n]) for n in level], [ranks[n] for n in level]]
+            token_BN[:, level] = draft.to_target(chosen)
+        cache.scratch = 0
+        slots = [drafted.index(n) if n in drafted else -1 for n in range(len(parents))]
+        self.drafted_BN = torch.tensor([slots]).expand(B, -1)
+        return tree

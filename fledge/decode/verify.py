@@ -62,34 +62,56 @@ class Chooser:
 
     def ranking(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
         """What the chosen token is the argmax of [V]: the scores, and where it samples their Gumbel noise on top."""
-        scores = self.scores(prefix, logits_V)
-        if self.sampling.greedy:
-            return scores
-        return scores.double() + gumbel(self.key(len(prefix), TOKEN), scores.numel(), scores.device)
+        return rankings([self], [prefix], logits_V[None])[0]
 
     def key(self, position: int, purpose: int) -> tuple[int, int, int, int]:
         return (self.sampling.seed, self.request, position, purpose)
 
 
-def accept_walk(
-    chooser: Chooser,
-    prefix: Sequence[int],
-    drafted: Sequence[int],
-    logits_NV: Tensor,
-    parents: Sequence[int] | None = None,
-) -> list[int]:
-    """Commits the target's own tokens for as long as the draft had them; the last one is the bonus (never redrawn).
+def processed(choosers: Sequence[Chooser], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
+    """Scores [B, V] of several requests that sample alike, each processed on its own prefix; see `Chooser.scores`."""
+    if len(choosers) == 1 or choosers[0].by_prefix:
+        return torch.stack([c.scores(*of) for c, *of in zip(choosers, prefixes, logits_BV, strict=True)])
+    return choosers[0].by_score(None, logits_BV.clone())
 
-    `prefix` is all that is committed, `logits_NV` the target's after it (node 0) and after each of the drafted (nodes
-    1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain).
+
+def rankings(choosers: Sequence[Chooser], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
+    """What each request's chosen token is the argmax of, [B, V]; see `Chooser.ranking`."""
+    scores = processed(choosers, prefixes, logits_BV)
+    if choosers[0].sampling.greedy:
+        return scores
+    keys = [c.key(len(prefix), TOKEN) for c, prefix in zip(choosers, prefixes, strict=True)]
+    return scores.double() + gumbel(keys, scores.shape[1], scores.device)
+
+
+def accept_walk(
+    choosers: Sequence[Chooser],
+    prefixes: Sequence[Sequence[int]],
+    drafted: Sequence[Sequence[int]],
+    logits_BNV: Tensor,
+    parents: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """Commits each request's target's own tokens for as long as its draft had them; the last one is the bonus (never
+    redrawn).
+
+    `prefixes` are all that is committed, `logits_BNV` the target's after it (node 0) and after each of the drafted
+    (nodes 1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain).
     """
-    following = children(drafted, range(len(drafted)) if parents is None else parents)
-    own = logits_NV.argmax(-1).tolist() if chooser.plain else None
-    path, node = list(prefix), 0
-    while node is not None:
-        path.append(chooser.choose(path, logits_NV[node]) if own is None else own[node])
-        node = following[node].get(path[-1])
-    return path[len(prefix) :]
+    following = [children(d, p) for d, p in zip(drafted, parents or [range(len(d)) for d in drafted], strict=True)]
+    own = logits_BNV.argmax(-1).tolist() if choosers[0].plain else None
+    paths, at = [list(prefix) for prefix in prefixes], {b: 0 for b in range(len(prefixes))}  # the node each stands at
+    while at:
+        if own is not None:
+            chosen = [own[b][node] for b, node in at.items()]
+        else:
+            here = logits_BNV[0, at[0]][None] if len(prefixes) == 1 else logits_BNV[list(at), list(at.values())]
+            chosen = rankings([choosers[b] for b in at], [paths[b] for b in at], here).argmax(-1).tolist()
+        for b, token in zip(list(at), chosen, strict=True):
+            paths[b].append(token)
+            node = following[b][at.pop(b)].get(token)
+            if node is not None:
+                at[b] = node
+    return [path[len(prefix) :] for path, prefix in zip(paths, prefixes, strict=True)]
 
 
 def children(drafted: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
@@ -113,7 +135,8 @@ def accept_rejection(
 ) -> list[int]:
     """Commits drafted tokens by min(1, p/q); a rejected one is redrawn from the residual, else a bonus is drawn.
 
-    q_KV holds exactly the distributions the tokens were drawn from, zero outside the draft's vocabulary.
+    q_KV holds exactly the distributions the tokens were drawn from, zero outside the draft's vocabulary; logits_NV the
+    target's before each of them and after the last.
     """
     path = list(prefix)
     for j, token in enumerate(drafted):
@@ -124,7 +147,7 @@ def accept_rejection(
             continue
         path.append(gumbel_argmax(residual(p, q).log(), chooser.key(len(path), RESIDUAL)))
         return path[len(prefix) :]
-    path.append(chooser.choose(path, logits_NV[-1]))
+    path.append(chooser.choose(path, logits_NV[len(drafted)]))
     return path[len(prefix) :]
 
 

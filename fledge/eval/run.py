@@ -16,7 +16,7 @@ from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
-from fledge.types import Sampling, Trace, without_processors
+from fledge.types import Sampling, without_processors
 
 LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
 
@@ -199,11 +199,11 @@ def _near_ties(
 def _gaps(engine: Engine, prefix: list[int], tokens: list[int], width: int, chooser: Chooser) -> torch.Tensor:
     """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time. float64."""
     cache, device = TargetCache(), engine.target.device
-    logits = [engine.target.forward(torch.tensor(prefix, device=device), cache, features=False, last_only=True)[0]]
+    logits = [engine.target.forward(torch.tensor([prefix], device=device), cache, features=False, last_only=True)[0]]
     for at in range(0, len(tokens) - 1, width):
-        piece = torch.tensor(tokens[at : min(at + width, len(tokens) - 1)], device=device)
+        piece = torch.tensor([tokens[at : min(at + width, len(tokens) - 1)]], device=device)
         logits.append(engine.target.forward(piece, cache, features=False)[0])
-    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
+    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits, dim=1)[0])]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
     return top[:, 0] - top[:, 1]
 
@@ -225,11 +225,6 @@ def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_toke
             out.cpu()
             if timed:
                 seconds, tokens = seconds + time.perf_counter() - began, tokens + n
-        began = time.perf_counter()
-        for done in engine._vanilla(prefix, Sampling(), 0, Trace()):
-            n -= 1
-            own_tokens += 1
-            if n <= 0 or done[0] in target.stop_ids:
-                break
-        own_seconds += time.perf_counter() - began
+        done = engine.generate(prefix, speculate=False, max_new_tokens=n)
+        own_seconds, own_tokens = own_seconds + done.trace.t_total, own_tokens + len(done.tokens)
     return (own_tokens / own_seconds) / (tokens / seconds)

@@ -6,6 +6,9 @@ speculative sampling comparable with token-by-token sampling at the same seed.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,21 +40,31 @@ def _mix_tensor(x: Tensor) -> Tensor:
     return x ^ shifted(x, 31)
 
 
-def uniforms(key: tuple[int, int, int, int], n: int, device: torch.device | str = "cpu") -> Tensor:
-    """n uniforms in (0, 1), float64, that depend only on `key` = (seed, request, position, purpose)."""
-    state = 0
-    for part in key:
-        state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
-    counter = torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(state)
+Key = tuple[int, int, int, int]  # seed, request, position, purpose
+
+
+def _state(key: Key) -> int:
+    """A key's 64 bits, as a signed integer."""
+    return _signed(functools.reduce(lambda state, part: _mix((state + _GOLDEN + (part & _MASK)) & _MASK), key, 0))
+
+
+def _uniforms(state: int | Tensor, n: int, device: torch.device | str) -> Tensor:
+    counter = torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + state
     bits = (_mix_tensor(counter) >> 12) & ((1 << 52) - 1)  # 52, so that the half is exact and 1 never comes out
     return (bits.double() + 0.5) * 2.0**-52
 
 
-def gumbel(key: tuple[int, int, int, int], n: int, device: torch.device | str = "cpu") -> Tensor:
-    """n standard Gumbel variates, float64, keyed as `uniforms` are."""
-    return -(-uniforms(key, n, device).log()).log()
+def uniforms(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """n uniforms in (0, 1), float64, that depend only on `key`."""
+    return _uniforms(_state(key), n, device)
 
 
-def gumbel_argmax(scores_V: Tensor, key: tuple[int, int, int, int]) -> int:
+def gumbel(keys: Sequence[Key], n: int, device: torch.device | str = "cpu") -> Tensor:
+    """n standard Gumbel variates for each key, float64 [len(keys), n], keyed as `uniforms` are."""
+    state = _state(keys[0]) if len(keys) == 1 else torch.tensor([[_state(key)] for key in keys], device=device)
+    return -(-_uniforms(state, n, device).log()).log().view(len(keys), n)
+
+
+def gumbel_argmax(scores_V: Tensor, key: Key) -> int:
     """A draw from softmax(scores) by the Gumbel-max trick; -inf scores are never drawn."""
-    return int((scores_V.double() + gumbel(key, scores_V.numel(), scores_V.device)).argmax())
+    return int((scores_V.double() + gumbel([key], scores_V.numel(), scores_V.device)[0]).argmax())

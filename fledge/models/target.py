@@ -135,8 +135,8 @@ class Target:
 
     @staticmethod
     def _features(held: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
-        last = held["last"][0]
-        aux = [held[i][0] for i in layers]
+        last = held["last"].flatten(0, 1)
+        aux = [held[i].flatten(0, 1) for i in layers]
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class Target:
     @torch.inference_mode()
     def forward(
         self,
-        token_N: Tensor,
+        token_BN: Tensor,
         cache: TargetCache,
         *,
         tree: Tree | None = None,
@@ -186,41 +186,44 @@ class Target:
         layers: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Features | None]:
-        """Runs N tokens after those in `cache`, one after the other or as the nodes of a tree, each of which sees its
-        ancestors alone. Returns logits [N, V] (or [1, V]) and their features if asked, of the layers named or else of
-        those chosen."""
-        inputs = dict(input_ids=token_N[None], past_key_values=cache, use_cache=True)
+        """Runs N tokens of each request after those in `cache`, one after the other or as the nodes of a tree, each of
+        which sees its ancestors alone. Returns logits [B, N, V] (or [B, 1, V]) and, if asked, the features of B x N
+        tokens, of the layers named or else of those chosen."""
+        inputs = dict(input_ids=token_BN, past_key_values=cache, use_cache=True)
         if last_only and self._one_logit:
             inputs["logits_to_keep"] = 1
-        if tree is not None and tree.parent_N is not None:
-            inputs |= self._tree_inputs(tree, cache.get_seq_length())
+        if len(cache.lengths) > 1 or (tree is not None and tree.parent_BN is not None):
+            inputs |= self._placed(tree or Tree(token_BN, None, token_BN.shape[1] - 1), cache)
         if not features:
-            logits = self.model(**inputs).logits[0]
-            return (logits[-1:] if last_only else logits), None
+            logits = self.model(**inputs).logits
+            return (logits[:, -1:] if last_only else logits), None
         layers = self.aux_layers if layers is None else layers
         with self._captured(layers) as held:
-            logits = self.model(**inputs).logits[0]
-        return (logits[-1:] if last_only else logits), self._features(held, layers)
+            logits = self.model(**inputs).logits
+        return (logits[:, -1:] if last_only else logits), self._features(held, layers)
 
-    def _tree_inputs(self, tree: Tree, past: int) -> dict[str, Any]:
-        """Positions and masks of a tree's nodes after `past` tokens; a mask for each kind of layer."""
-        ancestors = tree.ancestors()
-        position_N = past + ancestors.sum(-1) - 1
-        visible = torch.cat([ancestors.new_ones(ancestors.shape[0], past), ancestors], dim=1)
-        key_position = torch.cat([torch.arange(past, device=self.device), position_N])
+    def _placed(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
+        """Positions and masks of trees' nodes after what is in the cache; a mask for each kind of layer."""
+        ancestors, lengths = tree.ancestors(), cache.lengths
+        B, N = tree.token_BN.shape
+        node_BN = cache.open(N) if B > 1 else torch.arange(lengths[0], lengths[0] + N, device=self.device)[None]
+        depth_BN = ancestors.sum(-1) - 1
+        key_position = torch.arange(max(lengths) + N, device=self.device).expand(B, -1)
+        past = (key_position < node_BN[:, :1])[:, None].expand(-1, N, -1)
+        visible = past.scatter(2, node_BN[:, None].expand(-1, N, -1), ancestors)
+        position_BN = node_BN[:, :1] + depth_BN
+        key_position = key_position.scatter(1, node_BN, position_BN)
         window = getattr(self.config, "sliding_window", None)
 
         def mask(kind: str) -> Tensor:
             seen = visible
             if kind == "sliding_attention" and window:
-                seen = visible & (key_position > position_N[:, None] - window)
-            return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))[None, None]
+                seen = visible & (key_position[:, None] > position_BN[..., None] - window)
+            return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention"])
         masks = {kind: mask(kind) for kind in sorted(kinds)}
-        return dict(
-            position_ids=position_N[None], attention_mask=masks if len(masks) > 1 else next(iter(masks.values()))
-        )
+        return dict(position_ids=position_BN, attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
 
     # -- what is checked before anything relies on it -----------------------------------------------------------
 
@@ -252,41 +255,57 @@ class Target:
     def check_rollback(self) -> None:
         """Raises ValueError unless the model, after forgetting some tokens, answers as if it had never seen them."""
         vocab = self.embedding.shape[0]
-        tokens = torch.randint(vocab, (12,), generator=torch.Generator().manual_seed(1)).to(self.device)
+        tokens = torch.randint(vocab, (1, 12), generator=torch.Generator().manual_seed(1)).to(self.device)
         cache = TargetCache()
         why = "its state cannot be rolled back, as layers that keep a running summary of the past cannot"
         try:
-            self.forward(tokens[:6], cache, features=False)
-            self.forward(tokens[8:], cache, features=False)
+            self.forward(tokens[:, :6], cache, features=False)
+            self.forward(tokens[:, 8:], cache, features=False)
             cache.rollback(6)
-            after, _ = self.forward(tokens[6:8], cache, features=False)
+            after, _ = self.forward(tokens[:, 6:8], cache, features=False)
             fresh = TargetCache()
-            self.forward(tokens[:6], fresh, features=False)
-            direct, _ = self.forward(tokens[6:8], fresh, features=False)
+            self.forward(tokens[:, :6], fresh, features=False)
+            direct, _ = self.forward(tokens[:, 6:8], fresh, features=False)
         except Exception as e:  # caches without a length or without room for such layers fail as they like
             raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why} ({e})") from e
         if not _close(after, direct):
             raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why}")
 
     @torch.inference_mode()
-    def check_tree(self) -> None:
-        """Raises ValueError unless each node of a tree gets the logits that its own path gets as a chain."""
-        vocab = self.embedding.shape[0]
-        tokens = torch.randint(vocab, (9,), generator=torch.Generator().manual_seed(2)).to(self.device)
-        tree = Tree(tokens[4:], torch.tensor([-1, 0, 0, 1, 2], device=self.device), 2)
-        name, why = self.name or "the target", "each node of a tree must see its own path alone"
-        cache = TargetCache()
-        self.forward(tokens[:4], cache, features=False)
+    def check_masks(self, requests: int = 1) -> None:
+        """Raises ValueError unless each node of a tree gets the logits that its own path gets as a chain, alone or
+        beside other requests of other lengths."""
+        vocab, requests = self.embedding.shape[0], min(requests, 2)
+        tokens = torch.randint(vocab, (requests, 12), generator=torch.Generator().manual_seed(2)).to(self.device)
+        parents = torch.tensor([-1, 0, 0, 1, 2], device=self.device).expand(requests, -1)
+        name = self.name or "the target"
+        why, lengths = "each node of a tree must see its own path alone", [4, 7][:requests]
+        if requests > 1:
+            why = "each request must see its own text alone"
+        alone = [TargetCache() for _ in lengths]
+        for t, n, cache in zip(tokens, lengths, alone, strict=True):
+            self.forward(t[None, :n], cache, features=False)
+        cache = alone[0]
+        cache.append(alone[1:])
+        drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
         try:
-            found, _ = self.forward(tree.token_N, cache, tree=tree, features=False)
+            found, _ = self.forward(drafted, cache, tree=Tree(drafted, parents, 2), features=False)
         except Exception as e:  # a mask of a kind that the model does not take fails as it likes
-            raise ValueError(f"{name} cannot verify trees: {why} ({e}); use --draft-mode chain") from e
-        cache.keep(4, [0, 2, 4])
-        after, _ = self.forward(tokens[:1], cache, features=False)
-        fresh = TargetCache()
-        direct, _ = self.forward(torch.cat([tokens[:5], tokens[6:7], tokens[8:], tokens[:1]]), fresh, features=False)
-        if not _close(torch.cat([found[[0, 2, 4]], after]), direct[4:]):
-            raise ValueError(f"{name} cannot verify trees: {why}; use --draft-mode chain")
+            raise ValueError(f"{name} cannot verify {_masked(requests)}: {why} ({e}); {_CURE[requests]}") from e
+        cache.keep(lengths, [[0, 2, 4]] * requests)
+        after, _ = self.forward(tokens[:, :1], cache, features=False)
+        for b, n in enumerate(lengths):
+            line = torch.cat([tokens[b, :n], drafted[b, [0, 2, 4]], tokens[b, :1]])
+            direct, _ = self.forward(line[None], TargetCache(), features=False)
+            if not _close(torch.cat([found[b, [0, 2, 4]], after[b]]), direct[0, n:]):
+                raise ValueError(f"{name} cannot verify {_masked(requests)}: {why}; {_CURE[requests]}")
+
+
+_CURE = {1: "use --draft-mode chain", 2: "leave --batch out"}
+
+
+def _masked(requests: int) -> str:
+    return "trees" if requests == 1 else "several requests together"
 
 
 def load_target(

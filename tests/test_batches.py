@@ -1,0 +1,181 @@
+"""Many requests decoded together: each answer is what its prompt alone gets, whatever its neighbours."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import break_on_purpose, tiny_draft, tiny_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lossless import SAMPLINGS, SLIDING, Remembers, assert_same, exact_target, prompts
+from test_trees import SHAPES, good_pair
+
+from fledge.decode.batch import Batch
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.propose import Drafter
+from fledge.models.kv_cache import DraftCache, GrowingLayer, TargetCache
+from fledge.models.target import Target
+from fledge.types import Sampling
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": dict(depth=4),
+    "chain while sure": dict(depth=6, confidence=0.05),
+    "chain, unstable": dict(depth=4, stable=False),
+    "tree": dict(mode="tree", depth=4, nodes=20, width=4),
+    "tree, unstable": dict(mode="tree", depth=4, nodes=20, width=4, stable=False),
+    "shape": dict(mode="tree", shape=SHAPES["mixed"]),
+}
+
+
+def alone(engine: Engine, asked: list[list[int]], **options: Any) -> list[Completion]:
+    return [engine.generate(p, request=i, **options) for i, p in enumerate(asked)]
+
+
+def accepted(done: list[Completion]) -> list[list[tuple[int, int]]]:
+    return [[(r.drafted, r.accepted) for r in c.trace.rounds] for c in done]
+
+
+@pytest.mark.parametrize("batch", [2, 3, 16])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_is_as_alone(way: str, batch: int) -> None:
+    """Tokens, text and every round are those of the prompt alone: prompts of different lengths, which end when they
+    end, and make room for the next."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, **WAYS[way])
+    asked = [*asked, *prompts(4, seed=5)]
+    options = dict(max_new_tokens=25)
+    together = engine.generate_all(asked, batch=batch, **options)
+    one = alone(engine, asked, **options)
+    for a, b in zip(together, one, strict=True):
+        assert_same(a, b)
+        assert a.text == b.text
+    assert accepted(together) == accepted(one)
+    plain = engine.generate_all(asked, batch=batch, speculate=False, **options)
+    assert [c.tokens for c in plain] == [c.tokens for c in one] and not any(c.trace.rounds for c in plain)
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+@pytest.mark.parametrize("way", ["chain", "tree"])
+def test_sliding_windows(kind: str, way: str) -> None:
+    target = tiny_target(dtype=torch.float64, **SLIDING[kind])
+    engine = Engine(target, tiny_draft(target), **WAYS[way])
+    asked = [(p * 8)[:n] for p, n in zip(prompts(5, seed=3), (3, 40, 17, 60, 1), strict=True)]
+    for a, b in zip(
+        engine.generate_all(asked, max_new_tokens=20), alone(engine, asked, max_new_tokens=20), strict=True
+    ):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("way", ["chain", "tree"])
+def test_sampled(name: str, way: str, memory: bool) -> None:
+    """A request's draws are its own, and its processors see its own prefix."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, **WAYS[way])
+    sampling = [Sampling(**SAMPLINGS[name], processors=(Remembers(),) if memory else ()) for _ in range(9)]
+    together = engine.generate_all(asked, max_new_tokens=20, sampling=sampling[-1], batch=4)
+    for i, (p, done) in enumerate(zip(asked, together, strict=True)):
+        assert_same(done, engine.generate(p, request=i, max_new_tokens=20, sampling=sampling[i]))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.05])
+def test_sampled_drafts(confidence: float) -> None:
+    """Rejection keeps each request's own draws too, of the draft and of the target, in chains of different lengths."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, depth=4, confidence=confidence)
+    options = dict(max_new_tokens=25, sampling=Sampling(temperature=0.8, draft="sample", seed=3))
+    together, one = engine.generate_all(asked, batch=5, **options), alone(engine, asked, **options)
+    assert [c.tokens for c in together] == [c.tokens for c in one]
+    assert accepted(together) == accepted(one)
+
+
+def test_stops() -> None:
+    """Each ends at its own stop, by token or by string, and the others go on."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, depth=4)
+    free = engine.generate_all(asked, max_new_tokens=30)
+    words = [c.text[len(c.text) // 2 :][:2] for c in free]
+    options = dict(max_new_tokens=30, stop=[w for w in words[:2] if w])
+    together, one = engine.generate_all(asked, batch=3, **options), alone(engine, asked, **options)
+    assert [(c.text, c.finish, c.tokens) for c in together] == [(c.text, c.finish, c.tokens) for c in one]
+    assert len({len(c.tokens) for c in together}) > 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(2, 399), min_size=1, max_size=30), min_size=1, max_size=7),
+    st.integers(1, 5), st.integers(1, 12), st.booleans(),
+)  # fmt: skip
+def test_any_prompts(asked: list[list[int]], batch: int, new: int, tree: bool) -> None:
+    target = exact_target()
+    how = dict(mode="tree", nodes=9, width=3) if tree else {}
+    engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3, **how)
+    options = dict(max_new_tokens=new)
+    for a, b in zip(engine.generate_all(asked, batch=batch, **options), alone(engine, asked, **options), strict=True):
+        assert_same(a, b)
+
+
+def test_neighbours_do_not_matter() -> None:
+    """A prompt's answer is the same beside any others, in any place."""
+    target, draft, asked = good_pair()
+    engine, draw = Engine(target, draft, mode="tree", depth=4, nodes=20), random.Random(0)
+    plain = {tuple(p): engine.generate(p, max_new_tokens=20).tokens for p in asked}
+    for _ in range(3):
+        draw.shuffle(asked)
+        for p, done in zip(asked, engine.generate_all(asked, max_new_tokens=20, batch=4), strict=True):
+            assert done.tokens == plain[tuple(p)]
+
+
+def test_none_and_too_long() -> None:
+    target = exact_target()
+    engine = Engine(target, tiny_draft(target))
+    assert engine.generate_all([]) == []
+    with pytest.raises(ValueError, match="reads at most"):
+        engine.generate_all([[5, 6], [5] * 600], max_new_tokens=4)
+    with pytest.raises(ValueError, match="batch of 0"):
+        engine.generate_all([[5]], batch=0)
+
+
+def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = exact_target()
+    engine = Engine(target, tiny_draft(target))
+    placed = Target._placed
+
+    def mixing(self, tree, cache):
+        inputs = placed(self, tree, cache)
+        return {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
+
+    monkeypatch.setattr(Target, "_placed", mixing)
+    with pytest.raises(ValueError, match="each request must see its own text alone; leave --batch out"):
+        engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
+
+
+MUTATIONS: dict[str, tuple] = {
+    "all start at one place": (TargetCache, "open", "start[:, None] +", "start.max() + 0 * start[:, None] +"),
+    "everything is seen": (Target, "_placed", "key_position < node_BN[:, :1]", "key_position < 999"),
+    "states of the first request": (Batch, "_remember", "torch.arange(B)[:, None]", "torch.zeros(B, 1).long()"),
+    "drafts' slots at one place": (DraftCache, "open", "self.length_B[:, None] + new", "self.length_B[:1, None] + new"),
+    "a draft sees beyond its own": (DraftCache, "_mask", "key <= slot_BS[..., None]", "key <= slot_BS[..., None] + 9"),
+    "the wrong ones leave": (Batch, "dismiss", "self.cache.select(staying)", "self.cache.select([0] * len(staying))"),
+    "the wrong drafts leave": (Drafter, "dismiss", "self.cache.select(rooms)", "self.cache.select([0] * len(rooms))"),
+    "one place for all states": (GrowingLayer, "update", "room[b, :, self.at_BN]", "room[b * 0, :, self.at_BN]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, depth=4)
+    asked = [*asked[:4], [9] * 30, [8]]
+    one = alone(engine, asked, max_new_tokens=25)
+    break_on_purpose(monkeypatch, *MUTATIONS[name])
+    monkeypatch.setattr(Target, "check_masks", lambda self, requests: None)
+    try:
+        broken = engine.generate_all(asked, batch=3, max_new_tokens=25)
+    except (AssertionError, KeyError, IndexError, RuntimeError):
+        return
+    assert [c.tokens for c in broken] != [c.tokens for c in one] or accepted(broken) != accepted(one)
