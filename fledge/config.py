@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-METHODS = ("eagle1", "eagle3")
+METHODS = ("eagle1", "eagle3", "peagle")
+MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as each engine calls it
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -126,7 +127,8 @@ class DraftConfig:
 
     Variants are data: EAGLE-3 is the defaults, EAGLE-3.1 is `fc_norm` and `norm_output`, speculators' and
     SpecForge's other switches are the remaining norms. `method` "eagle1" reads the target's final hidden state and no
-    layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. `aux_layers`
+    layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. "peagle" reads
+    as EAGLE-3 does and drafts in one pass, `mask_token_id` standing for tokens that are not known yet. `aux_layers`
     counts as transformers' `hidden_states` does: id i is the input of layer i, which is the output of layer i - 1;
     None is the engines' common default.
     """
@@ -155,6 +157,7 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     own_embeddings: bool = False
+    mask_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -165,6 +168,10 @@ class DraftConfig:
             raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
         if self.method == "eagle1":
             self._check_eagle1()
+        if (self.method == "peagle") != (self.mask_token_id is not None):
+            raise ValueError(f"mask_token_id is {self.mask_token_id}: a P-EAGLE draft has one, and no other draft has")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
@@ -272,6 +279,7 @@ class DraftConfig:
             fc_norm=bool(hf.get("fc_norm", hf.get("use_aux_norm", False))),
             norm_output=bool(hf.get("norm_output", False)),
             own_embeddings=bool(own.get("own_embeddings", width != hf["hidden_size"])),
+            mask_token_id=_mask_token(hf) if method == "peagle" else None,
             bos_token_id=_first(hf.get("bos_token_id")),
             eos_token_id=_first(hf.get("eos_token_id")),
             pad_token_id=hf.get("pad_token_id"),
@@ -325,6 +333,8 @@ class DraftConfig:
                 "norm_output": self.norm_output,
                 "num_aux_hidden_states": self.num_aux_hidden_states,
             }
+        if self.mask_token_id is not None:
+            hf |= dict.fromkeys(MASK_TOKEN, self.mask_token_id)
         if self.rope.partial_rotary_factor != 1.0:
             hf["partial_rotary_factor"] = self.rope.partial_rotary_factor
         if self.rope.original_max_position_embeddings and self.rope.rope_type == "longrope":
@@ -379,7 +389,7 @@ def _method(hf: dict[str, Any]) -> str:
     own = (hf.get("fledge") or {}).get("method")
     names = [a.lower() for a in hf.get("architectures") or ["eagle3"]]
     if own or any("eagle3" in a for a in names):
-        return own or "eagle3"
+        return own or ("eagle3" if _mask_token(hf) is None else "peagle")
     if any("eagle" in a for a in names):
         return "eagle1"
     if any(hf.get(key) is not None for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
@@ -387,6 +397,10 @@ def _method(hf: dict[str, Any]) -> str:
     if hf.get("num_hidden_layers") == 1:
         return "eagle1"
     raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE draft")
+
+
+def _mask_token(hf: dict[str, Any]) -> int | None:
+    return next((hf[key] for key in MASK_TOKEN if hf.get(key) is not None), None)
 
 
 def _first(ids: int | list[int] | None) -> int | None:

@@ -173,7 +173,7 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     asked = [*asked[:4], [9] * 30, [8]]
     one = alone(engine, asked, max_new_tokens=25)
     break_on_purpose(monkeypatch, *MUTATIONS[name])
-    monkeypatch.setattr(Target, "check_masks", lambda self, requests: None)
+    monkeypatch.setattr(Target, "check_masks", lambda self, requests=1: None)
     try:
         broken = engine.generate_all(asked, batch=3, max_new_tokens=25)
     except (AssertionError, KeyError, IndexError, RuntimeError):

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.data.pack import make_row
-from fledge.decode.propose import ChainProposer
+from fledge.decode.propose import ChainProposer, ParallelDrafter
 from fledge.kernels import ttt_attention
 from fledge.models import target as target_module
 from fledge.models.draft import Draft
@@ -130,11 +130,17 @@ def decoded(
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
     forced = Forced(draft)
-    proposer = ChainProposer(forced, steps, Sampling())
+    proposer = ParallelDrafter(forced, steps) if draft.peagle else ChainProposer(forced, steps, Sampling())
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
-        propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
+        if draft.peagle and begin == 0:
+            proposer.admit([(0, [], aux)])
+        if draft.peagle:  # one pass says all
+            proposer.pass_over([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
+            forced.outs, forced.said = ([row[None] for row in of[0]] for of in (forced.outs, forced.said))
+        else:
+            propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
         begin = slot + 1
         for k in range(min(steps, n - 1 - slot)):
             out[slot, k] = (forced.outs[k][0], forced.said[k][0], target_logits[slot + 1 + k])
@@ -185,6 +191,7 @@ def rope(**parameters) -> dict[str, Any]:
     return dict(rope_parameters={"rope_theta": 100.0, **parameters})
 
 
+P_EAGLE = dict(method="peagle", mask_token_id=399)
 SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
     "llama": ({}, {}),
     "qwen3": (dict(family="qwen3"), {}),
@@ -222,6 +229,19 @@ SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
     "eagle 1": ({}, dict(method="eagle1")),
     "eagle 1, biases, two layers": (
         dict(attention_bias=True), dict(method="eagle1", fc_bias=True, attention_bias=True, num_hidden_layers=2),
+    ),
+    "p-eagle": ({}, P_EAGLE),
+    "p-eagle, three layers": (
+        dict(family="qwen3", **rope(**YARN)), dict(num_hidden_layers=3, norm_before_residual=True, **P_EAGLE),
+    ),
+    "p-eagle 3.1": (
+        dict(attention_bias=True),
+        dict(num_hidden_layers=2, fc_norm=True, norm_output=True, attention_bias=True, qk_norm=True,
+             draft_vocab_size=99, hidden_size=24, head_dim=6, **P_EAGLE),
+    ),
+    "p-eagle, norm before fc": (
+        dict(family="phi3", head_dim=16, **rope(rope_type="default", partial_rotary_factor=0.5)),
+        dict(norm_before_fc=True, **P_EAGLE),
     ),
     "all at once": (
         dict(family="qwen3", attention_bias=True, head_dim=12, **rope(**YARN)),
@@ -273,6 +293,7 @@ def test_any_layout(layout, stride: int, pieces: list[int], steps: int) -> None:
     assert difference(draft, target, documents, row, [(stride, pieces)], steps) <= TOLERANCE
 
 
+ONE_POSITION = "*masked, plan.position_P - k"
 MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "position without k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S]", "llama"),
     "position twice k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S] + 2 * k", "llama"),
@@ -288,6 +309,8 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "feeds back the normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
     "feeds back the un-normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
     "feeds back nothing": (objective, "_later_steps", "draft.read(out[-1])[0]", "0 * draft.read(out[-1])[0]", "llama"),
+    "masks read their words": (objective, "_later_steps", "*masked,", "token[:1], masked[1],", "p-eagle"),
+    "masks at one position": (objective, "_later_steps", "*masked, plan.position_P", ONE_POSITION, "p-eagle"),
     "forgets its own values": (objective, "_later_steps", "(keys, values))", "(keys, 0 * values))", "llama"),
 }  # fmt: skip
 

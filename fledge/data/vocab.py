@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +33,22 @@ def choose_vocabulary(
     rank[[i for i in keep if 0 <= i < vocab_size]] = counts.max() + 1
     ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
     return ids, counts[ids].sum().item() / max(counts.sum().item(), 1)
+
+
+def choose_mask_token(
+    documents: Iterable[Document], vocab_size: int, tokenizer: Any, stop_ids: Collection[int] = ()
+) -> int:
+    """The id that a P-EAGLE draft reads for a word not known yet: one that the data does not hold and no turn ends
+    with. A special token of the tokenizer where there is such (the last), else the last id of all. Raises ValueError
+    where the data holds every one."""
+    seen = torch.zeros(vocab_size, dtype=torch.bool)
+    for d in documents:
+        seen[d.tokens.long()] = True
+    seen[[i for i in stop_ids if i < vocab_size]] = True
+    free = (~seen).nonzero().squeeze(-1).tolist()
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    if not free:
+        raise ValueError(
+            "P-EAGLE needs a token that the data does not hold, and it holds the target's whole vocabulary"
+        )
+    return max((i for i in free if i in special), default=free[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +13,15 @@ import torch
 
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch
-from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
+from fledge.decode.propose import (
+    ChainProposer,
+    Drafter,
+    FixedTreeProposer,
+    ParallelFixedProposer,
+    ParallelProposer,
+    ParallelTreeProposer,
+    TreeProposer,
+)
 from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Chooser
@@ -22,14 +31,17 @@ from fledge.models.weights import fit, load_draft, read_draft_config
 from fledge.types import Sampling, TreeShape
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]  # text to go on with, chat messages, or token ids
-MODES = ("chain", "tree")
+MODES = ("chain", "tree", "parallel")
+BATCH = 16  # requests decoded together where nobody says
 
 
-def check_drafting(mode: str, confidence: float, nodes: int, width: int, sampling: Sampling | None = None) -> None:
+def check_drafting(
+    mode: str | None, confidence: float, nodes: int, width: int, sampling: Sampling | None = None
+) -> None:
     """Raises ValueError for a way of drafting that there is not, or options that contradict each other."""
     if not 0 <= confidence < 1:
         raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         raise ValueError(f"draft mode {mode!r} is none of {', '.join(MODES)}")
     if mode == "tree" and confidence:
         raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
@@ -43,9 +55,10 @@ class Engine:
     """A target, and a draft that speeds it up without changing what it says.
 
     `depth` is the number of tokens drafted a round, in a tree the longest path; None takes the depth the draft was
-    trained to. `mode` "chain" drafts one token after the other, and with `confidence` above 0 only while the draft
-    gives its chain at least that probability. "tree" drafts EAGLE-2's tree of `nodes`, the root included, at most
-    `width` children each, or a tree of a fixed `shape`. The draft's cache is `stable`, or keeps what it made itself of
+    trained to. `mode` "chain" drafts one token after the other, "parallel" a P-EAGLE draft's chain in one pass, and
+    with `confidence` above 0 only while the draft gives its chain at least that probability. "tree" drafts EAGLE-2's
+    tree of `nodes`, the root included, at most `width` children each, or a tree of a fixed `shape`. None is "parallel"
+    for a draft of P-EAGLE, else "chain". The draft's cache is `stable`, or keeps what it made itself of
     accepted tokens. Raises ValueError where draft and target do not belong together, the target cannot do what
     verification needs, or the options contradict each other.
     """
@@ -56,7 +69,7 @@ class Engine:
         draft: Draft | None = None,
         *,
         depth: int | None = None,
-        mode: str = "chain",
+        mode: str | None = None,
         confidence: float = 0.0,
         nodes: int = 60,
         width: int = 10,
@@ -69,26 +82,37 @@ class Engine:
         self.stable = stable
         self.target, self.draft = target, draft
         if draft is not None:
+            self._check_method(draft)
             fit(draft, target)
             self.layers = target.aux_layers  # another engine may have the target read others
             target.check_rollback()
-            if mode == "tree":
+            if self.mode == "tree":
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
+    def _check_method(self, draft: Draft) -> None:
+        if self.mode is None:
+            self.mode = "parallel" if draft.peagle else "chain"
+        if draft.peagle and self.mode == "chain":
+            raise ValueError("a P-EAGLE draft drafts in one pass; use --draft-mode parallel or tree")
+        if not draft.peagle and self.mode == "parallel":
+            raise ValueError("--draft-mode parallel is for drafts of P-EAGLE; use chain or tree")
+        if draft.peagle and not self.stable:
+            raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; leave --draft-cache out")
+
     @property
     def verified(self) -> int:
         """Most tokens that go through the target together."""
-        if self.mode == "chain":
+        if self.mode != "tree":
             return self.depth + 1
         return self.nodes if self.shape is None else len(self.shape.parents) + 1
 
     def drafting(self) -> dict[str, Any]:
         """How it drafts, for a record."""
         how = {"mode": self.mode, "draft_cache": "stable" if self.stable else "unstable"}
-        if self.mode == "chain":
+        if self.mode != "tree":
             return how | {"depth": self.depth, "confidence": self.confidence}
         if self.shape is not None:
             return how | {"shape": asdict(self.shape)}
@@ -102,26 +126,44 @@ class Engine:
         return completion
 
     def generate_all(
-        self, prompts: Sequence[Prompt], *, batch: int = 16, speculate: bool = True, request: int = 0, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch: int | None = None,
+        speculate: bool = True,
+        request: int = 0,
+        **options: Any,
     ) -> list[Completion]:
-        """Decodes many prompts, at most `batch` together; where one ends, the next takes its place. Each answer is what
+        """Decodes many prompts, at most `batch` together (None: 16, or one by one where the target keeps requests apart
+        no other way); where one ends, the next takes its place. Each answer is what
         the prompt alone would get, as request number `request`, + 1, + 2 .., with logits processors of its own, copies
         of those given, since they may remember what they saw. Other options are those of `stream`.
         Raises ValueError, before any is decoded, where a prompt is empty or does not fit."""
-        if batch < 1:
+        if batch is not None and batch < 1:
             raise ValueError(f"a batch of {batch} decodes nothing; 1 is least")
-        if batch > 1:
-            self.target.check_masks(requests=batch)
+        if batch != 1 and (refusal := self._refusal):
+            if batch:
+                raise ValueError(refusal)
+            batch = 1
         sampling = options.pop("sampling", None) or Sampling()
         requests = []
         for i, prompt in enumerate(prompts):
             own = replace(sampling, processors=copy.deepcopy(sampling.processors))
             requests.append(self._request(prompt, request + i, sampling=own, **options))
-        for asked in self._decode(requests, batch, speculate):
+        for asked in self._decode(requests, batch or BATCH, speculate):
             asked.say()
         for asked in requests:
             asked.close()
         return [asked.done for asked in requests]
+
+    @functools.cached_property
+    def _refusal(self) -> str:
+        """Why the target does not decode several requests together; empty where it does."""
+        try:
+            self.target.check_masks(requests=2)
+        except ValueError as e:
+            return str(e)
+        return ""
 
     def stream(
         self,
@@ -190,7 +232,13 @@ class Engine:
     def _proposer(self, sampling: Sampling) -> Drafter:
         if self.mode == "chain":
             return ChainProposer(self.draft, self.depth, sampling, self.confidence, stable=self.stable)
+        if self.mode == "parallel":
+            return ParallelProposer(self.draft, self.depth, sampling, self.confidence)
         check_drafting(self.mode, self.confidence, self.nodes, self.width, sampling)
+        if self.draft.peagle and self.shape is not None:
+            return ParallelFixedProposer(self.draft, self.shape)
+        if self.draft.peagle:
+            return ParallelTreeProposer(self.draft, self.depth, self.nodes, self.width)
         if self.shape is not None:
             return FixedTreeProposer(self.draft, self.shape, stable=self.stable)
         return TreeProposer(self.draft, self.depth, self.nodes, self.width, stable=self.stable)

@@ -27,32 +27,30 @@ def evaluate(
     *,
     sampling: Sampling,
     max_new_tokens: int,
-    advance: Callable[[], None] = lambda: None,
+    batch: int = 1,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Every prompt both ways, the two taking turns at going first; returns one JSON-ready record.
+    """Every prompt both ways, `batch` of them together; one by one, the two ways take turns at going first. Returns one
+    JSON-ready record. `advance` is told of how many prompts a turn is done.
 
     Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
     allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
     same run, and is counted under `near_ties` (SPEC: verification is lossless).
     """
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-    _once(engine, prompts[0], options)  # first calls pay for memory, threads and kernels
-    with_draft: list[Completion] = []
-    without: list[Completion] = []
-    ids: list[list[int]] = []
-    for i, prompt in enumerate(prompts):
-        for fast, slow, prefix in _both(engine, prompt, options, request=i, fast_first=i % 2 == 0):
-            with_draft.append(fast)
-            without.append(slow)
-            ids.append(prefix)
-        advance()
+    warm = [first_prompt(p) for p in prompts[:batch]]
+    for speculate in (True, False):  # first calls pay for memory, threads and kernels
+        engine.generate_all(warm, batch=batch, speculate=speculate, sampling=sampling, max_new_tokens=8)
+    both = _Both()
+    both.decode(engine, prompts, options, batch, advance)
+    with_draft, without, ids = both.made[True], both.made[False], both.ids
     differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling) if promised else (0, None)
     record = {
         "tau": tau([c.trace for c in with_draft]),
         "alpha": alpha([c.trace for c in with_draft]),
-        **_speeds(with_draft, without),
+        **both.speeds(),
         "identical": len(ids) - len(differing) if promised else None,
         "near_ties": ties if promised else None,
         "different": len(differing) - ties if promised else None,
@@ -62,21 +60,22 @@ def evaluate(
         "round": _round_split(engine, with_draft, without),
         "sampling": asdict(without_processors(sampling)),
         "max_new_tokens": max_new_tokens,
+        "batch": batch,
         **engine.drafting(),
         "target": engine.target.name,
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),
     }
-    if sampling.greedy:
+    if sampling.greedy and batch == 1:
         record["baseline_over_transformers"] = compare_with_transformers(engine, ids[:4], max_new_tokens)
     return record
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
     """τ of greedy decoding alone, for choosing checkpoints."""
-    options = dict(max_new_tokens=max_new_tokens, sampling=Sampling())
-    return {"tau": tau([_once(engine, p, options).trace for p in prompts])}
+    done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
+    return {"tau": tau([c.trace for c in done])}
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
@@ -96,28 +95,43 @@ def first_prompt(prompt: EvalPrompt) -> Any:
     return _prompt(prompt, ())
 
 
-def _once(engine: Engine, prompt: EvalPrompt, options: dict[str, Any]) -> Completion:
-    return engine.generate(first_prompt(prompt), **options)
+class _Both:
+    """What was said with the draft (True) and without, the prompts' ids, and the seconds that either way took. A
+    completion's place is its request's number."""
 
+    def __init__(self) -> None:
+        self.made: dict[bool, list[Completion]] = {True: [], False: []}
+        self.seconds = {True: 0.0, False: 0.0}
+        self.ids: list[list[int]] = []
 
-def _both(engine: Engine, prompt: EvalPrompt, options: dict[str, Any], *, request: int, fast_first: bool):
-    """Yields (with draft, without, prompt ids) of each turn; later turns follow the baseline's answers."""
-    answers: list[str] = []
-    for _ in range(max(len(prompt.turns), 1)):
-        asked = _prompt(prompt, answers)
-        made = {}
-        for speculate in (True, False) if fast_first else (False, True):
-            made[speculate] = engine.generate(asked, speculate=speculate, request=request, **options)
-        answers.append(made[False].text)
-        yield made[True], made[False], list(engine.template.prompt_ids(asked))
+    def decode(
+        self, engine: Engine, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int,
+        advance: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """A turn of every prompt, then the next of those that have one, which follows the baseline's answers."""
+        answers: list[list[str]] = [[] for _ in prompts]
+        for turn in range(max(max(len(p.turns), 1) for p in prompts)):
+            asking = [i for i, p in enumerate(prompts) if turn < max(len(p.turns), 1)]
+            together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
+            for group in (asking[i : i + together] for i in range(0, len(asking), together)):
+                asked = [list(engine.template.prompt_ids(_prompt(prompts[i], answers[i]))) for i in group]
+                fast_first = len(self.ids) % 2 == 0
+                for speculate in (fast_first, not fast_first):
+                    began = time.perf_counter()
+                    done = engine.generate_all(
+                        asked, batch=batch, speculate=speculate, request=len(self.ids), **options
+                    )  # fmt: skip
+                    self.seconds[speculate] += time.perf_counter() - began
+                    self.made[speculate] += done
+                    if not speculate:
+                        for i, completion in zip(group, done, strict=True):
+                            answers[i].append(completion.text)
+                self.ids += asked
+                advance(sum(turn + 1 == max(len(prompts[i].turns), 1) for i in group))
 
-
-def _speeds(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
-    def speed(completions: list[Completion]) -> float:
-        return sum(len(c.tokens) for c in completions) / sum(c.trace.t_total for c in completions)
-
-    fast, slow = speed(with_draft), speed(without)
-    return {"tokens_per_s": fast, "baseline_tokens_per_s": slow, "speedup": fast / slow}
+    def speeds(self) -> dict[str, float]:
+        fast, slow = (sum(len(c.tokens) for c in self.made[way]) / self.seconds[way] for way in (True, False))
+        return {"tokens_per_s": fast, "baseline_tokens_per_s": slow, "speedup": fast / slow}
 
 
 def _loops(completions: list[Completion]) -> dict[str, Any]:

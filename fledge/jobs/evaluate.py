@@ -15,10 +15,14 @@ class EvalOptions(DecodeOptions):
     """Decode prompts with and without a draft in one run, and report acceptance, speed and identity."""
 
     draft: list[str] = opt("a draft of it; repeatable, to compare", many=True)
-    draft_mode: list[str] = opt("chain (the default) or tree, EAGLE-2's; repeatable, to compare", many=True)
+    draft_mode: list[str] = opt(
+        "chain, tree (EAGLE-2's) or parallel (P-EAGLE's; default: chain or parallel, as the draft is); repeatable, to "
+        "compare", many=True
+    )  # fmt: skip
     prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None)
     max_new_tokens: int = opt("new tokens a prompt", 128)
+    batch: int = opt("prompts decoded together, with and without the draft", 1)
     out: str | None = opt("also write the JSON here", None)
     json: bool = opt("print the JSON alone", False)
 
@@ -37,14 +41,17 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         raise ValueError("give --prompts FILE")
     if not options.draft:
         raise ValueError("give --draft DIR")
-    modes, sampling = options.draft_mode or ["chain"], options.sampling()
+    modes, sampling = options.draft_mode or [None], options.sampling()
     for flag, values in (
-        ("--draft", options.draft), ("--draft-mode", modes), ("--prompts", [Path(p).stem for p in options.prompts]),
+        ("--draft", options.draft), ("--draft-mode", options.draft_mode),
+        ("--prompts", [Path(p).stem for p in options.prompts]),
     ):  # fmt: skip
         if len(set(values)) < len(values):
             raise ValueError(f"{flag} has {', '.join(values)}: two would have one name in the table")
     for mode in modes:
         check_drafting(mode, options.confidence, options.tree_nodes, options.tree_width, sampling)
+    if options.batch < 1:
+        raise ValueError(f"--batch {options.batch} decodes nothing; 1 is least")
     for draft in options.draft:
         read_draft_config(draft)
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
@@ -58,8 +65,9 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
             label = " ".join(itertools.compress((draft, mode, name), varied))
             with progress.counting(f"decoding {label or name} with and without the draft", len(prompts)) as advance:
                 records[label] = evaluate(
-                    engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, advance=advance
-                )
+                    engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, batch=options.batch,
+                    advance=advance,
+                )  # fmt: skip
             if options.out:
                 write_json(options.out, _single(records))
     return _single(records)

@@ -55,13 +55,15 @@ def describe(config) -> list[str]:
     known = config.provenance
     eagle1 = config.method == "eagle1"
     kind = "EAGLE-1" if eagle1 else "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
+    kind = "P-EAGLE" if config.method == "peagle" else kind
+    article = "A" if config.method == "peagle" else "An"
     switches = [n for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
                 if getattr(config, n)]  # fmt: skip
     layers = f"{config.num_hidden_layers} layer" + ("s" if config.num_hidden_layers > 1 else "")
     lines = [
-        f"An {kind} draft{' with ' + ', '.join(switches) if switches else ''}: {layers} {config.hidden_size} wide, "
-        f"{config.num_attention_heads} heads of {config.head_dim} over {config.num_key_value_heads}, "
-        f"RoPE {config.rope.rope_type}.",
+        f"{article} {kind} draft{' with ' + ', '.join(switches) if switches else ''}: {layers} "
+        f"{config.hidden_size} wide, {config.num_attention_heads} heads of {config.head_dim} over "
+        f"{config.num_key_value_heads}, RoPE {config.rope.rope_type}.",
         f"For {known.target or 'a target that it does not name'}"
         + (f" ({known.target_layers} layers," if known.target_layers else " (")
         + f" hidden states {config.target_hidden_size} wide).",
@@ -76,6 +78,8 @@ def describe(config) -> list[str]:
     said = f"It can say {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
     said += f", {known.coverage:.2%} of its training data's assistant text" if known.coverage is not None else ""
     lines.append(said + ".")
+    if config.mask_token_id is not None:
+        lines.append(f"It drafts in one pass; token {config.mask_token_id} stands for words not known yet.")
     if known.depth:
         lines.append(f"Trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
     if known.template_kwargs:
@@ -96,6 +100,10 @@ def remarks(config) -> list[str]:
         found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
     if config.method == "eagle1":
         return [*found, "vLLM drops the bias of its fc in silence."] if config.fc_bias else found
+    if config.method == "peagle":
+        found.append(
+            "SGLang knows no P-EAGLE and would draft a word at a time with it; vLLM serves it with parallel_drafting."
+        )
     if config.num_aux_hidden_states != 3 or config.num_hidden_layers != 1 or config.fc_norm or config.norm_output:
         found.append("SafeAILab's code reads three layers into one and knows no 3.1 norms; use vLLM or SGLang.")
     return found

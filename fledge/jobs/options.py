@@ -67,7 +67,10 @@ class DecodeOptions:
     repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
     seed: int = opt("of sampling; the same seed gives the same text", 0)
-    draft_mode: str = opt("chain, or tree (EAGLE-2's: several continuations verified at once)", "chain")
+    draft_mode: str | None = opt(
+        "chain, tree (EAGLE-2's: several continuations verified at once), or parallel, P-EAGLE's one pass (default: "
+        "chain or parallel, as the draft is)", None
+    )  # fmt: skip
     depth: int | None = opt(
         "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None
     )
@@ -88,7 +91,7 @@ class DecodeOptions:
             self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
         )
 
-    def engine(self, draft: str | None, mode: str, target: Target | None = None) -> Engine:
+    def engine(self, draft: str | None, mode: str | None, target: Target | None = None) -> Engine:
         """A loaded pair, of a target that may be loaded already."""
         from fledge.decode.engine import load
 

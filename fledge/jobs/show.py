@@ -24,11 +24,11 @@ class Show:
         self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def counting(self, what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
-        """A bar that the yielded callable moves by one."""
+    def counting(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+        """A bar that the yielded callable moves by one, or by as many as it is told."""
         with self._new_bar() as bar:
             task = bar.add_task(what, total=total, completed=done)
-            yield lambda: bar.advance(task)
+            yield lambda n=1: bar.advance(task, n)
 
     def step(self, steps: int, metrics: dict[str, Any]) -> None:
         """Shows a training step: loss, walked τ, first-step hits, speed, and τ by the decoder where it was measured."""
@@ -36,7 +36,8 @@ class Show:
             self._bar = self._new_bar()
             self._bar.start()
             self._task = self._bar.add_task("training", total=steps)
-        text = f"loss {metrics['loss']:.3f}  τ {metrics['tau']:.2f}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
+        text = f"loss {metrics['loss']:.3f}  {tau}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=metrics["step"], description=text)
         if "eval_tau" in metrics:
             self._bar.console.print(

@@ -31,7 +31,7 @@ class TrainOptions:
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
     init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
-    method: str | None = opt("eagle3 (the default), eagle3.1 or eagle1", None)
+    method: str | None = opt("eagle3 (the default), eagle3.1, peagle or eagle1", None)
     epochs: float = opt("passes over the data", 1.0)
     steps: int | None = opt("optimizer steps, instead of --epochs", None)
     depth: int = opt("draft steps trained (TTT; EAGLE-1 trains one), and drafted by default", 5)
@@ -43,7 +43,7 @@ class TrainOptions:
     warmup: float = opt("share of the steps that the learning rate rises for", 0.05)
     weight_decay: float = opt("AdamW's, on matrices", 0.01)
     clip: float = opt("largest gradient norm", 1.0)
-    gamma: float = opt("weight of step k is gamma^k", 0.8)
+    gamma: float = opt("weight of step k is gamma^k (P-EAGLE: 1)", 0.8)
     loss: str = opt("ce, kl, accept (-log α) or mixed (kl while α is low, then 1 - α)", "ce")
     keep_unseen: bool = opt("also learn from slots whose target token the draft cannot say", False)
     fc_norm: bool = opt("EAGLE-3.1: an RMSNorm on each captured layer", False)
@@ -55,6 +55,8 @@ class TrainOptions:
     layers: int = opt("decoder layers of the draft", 1)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
+    cod_rate: float = opt("P-EAGLE: depth d trains this share, to the power d, of the slots that are live there", 0.8)
+    cod_least: float = opt("P-EAGLE: but no smaller share than this", 0.2)
     feature_noise: float = opt(
         "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0
     )
@@ -185,17 +187,21 @@ def _method(options: TrainOptions) -> str:
     """The method to train; a draft to go on with has its own. Raises ValueError for one that there is not, or flags
     of another."""
     from fledge.models.weights import read_draft_config
+    from fledge.train.cod import DropTokens
 
     begun = read_draft_config(options.init_from) if options.init_from else None
     method = options.method or (begun.method if begun else "eagle3")
-    if method not in ("eagle1", "eagle3", "eagle3.1"):
-        raise ValueError(f"--method {method} is none of eagle1, eagle3, eagle3.1")
+    if method not in ("eagle1", "eagle3", "eagle3.1", "peagle"):
+        raise ValueError(f"--method {method} is none of eagle1, eagle3, eagle3.1, peagle")
     if begun and method.removesuffix(".1") != begun.method:
         raise ValueError(f"--method {method}, but {options.init_from} is a draft of {begun.method}")
     if begun and method == "eagle3.1" and not (begun.fc_norm and begun.norm_output):
         raise ValueError(f"--method eagle3.1, but {options.init_from} was begun without its norms; leave --method out")
     if method != "eagle1" and (options.fc_bias or options.feature_noise):
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
+    if method == "peagle" and options.depth < 2:
+        raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
+    DropTokens(options.cod_rate, options.cod_least)
     if method == "eagle1" and (options.draft_vocab or options.aux_layers or options.train_embeddings):
         raise ValueError(
             "EAGLE-1 reads the target's last state and has its embedding and all its words: leave --draft-vocab, "
@@ -249,7 +255,7 @@ def _draft(
 ) -> Draft:
     """A new draft that starts from the target's own weights, or the one to go on with."""
     from fledge.config import DraftConfig
-    from fledge.data.vocab import choose_vocabulary
+    from fledge.data.vocab import choose_mask_token, choose_vocabulary
     from fledge.models.draft import Draft
     from fledge.models.init import start_from_target
     from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
@@ -276,6 +282,10 @@ def _draft(
     size = vocab if method == "eagle1" else options.draft_vocab or min(vocab, 32_000)
     ids, coverage = choose_vocabulary(documents, vocab, size, target.stop_ids)
     say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
+    mask = None
+    if method == "peagle":
+        mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
+        say(f"token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for words not known yet")
     if options.train_embeddings:
         say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
     hf = target.config.to_dict() | {"vocab_size": vocab}
@@ -285,7 +295,7 @@ def _draft(
         num_aux_hidden_states=len(target.aux_layers), fc_norm=options.fc_norm or method == "eagle3.1",
         norm_output=options.norm_output or method == "eagle3.1", norm_before_fc=options.norm_before_fc,
         qk_norm=options.qk_norm, norm_before_residual=options.norm_before_residual,
-        own_embeddings=options.train_embeddings,
+        own_embeddings=options.train_embeddings, mask_token_id=mask,
     ).with_provenance(coverage=coverage, **known)  # fmt: skip
     draft = Draft(config)
     draft.set_vocabulary(ids)
@@ -298,8 +308,9 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
 
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
     return Schedule(
-        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=options.gamma,
+        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=1.0 if draft.peagle else options.gamma,
         depth=1 if draft.eagle1 else options.depth, noise=options.feature_noise, seed=options.seed,
+        drop=(options.cod_rate, options.cod_least) if draft.peagle else None,
         kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
         weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
         eval_every=options.eval_every, save_every=options.save_every,
@@ -315,6 +326,7 @@ def _ways(
     """
     import torch
 
+    from fledge.train.cod import DropTokens
     from fledge.train.memory import MARGIN, choose, ladder, measure
     from fledge.train.objective import Ways, ttt
 
@@ -328,6 +340,7 @@ def _ways(
         ttt(
             draft, row, source.features(row), source.logits, steps=schedule.depth, gamma=schedule.gamma,
             kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
+            drop=DropTokens(*schedule.drop) if schedule.drop else None,
         )  # fmt: skip
 
     free, _ = torch.cuda.mem_get_info(draft.device)

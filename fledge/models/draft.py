@@ -1,5 +1,6 @@
-"""The drafts of EAGLE-3 (Li et al. 2025, arXiv:2503.01840) with its 3.1 norms, and of EAGLE-1 (Li et al. 2024,
-arXiv:2401.15077): where training and decoding meet."""
+"""The drafts of EAGLE-3 (Li et al. 2025, arXiv:2503.01840) with its 3.1 norms, of P-EAGLE (Hui et al. 2026,
+arXiv:2602.01469), which drafts in one pass, and of EAGLE-1 (Li et al. 2024, arXiv:2401.15077): where training and
+decoding meet."""
 
 from __future__ import annotations
 
@@ -34,6 +35,9 @@ class Draft(nn.Module):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(D, eps) for _ in range(A))
         self.eagle1 = config.method == "eagle1"
+        self.peagle = config.method == "peagle"
+        if self.peagle:  # what stands for the target's states that are not known yet
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, A * D))
         self.fc = Linear(2 * E, E, bias=config.fc_bias) if self.eagle1 else Linear(A * D, E, bias=False)
         self.midlayer = Layer(config, first=True)
         if config.num_hidden_layers > 1:
@@ -136,6 +140,11 @@ class Draft(nn.Module):
         flat = aux_TAD.flatten(1)
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
+    def masked(self) -> tuple[Tensor, Tensor]:
+        """What a P-EAGLE draft reads where neither token nor state is known: int64 [1] and [1, E], for every depth."""
+        states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
+        return torch.tensor([self.config.mask_token_id], device=self.device), self.fuse(states)
+
     def step(
         self,
         token_T: Tensor | Words,
@@ -145,7 +154,7 @@ class Draft(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """One draft step: token x_{t+1} (or its place among `shared_words`) and hidden state of slot t to the layer
-        output `a` of slot t.
+        output `a` of slot t. One row of both stands for as many as there are positions.
 
         Every row gives keys and values to `attend`; with `rows` (int64 [S]) only those rows are computed further in
         the last layer, since only their outputs are wanted. Returns [S, E] (or [T, E]).
@@ -160,7 +169,8 @@ class Draft(nn.Module):
                 k, v = layer.self_attn.keys_values(x, rotary)
                 residual = residual[rows]
                 q = layer.self_attn.queries(x[rows], (rotary[0][rows], rotary[1][rows]))
-            hidden_TE = layer.close(attend(i, q, k, v), residual)
+            attended = attend(i, q, k, v)
+            hidden_TE = layer.close(attended, residual.expand(attended.shape[0], -1))
         return hidden_TE
 
     def inputs(self, layer: int, token_T: Tensor | Words, hidden_TE: Tensor) -> tuple[Tensor | Joined, Tensor]:

@@ -24,6 +24,8 @@ def start_from_target(draft: Draft, target: Target) -> None:
     for module in draft.modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(0, 0.02)
+    if draft.peagle:
+        draft.mask_hidden.normal_()
     E, layer = draft.config.hidden_size, draft.midlayer
     if draft.eagle1:
         draft.fc.weight[:, E:] += torch.eye(E)

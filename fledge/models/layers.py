@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.impl = "eager"
 
     def queries(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[S, width] to rotated queries [S, H, d]."""
+        """[S, width] (or one row for all) to rotated queries [S, H, d]."""
         return self._queries(*self._products(x, self.q_proj), rotary)
 
     def keys_values(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -135,9 +135,11 @@ class Attention(nn.Module):
 
     def _keys_values(self, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         k, v = (x.view(-1, self.kv_heads, self.head_dim) for x in (k, v))
-        return self._rotated(self.k_norm(k) if self.qk_norm else k, rotary), v
+        k = self._rotated(self.k_norm(k) if self.qk_norm else k, rotary)
+        return k, v.expand(k.shape[0], -1, -1).contiguous()
 
     def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = x.expand(rotary[0].shape[0], -1, -1).contiguous()
         if self.impl == "triton":
             from fledge.kernels.elementwise import rope
 

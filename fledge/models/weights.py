@@ -246,6 +246,7 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         twin = name.startswith("layers.") and name.endswith("hidden_norm.weight")
         if name == "t2d" or name.endswith("rotary_emb.inv_freq") or twin:
             continue
+        tensor = tensor.view(1, 1, -1) if name == "mask_hidden" else tensor  # vLLM takes it without an axis too
         out[name] = tensor.to(torch.int64) if name == "d2t" else tensor
     return out
 

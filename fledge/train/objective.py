@@ -1,5 +1,6 @@
 """Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2). EAGLE-1
-is its first step alone, with another loss.
+is its first step alone, with another loss; P-EAGLE's depths are its steps with a mask in place of what came before, for
+fewer slots the deeper they are.
 
 Slots meet only in the keys of step 0. So one pass makes those for the whole row, then the slots go by in chunks, each
 through all its steps, its loss and its backward pass, before the next: what is held follows the chunk, not the row.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fledge.kernels.linear import rounded
 from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
@@ -22,7 +24,8 @@ from fledge.kernels.precision import at_least_float32
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
-from fledge.models.layers import Words
+from fledge.models.layers import Layer, Words
+from fledge.train.cod import DropTokens
 from fledge.types import Features, Packed, Step
 
 EAGLE1_CE = 0.1  # weight of EAGLE-1's soft cross-entropy beside its regression (EAGLE, section 3.2)
@@ -66,6 +69,7 @@ def ttt_queued(
     kind: str = "ce",
     keep_unseen: bool = False,
     noise: tuple[float, str] = (0.0, ""),
+    drop: DropTokens | None = None,
     ways: Ways = Ways(),
 ) -> Found:
     """Forward and backward pass of a packed row (on the CPU; features and draft wherever they are) without waiting for
@@ -74,18 +78,21 @@ def ttt_queued(
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]. Slot t's teacher at step k is the target
     after x_{t+1+k}. A row without a live slot gives zeros. EAGLE-1 has one step, whose output is to equal the target's
     next state as well: its loss is 1.0 SmoothL1 + 0.1 `kind`. Raises ValueError where it is asked for more. `noise` is
-    how far what the draft reads is moved, and what that is drawn by (EAGLE, section 3.2).
+    how far what the draft reads is moved, and what that is drawn by (EAGLE, section 3.2). Of a P-EAGLE draft's steps,
+    which weigh alike (`gamma` 1), `drop` says which slots are trained (None: all that are live).
     """
     if draft.eagle1 and steps != 1:
         raise ValueError(f"EAGLE-1 trains one step, not {steps}; --depth is for drafting with it")
     draft.compute(ways.layers, recompute=ways.recompute)
     first = _FirstPass(draft, row, features, ways, noise)
     live = row.live(steps)
+    kept = drop.keep(row, live) if drop else live
     head = draft.head
     dhead = zeros_wide(head) if first.learns and head.requires_grad else None
     sums = _ManyChunks([p for p in draft.parameters() if p.requires_grad and p is not head])
     parts = []
-    for chunk in _chunks(live, ways.slots):
+    weights = [EAGLE1_CE] if draft.eagle1 else [gamma**k for k in range(steps)]
+    for chunk in _chunks(kept, ways.slots):
         leaves = first.leaves(chunk[0])
         needed, rows = _followed(chunk, row.token_T.numel(), rounds=ways.rounds)
         words = _words(draft, row, needed, rows)
@@ -97,7 +104,7 @@ def ttt_queued(
             rows,
             lambda s, last_PD=last_PD: teacher(last_PD[s]),
             draft.target_ids(),
-            [EAGLE1_CE] if draft.eagle1 else [gamma**k for k in range(steps)],
+            weights,
             kind=kind,
             keep_unseen=keep_unseen,
             chunk=ways.chunk,
@@ -121,7 +128,7 @@ def ttt_queued(
         sums.finish()
         if dhead is not None:
             head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
-    return Found(parts, live)
+    return Found(parts, kept, whole=kept is live)
 
 
 def _regression(out_PE: Tensor, wanted_SE: Tensor, dout: list[Tensor]) -> Tensor:
@@ -136,10 +143,12 @@ def _regression(out_PE: Tensor, wanted_SE: Tensor, dout: list[Tensor]) -> Tensor
 
 @dataclass(frozen=True)
 class Found:
-    """What a row's steps found, still on the device: loss and scores of each chunk, and the live slots."""
+    """What a row's steps found, still on the device: loss and scores of each chunk, and the slots trained, the `whole`
+    of those live or some."""
 
     parts: Sequence[tuple[Tensor, Scores]]
     live: Sequence[Tensor]
+    whole: bool
 
     def scored_K(self) -> Tensor:
         """Scored slots of each step, int64 [K]."""
@@ -160,7 +169,7 @@ class Found:
             hit_K=torch.tensor([int(h.sum()) for h in hits]),
             survive_K=right.cumprod(0).sum(1),
             accept_K=sum(scores.accept_K for _, scores in self.parts).cpu(),
-            walked=walk(self.live, hits),
+            walked=walk(self.live, hits) if self.whole else (0, 0),
         )
 
 
@@ -234,10 +243,17 @@ class _FirstPass:
             if i + 1 == len(draft.blocks):
                 keys.append(layer.self_attn.keys_values(x, rotary))
                 break
-            q, *pair = layer.self_attn.projections(x, rotary)
+            queries = next(_plan(row, [everyone], 0, device)).queries
+
+            def through(x: Tensor, residual: Tensor, layer: Layer = layer, queries: Queries = queries):
+                q, k, v = layer.self_attn.projections(x, rotary)
+                return k, v, layer.close(ttt_attention(q, k, v, [], queries, ways.attention), residual)
+
+            if ways.recompute and torch.is_grad_enabled():  # of this layer nothing is held but what enters it
+                *pair, hidden = checkpoint(through, x, residual, use_reentrant=False)
+            else:
+                *pair, hidden = through(x, residual)
             keys.append(tuple(pair))
-            plan = next(_plan(row, [everyone], 0, device))
-            hidden = layer.close(ttt_attention(q, *pair, [], plan.queries, ways.attention), residual)
         self.made = _Keys(0, hidden, keys)
         self.learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients: list[Tensor] = []
@@ -296,6 +312,7 @@ def _later_steps(
     """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
     out: list[Tensor] = []
+    masked = draft.masked() if draft.peagle else None
     for k, plan in enumerate(_plan(row, live, first.start, draft.device, rounds=ways.rounds)):
 
         def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, queries: Queries = plan.queries) -> Tensor:
@@ -308,6 +325,8 @@ def _later_steps(
             x, residual = draft.inputs(last, token, first.hidden.index_select(0, plan.kept_P))
             q = top.self_attn.queries(x, draft.rotary(plan.position_P, draft.dtype))
             out.append(top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual))
+        elif masked:
+            out.append(draft.step(*masked, plan.position_P, attend))
         else:
             fed_back = draft.read(out[-1])[0]
             if live[k].numel() < live[k - 1].numel():

@@ -20,6 +20,7 @@ from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.cod import DropTokens
 from fledge.train.objective import Ways, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Features, Packed, Step
@@ -41,6 +42,7 @@ class Schedule:
     keep_unseen: bool = False
     kind: str = "ce"
     noise: float = 0.0
+    drop: tuple[float, float] | None = None
     seed: int = 0
     ways: Ways = Ways()
     eval_every: int = 0
@@ -147,7 +149,8 @@ def _step(
                 gamma=schedule.gamma,
                 kind=schedule.kind,
                 keep_unseen=schedule.keep_unseen,
-                noise=(schedule.noise, f"{schedule.seed} {progress.step} {i}"),
+                noise=(schedule.noise, key := f"{schedule.seed} {progress.step} {i}"),
+                drop=DropTokens(*schedule.drop, key) if schedule.drop else None,
                 ways=schedule.ways,
             )
         )
@@ -170,10 +173,12 @@ def _discounted(counts_K: Tensor, gamma: float) -> float:
 def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
     live = total.live_K.clamp_min(1)
     committed, rounds = total.walked
+    # of P-EAGLE's slots too few are trained to walk along: the mean over all of them, which reads higher
+    tau = {"tau": committed / rounds} if rounds else {"tau_slots": 1 + float((total.survive_K / live).sum())}
     return {
         "step": step,
         "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.gamma), 1e-9),
-        "tau": committed / max(rounds, 1),
+        **tau,
         "hit": (total.hit_K / live).tolist(),
         "accept": (total.accept_K / live).tolist(),
         "survive": (total.survive_K / live).tolist(),

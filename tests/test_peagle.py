@@ -1,0 +1,297 @@
+"""P-EAGLE: its loss and gradients against a dense definition under the cross-depth mask, the slots that are dropped,
+and drafting in one pass."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    break_on_purpose,
+    document,
+    layouts,
+    needs_triton,
+    propose_one,
+    row_of,
+    tiny_draft,
+    tiny_target,
+    tiny_tokenizer,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lossless import SAMPLINGS, assert_same, both, exact_target, fit_head, prompts, spoken
+from test_trees import SHAPES, paths_of, slots_of
+from test_ttt import assert_same_gradients, gradients
+from torch import Tensor
+
+from fledge.data.vocab import choose_mask_token
+from fledge.decode.engine import Engine
+from fledge.decode.propose import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.train.cod import DropTokens
+from fledge.train.objective import Ways, ttt
+from fledge.types import Document, Packed, Sampling
+
+P_EAGLE = dict(method="peagle", mask_token_id=399)
+DOCUMENTS = [
+    document(1, seed=2),
+    document(23, (5, 11), (12, 23), seed=3),
+    document(2, (0, 2), seed=5),
+    document(17, (1, 17), seed=6),
+    document(7, seed=7),
+    document(12, (0, 4), (4, 12), seed=8),
+]
+VARIANTS = {
+    "one layer": {},
+    "three layers": dict(num_hidden_layers=3),
+    "3.1": dict(num_hidden_layers=2, fc_norm=True, norm_output=True, draft_vocab_size=131),
+    "own embeddings": dict(hidden_size=24, head_dim=6, attention_bias=True, mlp_bias=True, qk_norm=True),
+}
+STEPS = 5
+
+
+def by_definition(draft: Draft, target: Target, row: Packed, kept: list[Tensor]) -> Tensor:
+    """The loss of one long sequence of (anchor, depth), all tokens at depth 0 and what is kept deeper, every element
+    under the cross-depth mask through every layer."""
+    features = target.features(row)
+    n = row.token_T.numel()
+    anchor = torch.cat([torch.arange(n), *kept[1:]])
+    depth = torch.cat([torch.full((k.numel(),), d) for d, k in enumerate([torch.arange(n), *kept[1:]])])
+    following = torch.cat([row.token_T[1:], row.token_T[:1] * 0])
+    token = torch.where(depth == 0, following[anchor], draft.config.mask_token_id)
+    fused = draft.fuse(features.aux_TAD)
+    mask_state = draft.fuse(draft.mask_hidden.view(1, draft.config.num_aux_hidden_states, -1))
+    hidden = torch.where((depth == 0)[:, None], fused[anchor], mask_state)
+    a, d, doc = anchor, depth, row.doc_T[anchor]
+    seen = (doc[:, None] == doc) & (
+        ((d == 0)[None] & (a[None] <= a[:, None])) | ((a[:, None] == a) & (d[None] <= d[:, None]))
+    )
+    rotary = draft.rotary(row.position_T[anchor] + depth, draft.dtype)
+    for i, layer in enumerate(draft.blocks):
+        x, residual = draft.inputs(i, token, hidden)
+        q, k, v = layer.self_attn.projections(x, rotary)
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+        scores = torch.einsum("shd,nhd->hsn", q, k) * q.shape[2] ** -0.5
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        hidden = layer.close(torch.einsum("hsn,nhd->shd", weights, v), residual)
+    ids, logits = draft.target_ids(), target.logits(features.last_TD)
+    loss = hidden.new_zeros(())
+    for depth_of, slots in enumerate(kept):
+        at = [int(((anchor == s) & (depth == depth_of)).nonzero()) for s in slots.tolist()]
+        teacher = logits[slots + 1 + depth_of]
+        scored = torch.isin(teacher.argmax(-1), ids)
+        said = draft.logits(draft.norm(hidden[at])).log_softmax(-1)
+        loss = loss - (teacher[:, ids].softmax(-1) * said).sum(-1)[scored].sum()
+    return loss
+
+
+@pytest.mark.parametrize("ways", [Ways(), Ways(slots=6, chunk=4), Ways(slots=9, recompute=True)], ids=str)
+@pytest.mark.parametrize("rate", [1.0, 0.7])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways: Ways) -> None:
+    """All slots or some, at once or a few at a time (which partitions the sequence), activations kept or not."""
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        target = tiny_target(tokenizer=False, dtype=dtype)
+        draft = tiny_draft(target, **P_EAGLE, **VARIANTS[variant])
+        row, drop = row_of(DOCUMENTS, filler=5), DropTokens(rate, 0.1, "3 1 4")
+        kept = drop.keep(row, row.live(STEPS))
+        step = ttt(draft, row, target.features(row), target.logits, steps=STEPS, gamma=1.0, drop=drop, ways=ways)
+        whole = by_definition(draft, target, row, kept)
+        torch.testing.assert_close(step.loss, whole.detach(), rtol=tolerance, atol=0)
+        expected = gradients(draft, whole)
+        assert all(bool(g.any()) for g in expected.values()), "a parameter has no gradient to compare"
+        assert_same_gradients(gradients(draft, step.loss), expected, tolerance)
+        assert step.live_K.tolist() == [k.numel() for k in kept]
+
+
+@pytest.mark.parametrize("slots", [None, 7])
+def test_triton_layers_train_it_too(slots: int | None) -> None:
+    needs_triton()
+    target = tiny_target(tokenizer=False)
+    draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
+    row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2, "0")
+    features, found = target.features(row), {}
+    for layers in ("eager", "triton"):
+        ways = Ways("eager", layers, layers, slots)
+        step = ttt(draft, row, features, target.logits, steps=3, gamma=1.0, drop=drop, ways=ways)
+        found[layers] = gradients(draft, step.loss)
+    assert_same_gradients(found["triton"], found["eager"], 1e-3)
+
+
+MUTATIONS = {  # name -> (old, new)
+    "a word in the mask's place": ("draft.step(*masked,", "draft.step(token[:1], masked[1],"),
+    "another state in the mask's place": ("draft.step(*masked,", "draft.step(masked[0], out[0][:1],"),
+    "at one position": ("*masked, plan.position_P", "*masked, plan.position_P - k"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fledge.train import objective
+
+    target = tiny_target(tokenizer=False, dtype=torch.float64)
+    draft = tiny_draft(target, **P_EAGLE)
+    row = row_of(DOCUMENTS)
+    break_on_purpose(monkeypatch, objective, "_later_steps", *MUTATIONS[name])
+    step = ttt(draft, row, target.features(row), target.logits, steps=STEPS, gamma=1.0)
+    assert abs(step.loss - by_definition(draft, target, row, row.live(STEPS))).item() > 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.integers(1, 6), st.floats(0.05, 1.0), st.floats(0.0, 1.0), st.text(max_size=4))
+def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str) -> None:
+    documents, filler = layout
+    row = row_of(documents, filler)
+    live = row.live(steps)
+    kept = DropTokens(rate, least, key).keep(row, live)
+    assert torch.equal(kept[0], live[0])
+    for d in range(1, steps):
+        pool = set(live[d].tolist()) & (set(kept[d - 1].tolist()) if d > 1 else set(live[d].tolist()))
+        assert set(kept[d].tolist()) <= pool and kept[d].tolist() == sorted(kept[d].tolist())
+        for doc in set(row.doc_T.tolist()):
+            mine = [t for t in pool if row.doc_T[t] == doc]
+            n = sum(row.doc_T[live[d]] == doc)
+            wanted = min(len(mine), int(float(n * torch.tensor(max(rate**d, least)))))
+            assert sum(row.doc_T[kept[d]] == doc) == wanted
+    again = DropTokens(rate, least, key).keep(row, live)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_shares_that_are_none() -> None:
+    for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
+        with pytest.raises(ValueError, match="shares"):
+            DropTokens(rate, least)
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pair() -> tuple[Target, Draft, list[list[int]]]:
+    """A draft whose head fits its target's words, so that some of what it drafts is accepted."""
+    target = exact_target()
+    draft = tiny_draft(target, num_hidden_layers=2, hidden_size=256, intermediate_size=256, **P_EAGLE)
+    asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
+    plain = Engine(target)
+    fit_head(target, draft, [spoken(plain, p, 40)[0] for p in asked], 4)
+    return target, draft, asked
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "parallel": dict(depth=4),
+    "while sure": dict(depth=6, confidence=0.05),
+    "tree": dict(mode="tree", depth=4, nodes=20, width=4),
+    "shape": dict(mode="tree", shape=SHAPES["mixed"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_is_vanilla(way: str) -> None:
+    target, draft, asked = pair()
+    engine = Engine(target, draft, **WAYS[way])
+    accepted = 0
+    together = engine.generate_all(asked, batch=3, max_new_tokens=30)
+    for prompt, beside in zip(asked, together, strict=True):
+        fast, plain = both(engine, prompt, max_new_tokens=30)
+        assert_same(fast, plain)
+        assert beside.tokens == fast.tokens
+        assert [r.accepted for r in beside.trace.rounds] == [r.accepted for r in fast.trace.rounds]
+        accepted += sum(r.accepted for r in fast.trace.rounds)
+    assert accepted > 5
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("way", ["parallel", "tree"])
+def test_sampled_is_vanilla_at_the_same_seed(way: str, name: str) -> None:
+    target, draft, asked = pair()
+    engine = Engine(target, draft, **WAYS[way])
+    for i, prompt in enumerate(asked[:4]):
+        assert_same(*both(engine, prompt, max_new_tokens=20, sampling=Sampling(**SAMPLINGS[name]), request=i))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.05])
+def test_sampled_drafts_together_and_alone(confidence: float) -> None:
+    target, draft, asked = pair()
+    engine = Engine(target, draft, depth=4, confidence=confidence)
+    options = dict(max_new_tokens=20, sampling=Sampling(temperature=0.9, draft="sample", seed=4))
+    together = engine.generate_all(asked, batch=4, **options)
+    assert [c.tokens for c in together] == [
+        engine.generate(p, request=i, **options).tokens for i, p in enumerate(asked)
+    ]
+
+
+def test_the_tree_is_the_likeliest() -> None:
+    """Of all paths whose levels' words are the likeliest there, those of the highest products, by brute force."""
+    target, draft, asked = pair()
+    depth, nodes, width = 3, 12, 4
+    token_R, aux = slots_of(target, [*asked[0], 5, 6])
+    tree = propose_one(ParallelTreeProposer(draft, depth, nodes, width), token_R, aux)
+    said = ParallelProposer(draft, depth, Sampling())
+    said.admit([(0, [], aux)])
+    _, logits = said.pass_over([token_R.tolist()], [aux])
+    logp, words = logits[0].float().log_softmax(-1).topk(width)
+    pool, front = [], [(0.0, ())]
+    for level in range(depth):
+        grown = [(s + float(logp[level, r]), (*p, r)) for s, p in front for r in range(width)]
+        pool += grown
+        front = sorted(grown, key=lambda x: -x[0])[:width]
+    best = sorted(pool, key=lambda x: -x[0])[: nodes - 1]
+    expected = {tuple(int(draft.to_target(words[level, r])) for level, r in enumerate(path)) for _, path in best}
+    assert set(paths_of(tree)) == expected
+
+
+def test_a_chain_is_the_tree_one_wide() -> None:
+    target, draft, asked = pair()
+    token_R, aux = slots_of(target, [*asked[1], 5, 6])
+    chain = propose_one(ParallelProposer(draft, 4, Sampling()), token_R, aux)
+    one = propose_one(ParallelTreeProposer(draft, 4, 5, 1), token_R, aux)
+    fixed = propose_one(ParallelFixedProposer(draft, SHAPES["chain"]), token_R, aux)
+    assert chain.on_host() == one.on_host()
+    assert [x[:4] for x in chain.on_host()[0]] == [x for x in fixed.on_host()[0]]
+
+
+def test_ways_that_do_not_fit() -> None:
+    target, draft, _ = pair()
+    with pytest.raises(ValueError, match="drafts in one pass; use --draft-mode parallel or tree"):
+        Engine(target, draft, mode="chain")
+    with pytest.raises(ValueError, match="leave --draft-cache out"):
+        Engine(target, draft, stable=False)
+    with pytest.raises(ValueError, match="parallel is for drafts of P-EAGLE"):
+        Engine(target, tiny_draft(target), mode="parallel")
+    assert Engine(target, draft).mode == "parallel" and Engine(target, tiny_draft(target)).mode == "chain"
+
+
+# -- files and the command line ---------------------------------------------------------------------------------------
+
+
+def test_it_is_saved_as_vllm_loads_it(tmp_path) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
+    save_draft(draft, tmp_path / "d", torch.float32)
+    hf = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert hf["ptd_token_id"] == hf["pard_token"] == hf["mask_token_id"] == 399
+    assert hf["architectures"] == ["LlamaForCausalLMEagle3"]
+    back = load_draft(tmp_path / "d")
+    assert back.config.method == "peagle" and torch.equal(back.mask_hidden, draft.mask_hidden)
+    assert back.mask_hidden.shape == (1, 1, draft.config.num_aux_hidden_states * target.embedding.shape[1])
+    del hf["fledge"]  # as another trainer would write it
+    (tmp_path / "d" / "config.json").write_text(json.dumps(hf))
+    assert read_draft_config(tmp_path / "d").method == "peagle"
+
+
+def test_the_mask_is_a_token_that_nothing_says() -> None:
+    tokenizer = tiny_target().tokenizer
+    vocab = 400
+    documents = [Document(torch.arange(50, 400).int(), torch.zeros(350).int())]
+    chosen = choose_mask_token(documents, vocab, tokenizer, [0, 1])
+    assert chosen in range(2, 50)
+    assert chosen == max(i for i in tokenizer.added_tokens_decoder if 1 < i < 50)
+    plain = tiny_tokenizer(None)
+    assert choose_mask_token(documents, vocab, plain, [0, 1, *plain.added_tokens_decoder]) == 49
+    with pytest.raises(ValueError, match="holds the target's whole vocabulary"):
+        choose_mask_token([Document(torch.arange(400).int(), torch.zeros(400).int())], vocab, tokenizer)
