@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -179,3 +180,15 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     except (AssertionError, KeyError, IndexError, RuntimeError):
         return
     assert [c.tokens for c in broken] != [c.tokens for c in one] or accepted(broken) != accepted(one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu(way: str) -> None:
+    """In float64 there too, and a request's answer is that of its prompt alone."""
+    made, draft, asked = good_pair()
+    target = Target(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
+    engine = Engine(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])
+    together = engine.generate_all(asked, batch=4, max_new_tokens=25)
+    for done, prompt in zip(together, asked, strict=True):
+        assert_same(done, engine.generate(prompt, max_new_tokens=25, speculate=False))

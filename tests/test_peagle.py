@@ -3,6 +3,7 @@ and drafting in one pass."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from typing import Any
@@ -264,6 +265,30 @@ def test_ways_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="parallel is for drafts of P-EAGLE"):
         Engine(target, tiny_draft(target), mode="parallel")
     assert Engine(target, draft).mode == "parallel" and Engine(target, tiny_draft(target)).mode == "chain"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Decoded and trained there: the same words in float64, and the kernels' gradients to 16-bit rounding."""
+    made, draft, asked = pair()
+    target = Target(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
+    for way in WAYS.values():
+        engine = Engine(target, copy.deepcopy(draft).to("cuda"), **way)
+        for done, prompt in zip(engine.generate_all(asked, batch=3, max_new_tokens=20), asked, strict=True):
+            assert_same(done, engine.generate(prompt, max_new_tokens=20, speculate=False))
+    model = tiny_target(tokenizer=False, hidden_size=64, head_dim=16).model.to("cuda")
+    target = Target(model, None)
+    draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE).to("cuda")
+    row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2, "0")
+    features, found = target.features(row), {}
+    for impl in ("eager", "flex", "triton"):
+        layers = "eager" if impl == "eager" else "triton"
+        for again in (False, True):
+            ways = Ways(impl, layers, layers, 300, again and impl != "eager")
+            step = ttt(draft, row, features, target.logits, steps=4, gamma=1.0, drop=drop, ways=ways)
+            found[impl, again] = gradients(draft, step.loss)
+    for how in found:
+        assert_same_gradients(found[how], found["eager", False], 2e-2)
 
 
 # -- files and the command line ---------------------------------------------------------------------------------------

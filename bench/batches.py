@@ -1,0 +1,73 @@
+"""Tokens per second of many ragged prompts decoded together, over those of the same prompts one by one.
+
+    python bench/batches.py --target DIR --draft DIR --prompts FILE --out bench/results/batches.json
+
+For each draft and each way of drafting, and without a draft, `--batch` prompts spread over the file: all at once and
+one after the other, in the same run, after one pass that is not counted. Greedy; a stop token ends an answer, so some
+end early.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from fledge.decode.engine import load
+from fledge.eval.environment import environment
+from fledge.eval.metrics import tau
+from fledge.eval.prompts import read_prompts
+from fledge.eval.run import first_prompt
+from fledge.jobs.options import dtype_named, write_json
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", nargs="+", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/batches.json"))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default=None)
+    options = parser.parse_args()
+    target = load(options.target, device=options.device, dtype=dtype_named(options.dtype)).target
+    prompts = [first_prompt(p) for p in read_prompts(options.prompts, options.batch)]
+    rows = []
+    for draft in options.draft:
+        for mode in (None, "tree"):
+            engine = load(target, draft, mode=mode, nodes=options.nodes, width=options.width)
+            rows += [measure(engine, prompts, Path(draft).parent.name, speculate=True, options=options)]
+    rows += [measure(engine, prompts, "", speculate=False, options=options)]
+    record = {"environment": environment(target.device.type, str(target.dtype)), "rows": rows}
+    record["prompt_tokens"] = [len(engine.template.prompt_ids(p)) for p in prompts]
+    write_json(options.out, record)
+
+
+def measure(engine, prompts, draft: str, *, speculate: bool, options: argparse.Namespace) -> dict:
+    asked = dict(max_new_tokens=options.max_new_tokens, speculate=speculate)
+    engine.generate_all(prompts, batch=options.batch, **(asked | {"max_new_tokens": 8}))
+    made, speeds = {}, {}
+    for batch in (1, options.batch):
+        began = time.perf_counter()
+        made[batch] = engine.generate_all(prompts, batch=batch, **asked)
+        speeds[batch] = sum(len(c.tokens) for c in made[batch]) / (time.perf_counter() - began)
+    one, many = made[1], made[options.batch]
+    row = {
+        "draft": draft or None, "mode": engine.mode if speculate else None, "batch": options.batch,
+        "tau": tau([c.trace for c in many]), "tokens": sum(len(c.tokens) for c in many),
+        "tokens_per_s_alone": speeds[1], "tokens_per_s": speeds[options.batch],
+        "times": speeds[options.batch] / speeds[1],
+        "identical": sum(a.tokens == b.tokens for a, b in zip(one, many, strict=True)), "prompts": len(prompts),
+    }  # fmt: skip
+    print(
+        f"{draft or 'no draft':12} {row['mode'] or '-':9} {speeds[1]:.0f} tokens/s alone, {row['tokens_per_s']:.0f} "
+        f"together, {row['times']:.1f} times; {row['identical']} of {row['prompts']} the same",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Times a training step of a P-EAGLE draft, forward and backward, on long rows.
+
+    python bench/peagle_step.py --out bench/results/peagle_step.json
+    python bench/peagle_step.py --shape tiny --device cpu --tokens 512      # a dry run anywhere
+
+Llama-3.1-8B's shape as in train_step.py, with four layers, K = 8 depths and a retention of 0.8, as P-EAGLE's paper
+trains it: one document of T tokens, every one supervised, every slot scored. Features and final hidden states are
+given. Time is the median of `--repeats` steps; memory is the peak above weights and inputs, gradients included.
+"""
+
+import argparse
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from train_step import SHAPES, row_of, seconds
+
+from fledge.config import DraftConfig
+from fledge.eval.environment import environment
+from fledge.jobs.options import write_json
+from fledge.models.draft import Draft
+from fledge.train.cod import DropTokens
+from fledge.train.objective import Ways, ttt_queued
+from fledge.types import Features
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/peagle_step.json"))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 20_480, 32_768])
+    parser.add_argument("--slots", type=int, default=4096, help="slots in flight")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if options.device != "cpu":
+        torch.set_num_threads(1)
+    record = {"environment": environment(options.device, "bfloat16"), "shape": SHAPES[options.shape], "rows": []}
+    record |= {"layers": options.layers, "depth": options.depth, "rate": options.rate}
+    for tokens in options.tokens:
+        for recompute in (False, True):
+            row = measure(tokens, recompute, options)
+            record["rows"].append(row)
+            print(row, flush=True)
+            write_json(options.out, record)
+
+
+def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
+    device, dtype = options.device, torch.bfloat16
+    impl = "eager" if device == "cpu" else "triton"
+    ways = Ways(impl, impl, impl, options.slots, recompute and impl == "triton", 512)
+    torch.manual_seed(0)
+    config = DraftConfig(**SHAPES[options.shape], num_hidden_layers=options.layers, method="peagle", mask_token_id=0)
+    config = replace(config, vocab_size=config.draft_vocab_size)  # a target that says the draft's words alone
+    E, V = config.hidden_size, config.vocab_size
+    with torch.device(device):
+        draft = Draft(config).to(dtype)
+        for p in draft.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
+        draft.share(table)
+        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
+    packed, drop = row_of(tokens, 1.0, V), DropTokens(options.rate, 0.2, "0")
+
+    def step():
+        draft.zero_grad(set_to_none=True)
+        return ttt_queued(
+            draft, packed, features, lambda x: x @ head.T, steps=options.depth, gamma=1.0, keep_unseen=True,
+            drop=drop, ways=ways,
+        )  # fmt: skip
+
+    gpu = device != "cpu"
+    row = {"T": tokens, "ways": asdict(ways)}
+    before = torch.cuda.memory_allocated() if gpu else 0
+    try:
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            first = step().count()
+        took = statistics.median(seconds(step, device) for _ in range(options.repeats))
+    except torch.OutOfMemoryError:
+        return row | {"error": "out of memory"}
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else float("nan")
+    return row | {"ms": took * 1e3, "gib": gib, "slots": first.live_K.tolist(), "loss": first.loss.item()}
+
+
+if __name__ == "__main__":
+    main()
