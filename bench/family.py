@@ -70,12 +70,13 @@ def main() -> None:
         found = list(pool.map(reached, options.methods, [options] * len(options.methods)))
     rows = [row for _, mine in found for row in mine]
     target = load(options.target, device=options.device).target
+    dtype = str(target.dtype).removeprefix("torch.")
+    record = {"environment": environment(target.device.type, dtype), "training": [t for t, _ in found], "rows": rows}
+    print(*record["training"], sep="\n", flush=True)
     for row in rows:
         row |= timed(Way(**{k: row[k] for k in Way.__dataclass_fields__}), target, options)
         print(show(row), flush=True)
-    dtype = str(target.dtype).removeprefix("torch.")
-    record = {"environment": environment(target.device.type, dtype), "training": [t for t, _ in found], "rows": rows}
-    write_json(options.out, record)
+        write_json(options.out, record)
 
 
 def split(options: argparse.Namespace) -> None:
@@ -126,8 +127,9 @@ def reached(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]
     data = [str(options.work / "data" / f"{name}.jsonl") for name in ("sgd_train", "gsm8k_train", "stories")]
     asked = train.TrainOptions(
         target=options.target, data=data, out=str(options.work / method), method=method, depth=DEPTH,
-        steps=options.steps, draft_vocab=None if method == "eagle1" else 4096, max_length=512, row_length=8192, save_every=10**6,
-        eval_prompts=str(options.work / "data" / "sgd_dev.jsonl"), eval_tokens=1, device=options.device,
+        steps=options.steps, draft_vocab=None if method == "eagle1" else 4096, max_length=512, row_length=8192,
+        save_every=10**6, eval_prompts=str(options.work / "data" / "sgd_dev.jsonl"), eval_tokens=1,
+        device=options.device,
     )  # fmt: skip
     last = train.run(asked, lambda line: None, show)
     lines = [json.loads(line) for line in (options.work / method / "metrics.jsonl").read_text().splitlines()]

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--mixed-seconds", type=float, default=150)
     parser.add_argument("--lr", type=float, default=None)
     parser.add_argument("--limit", type=int, default=16, help="prompts of each of the six sets")
+    parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, which is quicker")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
 
@@ -88,6 +89,7 @@ def measure(options: argparse.Namespace, draft: Path, sets: tuple[str, ...]) -> 
                 target=str(options.target), draft=[str(draft)], limit=32 if dialogues else options.limit,
                 prompts=[str((options.chats if dialogues else options.prompts) / f"{name}.jsonl")],
                 max_new_tokens=64 if dialogues else 128, device=options.device, dtype="float32",
+                batch=options.batch,
             ),
             Show(quiet=True),
         )  # fmt: skip

@@ -114,10 +114,36 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
     assert more.code == 0, more.err
 
 
+def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
+    steps = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu --eval-every 2 --eval-tokens 4".split()
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--method", "peagle"]
+    went = fledge(*words, "--out", tmp_path / "run", *steps, "--layers", 2, "--cod-rate", 0.6, "--eval-prompts",
+                  made / "prompts.jsonl")  # fmt: skip
+    assert went.code == 0, went.err
+    assert "stands for words not known yet" in went.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["tau_slots"] >= 1 and "tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
+    assert lines[-1]["eval_tau"] >= 1
+    draft = tmp_path / "run" / "draft"
+    shown = fledge("inspect", draft, "--target", made / "target")
+    assert shown.code == 0 and "A P-EAGLE draft" in shown.out and "parallel_drafting" in shown.out
+    asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
+    for mode in ([], ["--draft-mode", "parallel"], ["--draft-mode", "tree", "--tree-nodes", 12]):
+        together = fledge(*asked, "--draft", draft, *mode)
+        assert together.code == 0 and together.out == fledge(*asked).out, together.err
+    refused = fledge(*asked, "--draft", draft, "--draft-mode", "chain")
+    assert refused.code == 2 and "use --draft-mode parallel or tree" in refused.err
+    more = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", draft]
+    went = fledge(*more, "--out", tmp_path / "more", *steps)
+    assert went.code == 0, went.err
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1"),
+        (["--method", "peagle", "--depth", 1], "it is at least 2"),
+        (["--method", "peagle", "--cod-rate", 1.5], "rate 1.5 and least 0.2 are shares"),
+        (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
         (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
         (["--feature-noise", 0.5, "--init-from"], "--fc-bias and --feature-noise are EAGLE-1's"),
@@ -166,6 +192,10 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)
+    batched = json.loads(fledge(*words, "--json", "--batch", 3).out)
+    assert batched["identical"] == 3 and batched["batch"] == 3 and "baseline_over_transformers" not in batched
+    assert (batched["tau"], batched["alpha"]) == (record["tau"], record["alpha"])
+    assert "--batch 0 decodes nothing" in fledge(*words, "--batch", 0).err
     both = ["--draft-mode", "chain", "--draft-mode", "tree", "--prompts", made / "more.jsonl"]
     (made / "more.jsonl").write_text((made / "prompts.jsonl").read_text().splitlines()[1] + "\n")
     several = json.loads(fledge(*words, "--json", *both).out)
