@@ -9,7 +9,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m demo.run
 
 test: $(VENV)/installed lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -238,7 +238,7 @@ def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     assert found.code == 2 and "changed the output" in found.err
 
 
-def test_regenerate_answers_in_the_targets_words_and_resumes(made, fledge, tmp_path):
+def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge, tmp_path):
     out = tmp_path / "own.jsonl"
     words = [
         "regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 4,
@@ -254,6 +254,19 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, fledge, tmp_p
     alone = fledge("generate", "--target", made / "target", "--prompt", rows[0]["messages"][0]["content"],
                    "--max-new-tokens", 8)  # fmt: skip
     assert alone.out.rstrip("\n") == rows[0]["messages"][1]["content"].rstrip("\n")
+    for more in (["--draft", draft], ["--batch", 1]):
+        again = tmp_path / "again.jsonl"
+        assert fledge(*words[:-1], again, *more).code == 0
+        assert [json.loads(line)["messages"] for line in again.read_text().splitlines()] == [
+            r["messages"] for r in rows
+        ]
+        again.unlink()
+    sampled = [*words[:-1], tmp_path / "sampled.jsonl", "--temperature", 1]
+    assert fledge(*sampled).code == 0
+    whole = (tmp_path / "sampled.jsonl").read_text()
+    assert whole != out.read_text()
+    (tmp_path / "sampled.jsonl").write_text(whole[: len(whole) // 2])
+    assert fledge(*sampled).code == 0 and (tmp_path / "sampled.jsonl").read_text() == whole
 
 
 def _broken_json(made, tmp_path):
