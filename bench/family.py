@@ -73,7 +73,8 @@ def main() -> None:
     dtype = str(target.dtype).removeprefix("torch.")
     record = {"environment": environment(target.device.type, dtype), "training": [t for t, _ in found], "rows": rows}
     print(*record["training"], sep="\n", flush=True)
-    for row in rows:
+    # those that compare methods first
+    for row in sorted(rows, key=lambda r: (r["depth"] != DEPTH or r["nodes"] not in (0, 32), r["temperature"])):
         row |= timed(Way(**{k: row[k] for k in Way.__dataclass_fields__}), target, options)
         print(show(row), flush=True)
         write_json(options.out, record)

@@ -110,15 +110,16 @@ def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways:
         assert step.live_K.tolist() == [k.numel() for k in kept]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("slots", [None, 7])
-def test_triton_layers_train_it_too(slots: int | None) -> None:
+def test_triton_layers_train_it_too(slots: int | None, recompute: bool) -> None:
     needs_triton()
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2, "0")
     features, found = target.features(row), {}
     for layers in ("eager", "triton"):
-        ways = Ways("eager", layers, layers, slots)
+        ways = Ways("eager", layers, layers, slots, recompute)
         step = ttt(draft, row, features, target.logits, steps=3, gamma=1.0, drop=drop, ways=ways)
         found[layers] = gradients(draft, step.loss)
     assert_same_gradients(found["triton"], found["eager"], 1e-3)
@@ -279,6 +280,7 @@ def test_on_a_gpu() -> None:
     model = tiny_target(tokenizer=False, hidden_size=64, head_dim=16).model.to("cuda")
     target = Target(model, None)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE).to("cuda")
+    draft.share(target.embedding)
     row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2, "0")
     features, found = target.features(row), {}
     for impl in ("eager", "flex", "triton"):

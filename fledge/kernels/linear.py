@@ -72,23 +72,24 @@ class SharedProducts:
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, onto, x, *weights):
-        ctx.save_for_backward(x, *weights)
+        ctx.weights = weights  # themselves: what torch saves for a checkpointed pass are copies without `grad`
+        ctx.save_for_backward(x)
         if onto is not None:
             return (torch.addmm(onto, x, weights[0].T),)
         return tuple(x @ w[:, : x.shape[1]].T for w in weights)
 
     @staticmethod
     def backward(ctx, *dys):
-        x, *weights = ctx.saved_tensors
-        dx = _collect(dys, x, weights, 0, ctx.needs_input_grad[1])
-        return dys[0] if ctx.needs_input_grad[0] else None, dx, *(None for _ in weights)
+        (x,) = ctx.saved_tensors
+        dx = _collect(dys, x, ctx.weights, 0, ctx.needs_input_grad[1])
+        return dys[0] if ctx.needs_input_grad[0] else None, dx, *(None for _ in ctx.weights)
 
 
 class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shared, _asks, rows, y, *weights):
-        ctx.shared = shared
-        ctx.save_for_backward(rows, y, *weights)
+        ctx.shared, ctx.weights = shared, weights
+        ctx.save_for_backward(rows, y)
         made = (shared.made[shared.place(w)].index_select(0, rows) for w in weights)
         return tuple(m.addmm_(y, w[:, shared.width :].T) for m, w in zip(made, weights, strict=True))
 
@@ -96,8 +97,8 @@ class _Beside(torch.autograd.Function):
     def backward(ctx, *dys):
         from fledge.kernels.elementwise import add_rows_
 
-        rows, y, *weights = ctx.saved_tensors
-        shared = ctx.shared
+        rows, y = ctx.saved_tensors
+        shared, weights = ctx.shared, ctx.weights
         for dy, weight in zip(dys, weights, strict=True):
             add_rows_(shared.totals[shared.place(weight)], rows, dy)
         dy = _collect(dys, y, weights, shared.width, ctx.needs_input_grad[3])

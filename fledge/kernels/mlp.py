@@ -32,14 +32,16 @@ class _SwiGLU(torch.autograd.Function):
         from fledge.kernels.elementwise import silu_times
 
         g, u = x @ gate.T, x @ up.T
-        ctx.save_for_backward(x, gate, up, down, *(() if recompute else (g, u)))
+        ctx.weights = gate, up, down  # themselves: what torch saves for a checkpointed pass are copies without `grad`
+        ctx.save_for_backward(x, *(() if recompute else (g, u)))
         return torch.addmm(onto, silu_times(g, u), down.T)
 
     @staticmethod
     def backward(ctx, dy):
         from fledge.kernels.elementwise import silu_times_backward_
 
-        x, gate, up, down, *made = ctx.saved_tensors
+        x, *made = ctx.saved_tensors
+        gate, up, down = ctx.weights
         g, u = made or (x @ gate.T, x @ up.T)
         dg, du, a = silu_times_backward_(g, u, dy @ down)
         for weight, of_output, of_input in ((down, dy, a), (gate, dg, x), (up, du, x)):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fledge.config import DraftConfig
+from fledge.kernels.any_length import any_length
 from fledge.kernels.transfer import to_device
 
 
@@ -126,7 +127,8 @@ class DraftCache:
         if S not in self.masks:
             mask = self._mask(S)
             self.masks[S] = None if mask is None else mask.repeat(1, self.groups, 1)[:, None]
-        out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=self.masks[S])
+        with any_length(q.device):
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=self.masks[S])
         return out.unflatten(2, (self.groups, S)).permute(0, 3, 1, 2, 4).reshape(q_MHd.shape)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, default_aux_layers
+from fledge.kernels.any_length import any_length
 from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
@@ -153,7 +154,7 @@ class Target:
         return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
 
     def _run_decoder(self, token_T: Tensor, position_T: Tensor) -> Features:
-        with self._captured(self.aux_layers) as held:
+        with self._captured(self.aux_layers) as held, any_length(self.device):
             self.decoder(input_ids=token_T[None], position_ids=position_T[None], use_cache=False)
         return self._features(held, self.aux_layers)
 
@@ -195,10 +196,11 @@ class Target:
         if len(cache.lengths) > 1 or (tree is not None and tree.parent_BN is not None):
             inputs |= self._placed(tree or Tree(token_BN, None, token_BN.shape[1] - 1), cache)
         if not features:
-            logits = self.model(**inputs).logits
+            with any_length(self.device):
+                logits = self.model(**inputs).logits
             return (logits[:, -1:] if last_only else logits), None
         layers = self.aux_layers if layers is None else layers
-        with self._captured(layers) as held:
+        with self._captured(layers) as held, any_length(self.device):
             logits = self.model(**inputs).logits
         return (logits[:, -1:] if last_only else logits), self._features(held, layers)
 

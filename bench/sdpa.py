@@ -1,0 +1,56 @@
+"""What attention at ever new lengths costs, by torch's own choice of backend and without cuDNN's.
+
+    python bench/sdpa.py --out bench/results/sdpa.json
+
+One query of 32 heads over 8, of 128 dimensions, bf16, over keys that grow by one a call, as in decoding; the same
+with a mask, over a batch of 16. Milliseconds a call, host included, over the first 60 lengths and over the same
+lengths again.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from fledge.eval.environment import environment
+from fledge.jobs.options import write_json
+from fledge.kernels.any_length import BACKENDS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/sdpa.json"))
+    options = parser.parse_args()
+    record = {"environment": environment("cuda", "bfloat16"), "rows": []}
+    for batch, masked, start in ((1, False, 200), (16, True, 400), (1, True, 600)):
+        own = {"batch": batch, "masked": masked, "torch's choice_ms": measure(batch, masked, start)}
+        with sdpa_kernel(BACKENDS):
+            own["without cuDNN_ms"] = measure(batch, masked, start)
+        record["rows"].append(own)
+        print(own, flush=True)
+    write_json(options.out, record)
+
+
+def measure(batch: int, masked: bool, start: int) -> dict[str, float]:
+    q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(batch, 32, 1000, 128, device="cuda", dtype=torch.bfloat16)
+
+    def over(lengths: range) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for n in lengths:
+            mask = torch.zeros(batch, 1, 1, n, device="cuda", dtype=torch.bfloat16) if masked else None
+            F.scaled_dot_product_attention(q, keys[:, :, :n], keys[:, :, :n], attn_mask=mask)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / len(lengths)
+
+    over(range(10, 13))
+    lengths = range(start, start + 60)
+    return {"first": over(lengths), "again": over(lengths)}
+
+
+if __name__ == "__main__":
+    main()
