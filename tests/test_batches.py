@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, SLIDING, Remembers, assert_same, exact_target, prompts
 from test_trees import SHAPES, good_pair
 
+from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Drafter
@@ -118,6 +119,18 @@ def test_any_prompts(asked: list[list[int]], batch: int, new: int, tree: bool) -
     options = dict(max_new_tokens=new)
     for a, b in zip(engine.generate_all(asked, batch=batch, **options), alone(engine, asked, **options), strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("most", [1, 20, 40])
+def test_prompts_are_read_together_and_apart(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many go into one pass; and one that says one token alone leaves at once."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, depth=3)
+    monkeypatch.setattr(batch_module, "PREFILL", most)
+    asked = [[7], *asked, [8], [9, 10]]
+    together = engine.generate_all(asked, batch=5, max_new_tokens=6)
+    assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=6)]
+    assert all(len(c.tokens) == 1 for c in engine.generate_all(asked, batch=5, max_new_tokens=1))
 
 
 def test_neighbours_do_not_matter() -> None:

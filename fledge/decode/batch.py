@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.types import Round, Tree
 
+PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
+
 
 class Batch:
     """The requests that are `running`, and the caches they share. Without a proposer a round is one token, by the same
@@ -28,37 +31,49 @@ class Batch:
         self.running: list[Request] = []
 
     def enter(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Reads each prompt alone and yields its request with the first token committed, which is no round. Those that
-        are not over then run with the others."""
-        entering, caches, slots = [], [self.cache] if self.running else [], []
-        for request in requests:
-            cache, first = self._prefill(request)
-            yield request
-            if not request.over:
-                entering.append(request)
-                caches.append(cache)
-                slots.append(first)
-        if self.proposer is not None:
-            self.proposer.admit(slots)
-        if entering:
-            self.running += entering
-            self.cache = caches[0]
-            self.cache.append(caches[1:])
+        """Reads prompts, several in a pass, and yields each request with its first token committed, which is no round.
+        Those that are not over then run with the others."""
+        while requests:
+            together = self._fit(requests)
+            cache, slots = self._prefill(requests[:together])
+            yield from requests[:together]
+            staying = [i for i, request in enumerate(requests[:together]) if not request.over]
+            if staying:
+                if len(staying) < together:
+                    cache.select(staying)
+                if self.proposer is not None:
+                    self.proposer.admit([slots[i] for i in staying])
+                if self.running:
+                    self.cache.append([cache])
+                else:
+                    self.cache = cache
+                self.running += [requests[i] for i in staying]
+            requests = requests[together:]
 
-    def _prefill(self, request: Request) -> tuple[TargetCache, tuple[int, list[int], Tensor] | None]:
-        """The prompt's cache, and what the proposer is to take in of it: all but the last slot, which the first round
+    @staticmethod
+    def _fit(requests: Sequence[Request]) -> int:
+        """How many of the first are read in one pass: at least one."""
+        longest = itertools.accumulate((len(r.prefix) for r in requests), max)
+        return max(1, sum(n * most <= PREFILL for n, most in enumerate(longest, start=1)))
+
+    def _prefill(self, requests: Sequence[Request]) -> tuple[TargetCache, list[tuple[int, list[int], Tensor]]]:
+        """The prompts' cache, and what the proposer is to take in of each: all but the last slot, which the first round
         begins with."""
-        request.began = time.perf_counter()
-        cache, ids = TargetCache(), torch.tensor([request.prefix], device=self.target.device)
-        drafts = self.proposer is not None
-        logits, features = self.target.forward(ids, cache, features=drafts, layers=self.layers, last_only=True)
-        first = None
-        if drafts:
-            aux_RAD = self.proposer.draft.reads(features)
-            first, request.aux_RAD = (request.number, request.prefix[1:], aux_RAD[:-1]), aux_RAD[-1:]
-        request.commit(accept_walk([request.chooser], [request.prefix], [()], logits)[0])
-        request.done.trace.t_prefill = time.perf_counter() - request.began
-        return cache, first
+        began, drafts = time.perf_counter(), self.proposer is not None
+        prefixes = [r.prefix for r in requests]
+        logits_BV, features, cache = self.target.prefill(prefixes, features=drafts, layers=self.layers)
+        slots = []
+        for request, of_prompt in zip(requests, features, strict=False):
+            aux_RAD = self.proposer.draft.reads(of_prompt)
+            slots.append((request.number, request.prefix[1:], aux_RAD[:-1]))
+            request.aux_RAD = aux_RAD[-1:]
+        choosers = [r.chooser for r in requests]
+        first = accept_walk(choosers, prefixes, [()] * len(requests), logits_BV[:, None])
+        for request, tokens in zip(requests, first, strict=True):
+            request.began = began
+            request.commit(tokens)
+            request.done.trace.t_prefill = time.perf_counter() - began
+        return cache, slots
 
     def round(self) -> None:
         """One verification: commits to every request what it accepts of its draft, and the target's own next token."""

@@ -37,17 +37,17 @@ class Drafter:
     def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
         """Adds requests, each its number and its first slots: the token after each, and its target features
         [R, A, D]; there may be none."""
-        caches = []
-        for number, tokens, aux_RAD in requests:
-            self.numbers.append(number)
-            caches.append(DraftCache(self.draft.config, self.draft.device, self.draft.dtype))
-            if tokens:
-                self._take(caches[-1], [tokens], [aux_RAD], 0)
-        if self.cache is not None:
-            caches.insert(0, self.cache)
-        if caches:
-            self.cache = caches[0]
-            self.cache.append(caches[1:])
+        if not requests:
+            return
+        numbers, tokens, aux = zip(*requests, strict=True)
+        cache = DraftCache(self.draft.config, self.draft.device, self.draft.dtype, len(requests))
+        if any(tokens):
+            self._take(cache, tokens, aux, 0)
+        if self.cache is None:
+            self.cache = cache
+        else:
+            self.cache.append([cache])
+        self.numbers += numbers
         nothing = self.drafted_BN.new_full((len(requests), self.drafted_BN.shape[1]), -1)
         self.drafted_BN = torch.cat([self.drafted_BN, nothing])
 
@@ -80,7 +80,7 @@ class Drafter:
         draft, counts = self.draft, [len(t) for t in tokens]
         B, most = len(counts), max(counts)
         rows = torch.tensor([[*t, *[0] * (most - len(t))] for t in tokens])
-        last = torch.tensor(counts)[:, None] - 1
+        last = torch.tensor(counts)[:, None].clamp_min(1) - 1  # where there are none, what comes out is not looked at
         token_BR, last_B1 = to_device([rows, last], draft.device)
         aux = [a.to(draft.device, draft.dtype) for a in aux]
         aux_BRAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)

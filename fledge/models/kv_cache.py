@@ -45,13 +45,13 @@ class DraftCache:
     Rolling back is setting `scratch` to zero: later writes overwrite.
     """
 
-    def __init__(self, config: DraftConfig, device: torch.device, dtype: torch.dtype, capacity: int = 256):
+    def __init__(
+        self, config: DraftConfig, device: torch.device, dtype: torch.dtype, requests: int = 1, capacity: int = 256
+    ):
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, capacity, config.head_dim)
+        shape = (config.num_hidden_layers, 2, requests, config.num_key_value_heads, capacity, config.head_dim)
         self.buffer = torch.zeros(shape, device=device, dtype=dtype)
-        self.length_B = torch.zeros(1, dtype=torch.int64, device=device)
-        self.lengths = [0]
-        self.scratch = 0
+        self.set_lengths([0] * requests)
 
     @property
     def longest(self) -> int:
@@ -189,6 +189,11 @@ class TargetCache(Cache):
         assert extra >= 0, (extra, length)
         if extra:
             self.crop(-extra)
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Of several prompts that were read side by side from their beginnings, keeps the tokens of each."""
+        if len(lengths) > 1:
+            self._hold(list(lengths))
 
     @torch.inference_mode()
     def open(self, n: int) -> Tensor:

@@ -204,6 +204,31 @@ class Target:
             logits = self.model(**inputs).logits
         return (logits[:, -1:] if last_only else logits), self._features(held, layers)
 
+    @torch.inference_mode()
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, features: bool = True, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features], TargetCache]:
+        """Reads prompts in one pass, the shorter ones filled up at their ends, which nothing before sees. Returns the
+        logits after each, [B, V], each one's features if asked, of the layers named, and a cache of them all."""
+        lengths, cache = [len(p) for p in prompts], TargetCache()
+        most = max(lengths)
+        ids = torch.tensor([[*p, *[0] * (most - len(p))] for p in prompts], device=self.device)
+        ends = sorted(set(lengths))  # only after these a prompt's logits are wanted
+        inputs = dict(input_ids=ids, past_key_values=cache, use_cache=True)
+        if self._one_logit:
+            at = [n - 1 for n in ends]
+            inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
+        with self._captured(layers or ()) as held, any_length(self.device):
+            logits = self.model(**inputs).logits
+        place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
+        logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
+        cache.settle(lengths)
+        if not features:
+            return logits_BV, [], cache
+        whole = self._features(held, layers or ())
+        parts = zip(whole.aux_TAD.split(most), whole.last_TD.split(most), lengths, strict=True)
+        return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts], cache
+
     def _placed(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
         """Positions and masks of trees' nodes after what is in the cache; a mask for each kind of layer."""
         ancestors, lengths = tree.ancestors(), cache.lengths
