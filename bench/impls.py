@@ -54,7 +54,8 @@ def main() -> None:
         record["rows"].append(row)
         print(f"{impl:7} seed {seed}: τ {row['tau']:.3f}, loss {row['loss']:.4f}, {speed:,.0f} tokens/s", flush=True)
         write_json(options.out, record)
-    means = {impl: mean_and_error(record["rows"], impl) for impl in options.impls} if len(options.seeds) > 1 else {}
+    several = [impl for impl in options.impls if sum(r["impl"] == impl for r in record["rows"]) > 1]
+    means = {impl: mean_and_error(record["rows"], impl) for impl in several}
     record["means"] = means
     record["agree"] = {f"{a} and {b}": agree(means[a], means[b]) for a, b in itertools.combinations(means, 2)}
     write_json(options.out, record)

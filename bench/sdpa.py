@@ -2,8 +2,9 @@
 
     python bench/sdpa.py --out bench/results/sdpa.json
 
-One query of 32 heads over 8, of 128 dimensions, bf16, over keys that grow by one a call, as in decoding; the same
-with a mask, over a batch of 16. Milliseconds a call, host included, over the first 60 lengths and over the same
+One query of 32 heads of 128 dimensions, bf16, over keys that grow by one a call, as in decoding (with keys repeated
+for heads that share them, as transformers has it under a mask); alone, with a mask over a batch of 16, and alone with
+one. Milliseconds a call, host included, over the first 60 lengths and over the same
 lengths again.
 """
 

@@ -6,6 +6,7 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
     D target hidden             E draft hidden         V target vocabulary         W draft vocabulary
     H query heads               G key-value heads      d head dimension            L cache length
     N nodes of a draft tree, its root included          B requests decoded together
+    R tokens a request has accepted, the most of any    M rows of all requests, one's after the other's
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether draft tokens are drawn."""
+        return self.draft == "sample" and not self.greedy
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,13 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     return draft
 
 
+def on_device(target: Target, draft: Draft) -> None:
+    """Moves a pair to the GPU where there is one: there Triton compiles, and takes nothing of the CPU's."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target.model.to(device), draft.to(device)
+    fit(draft, target)
+
+
 def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
     """Random tokens with the given [start, end) spans."""
     tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)

@@ -18,6 +18,7 @@ from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Drafter
+from fledge.models import kv_cache
 from fledge.models.kv_cache import DraftCache, GrowingLayer, TargetCache
 from fledge.models.target import Target
 from fledge.types import Sampling
@@ -131,6 +132,26 @@ def test_prompts_are_read_together_and_apart(most: int, monkeypatch: pytest.Monk
     together = engine.generate_all(asked, batch=5, max_new_tokens=6)
     assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=6)]
     assert all(len(c.tokens) == 1 for c in engine.generate_all(asked, batch=5, max_new_tokens=1))
+
+
+@pytest.mark.parametrize("way", ["chain", "tree, unstable"])
+def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it took is given back while the others go on, and their words stay the same."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, **WAYS[way])
+    monkeypatch.setattr(kv_cache, "LEAST", 8)
+    seen, dismiss = [], Batch.dismiss
+
+    def watched(self: Batch) -> None:
+        dismiss(self)
+        if self.running:
+            seen.append((self.cache.layers[0].room[0].shape[-2], self.proposer.cache.buffer.shape[-2]))
+
+    monkeypatch.setattr(Batch, "dismiss", watched)
+    asked = [[5] * 400, *asked, *asked]
+    together = engine.generate_all(asked, batch=4, max_new_tokens=12)
+    assert max(seen)[0] > 400 and seen[-1][0] < 200 and seen[-1][1] < 250
+    assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=12)]
 
 
 def test_neighbours_do_not_matter() -> None:

@@ -11,6 +11,8 @@ import torch
 from conftest import tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
+from fledge.models.target import load_target
+
 TRAIN = "--max-length 64 --row-length 128 --steps 3 --depth 3 --draft-vocab 200 --device cpu".split()
 
 
@@ -128,11 +130,15 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
     shown = fledge("inspect", draft, "--target", made / "target")
     assert shown.code == 0 and "A P-EAGLE draft" in shown.out and "parallel_drafting" in shown.out
     asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
-    for mode in ([], ["--draft-mode", "parallel"], ["--draft-mode", "tree", "--tree-nodes", 12]):
+    for mode in ([], ["--draft-mode", "parallel"], ["--draft-mode", "chain"], ["--draft-mode", "tree"]):
         together = fledge(*asked, "--draft", draft, *mode)
         assert together.code == 0 and together.out == fledge(*asked).out, together.err
-    refused = fledge(*asked, "--draft", draft, "--draft-mode", "chain")
-    assert refused.code == 2 and "use --draft-mode parallel or tree" in refused.err
+    with_all = tmp_path / "all.jsonl"
+    mask = json.loads((draft / "config.json").read_text())["mask_token_id"]
+    word = load_target(made / "target").tokenizer.decode([mask])
+    with_all.write_text(json.dumps({"text": f"the young bird {word} and the nest"}) + "\n")
+    refused = fledge("train", "--target", made / "target", "--data", with_all, "--init-from", draft, *steps[:-4])
+    assert refused.code == 2 and "as a word not known yet" in refused.err, refused.err
     more = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", draft]
     went = fledge(*more, "--out", tmp_path / "more", *steps)
     assert went.code == 0, went.err
@@ -142,7 +148,8 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
     ("flags", "reason"),
     [
         (["--method", "peagle", "--depth", 1], "it is at least 2"),
-        (["--method", "peagle", "--cod-rate", 1.5], "rate 1.5 and least 0.2 are shares"),
+        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
+        (["--cod-rate", 0.5], "are P-EAGLE's"),
         (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
         (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
@@ -203,6 +210,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     assert several["chain prompts"]["tau"] == record["tau"] and several["tree more"]["mode"] == "tree"
     for more, reason in (
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
+        (["--draft-mode", "chain", "--draft-mode", "parallel"], "is for drafts of P-EAGLE"),
         (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
         (["--draft", tmp_path / "none"], "holds no config.json"),
         (["--prompts", made / "prompts.jsonl"], "two would have one name"),
@@ -254,7 +262,9 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     alone = fledge("generate", "--target", made / "target", "--prompt", rows[0]["messages"][0]["content"],
                    "--max-new-tokens", 8)  # fmt: skip
     assert alone.out.rstrip("\n") == rows[0]["messages"][1]["content"].rstrip("\n")
-    for more in (["--draft", draft], ["--batch", 1]):
+    kwargs = ["--template-kwargs", '{"enable_thinking": false}']  # as the draft's chats were rendered
+    assert fledge(*words[:-1], tmp_path / "none.jsonl", "--batch", 0).code == 2
+    for more in (["--draft", draft, *kwargs], ["--batch", 1]):
         again = tmp_path / "again.jsonl"
         assert fledge(*words[:-1], again, *more).code == 0
         assert [json.loads(line)["messages"] for line in again.read_text().splitlines()] == [
@@ -265,7 +275,7 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     assert fledge(*sampled).code == 0
     whole = (tmp_path / "sampled.jsonl").read_text()
     assert whole != out.read_text()
-    (tmp_path / "sampled.jsonl").write_text(whole[: len(whole) // 2])
+    (tmp_path / "sampled.jsonl").write_text("".join(whole.splitlines(keepends=True)[:3]))
     assert fledge(*sampled).code == 0 and (tmp_path / "sampled.jsonl").read_text() == whole
 
 

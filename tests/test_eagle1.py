@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import document, live_by_definition, needs_triton, row_of, tiny_draft, tiny_target
+from conftest import document, live_by_definition, needs_triton, on_device, row_of, tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 from test_lossless import assert_same, both, prompts
 from torch import Tensor
@@ -96,6 +96,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 def test_triton_layers_train_it_too() -> None:
     needs_triton()
     target, draft = pair(torch.float32)
+    on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)
     features, found = target.features(row), {}
     for layers in ("eager", "triton"):

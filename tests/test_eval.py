@@ -65,13 +65,14 @@ def engine():
 
 
 def test_gaps_are_those_of_the_tokens_chosen(engine):
-    """The gap at each token is the difference of the two best logits there, whatever the width they are fed in."""
+    """The gap at each token is the difference of the two best logits there, whatever the width they are fed in, and
+    beside however many."""
     prefix = engine.template.prompt_ids("the young bird")
     done = engine.generate("the young bird", max_new_tokens=9, speculate=False)
     logits = engine.target.model(torch.tensor([prefix + done.tokens])).logits[0, len(prefix) - 1 : -1]
     top = logits.topk(2, dim=-1).values
-    for width in (1, 4):
-        gaps = _gaps(engine, prefix, done.tokens, width, Chooser(Sampling()))
+    for width, batch in ((1, 1), (4, 1), (1, 3), (4, 3)):
+        gaps = _gaps(engine, prefix, done.tokens, width, batch, Chooser(Sampling()))
         torch.testing.assert_close(gaps, (top[:, 0] - top[:, 1]).double(), rtol=1e-3, atol=1e-4)
 
 
@@ -81,7 +82,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
     prefix = engine.template.prompt_ids("the young bird")
-    ties, noise = _near_ties(engine, [0], [prefix], [wrong], [right], sampling)
+    ties, noise = _near_ties(engine, [0], [prefix], [wrong], [right], sampling, 1)
     assert ties == 0 and noise is not None
 
 
@@ -91,5 +92,5 @@ def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
 
     gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
     monkeypatch.setattr(run, "_gaps", lambda *a: next(gaps))
-    ties, noise = _near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling())
+    ties, noise = _near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), 1)
     assert ties == 1 and noise == pytest.approx(1e-6)

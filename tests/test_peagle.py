@@ -15,6 +15,7 @@ from conftest import (
     document,
     layouts,
     needs_triton,
+    on_device,
     propose_one,
     row_of,
     tiny_draft,
@@ -116,6 +117,7 @@ def test_triton_layers_train_it_too(slots: int | None, recompute: bool) -> None:
     needs_triton()
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
+    on_device(target, draft)
     row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2, "0")
     features, found = target.features(row), {}
     for layers in ("eager", "triton"):
@@ -166,7 +168,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
 
 def test_shares_that_are_none() -> None:
     for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="shares"):
+        with pytest.raises(ValueError, match="no shares"):
             DropTokens(rate, least)
 
 
@@ -259,8 +261,7 @@ def test_a_chain_is_the_tree_one_wide() -> None:
 
 def test_ways_that_do_not_fit() -> None:
     target, draft, _ = pair()
-    with pytest.raises(ValueError, match="drafts in one pass; use --draft-mode parallel or tree"):
-        Engine(target, draft, mode="chain")
+    assert Engine(target, draft, mode="chain").mode == "parallel", "its chain comes of one pass"
     with pytest.raises(ValueError, match="leave --draft-cache out"):
         Engine(target, draft, stable=False)
     with pytest.raises(ValueError, match="parallel is for drafts of P-EAGLE"):
@@ -277,10 +278,9 @@ def test_on_a_gpu() -> None:
         engine = Engine(target, copy.deepcopy(draft).to("cuda"), **way)
         for done, prompt in zip(engine.generate_all(asked, batch=3, max_new_tokens=20), asked, strict=True):
             assert_same(done, engine.generate(prompt, max_new_tokens=20, speculate=False))
-    model = tiny_target(tokenizer=False, hidden_size=64, head_dim=16).model.to("cuda")
-    target = Target(model, None)
-    draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE).to("cuda")
-    draft.share(target.embedding)
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
+    on_device(target, draft)
     row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2, "0")
     features, found = target.features(row), {}
     for impl in ("eager", "flex", "triton"):

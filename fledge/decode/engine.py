@@ -47,8 +47,20 @@ def check_drafting(
         raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
     if mode == "tree" and (nodes < 2 or width < 1):
         raise ValueError(f"a tree of {nodes} nodes, {width} wide, drafts nothing; 2 nodes and a width of 1 are least")
-    if mode == "tree" and sampling is not None and sampling.draft == "sample" and not sampling.greedy:
-        raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need --draft-mode chain")
+    if mode == "tree" and sampling is not None and sampling.draws:
+        raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need a chain, leave tree out")
+
+
+def mode_of(method: str, mode: str | None, stable: bool) -> str:
+    """The way of drafting that a method's draft has: its own where none is asked for. P-EAGLE's chain comes of one
+    pass. Raises ValueError for a way that it has not."""
+    if method == "peagle" and not stable:
+        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; leave --draft-cache out")
+    if method == "peagle":
+        return "tree" if mode == "tree" else "parallel"
+    if mode == "parallel":
+        raise ValueError("--draft-mode parallel is for drafts of P-EAGLE; use chain or tree")
+    return mode or "chain"
 
 
 class Engine:
@@ -82,7 +94,7 @@ class Engine:
         self.stable = stable
         self.target, self.draft = target, draft
         if draft is not None:
-            self._check_method(draft)
+            self.mode = mode_of(draft.config.method, mode, stable)
             fit(draft, target)
             self.layers = target.aux_layers  # another engine may have the target read others
             target.check_rollback()
@@ -91,16 +103,6 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
-
-    def _check_method(self, draft: Draft) -> None:
-        if self.mode is None:
-            self.mode = "parallel" if draft.peagle else "chain"
-        if draft.peagle and self.mode == "chain":
-            raise ValueError("a P-EAGLE draft drafts in one pass; use --draft-mode parallel or tree")
-        if not draft.peagle and self.mode == "parallel":
-            raise ValueError("--draft-mode parallel is for drafts of P-EAGLE; use chain or tree")
-        if draft.peagle and not self.stable:
-            raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; leave --draft-cache out")
 
     @property
     def verified(self) -> int:
@@ -130,26 +132,29 @@ class Engine:
         prompts: Sequence[Prompt],
         *,
         batch: int | None = None,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
         speculate: bool = True,
-        request: int = 0,
-        **options: Any,
+        request: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Decodes many prompts, at most `batch` together (None: 16, or one by one where the target keeps requests apart
-        no other way); where one ends, the next takes its place. Each answer is what
-        the prompt alone would get, as request number `request`, + 1, + 2 .., with logits processors of its own, copies
-        of those given, since they may remember what they saw. Other options are those of `stream`.
-        Raises ValueError, before any is decoded, where a prompt is empty or does not fit."""
+        no other way); where one ends, the next takes its place. Each answer is what the prompt alone would get, as
+        request number `request`, + 1, + 2 .. (or those given), with logits processors of its own, copies of those
+        given, since they may remember what they saw. Other options are those of `stream`. Raises ValueError, before any
+        is decoded, where a prompt is empty or does not fit."""
         if batch is not None and batch < 1:
             raise ValueError(f"a batch of {batch} decodes nothing; 1 is least")
         if batch != 1 and (refusal := self._refusal):
             if batch:
                 raise ValueError(refusal)
             batch = 1
-        sampling = options.pop("sampling", None) or Sampling()
+        sampling = sampling or Sampling()
+        numbers = range(request, request + len(prompts)) if isinstance(request, int) else request
         requests = []
-        for i, prompt in enumerate(prompts):
+        for number, prompt in zip(numbers, prompts, strict=True):
             own = replace(sampling, processors=copy.deepcopy(sampling.processors))
-            requests.append(self._request(prompt, request + i, sampling=own, **options))
+            requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
         for asked in self._decode(requests, batch or BATCH, speculate):
             asked.say()
         for asked in requests:

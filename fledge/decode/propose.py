@@ -83,11 +83,11 @@ class Drafter:
         last = torch.tensor(counts)[:, None].clamp_min(1) - 1  # where there are none, what comes out is not looked at
         token_BR, last_B1 = to_device([rows, last], draft.device)
         aux = [a.to(draft.device, draft.dtype) for a in aux]
-        aux_BRAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
+        aux_MAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
         cache.reserve(most + room)
         slot_BR = cache.open(most, last_B1)
         asked = (last_B1 + torch.arange(0, B * most, most, device=draft.device)[:, None]).flatten()
-        out = draft.step(token_BR.flatten(), draft.fuse(aux_BRAD), slot_BR.flatten(), cache.attend, rows=asked)
+        out = draft.step(token_BR.flatten(), draft.fuse(aux_MAD), slot_BR.flatten(), cache.attend, rows=asked)
         cache.set_lengths([n + r for n, r in zip(cache.lengths, counts, strict=True)])
         return token_BR.gather(1, last_B1)[:, 0], out
 
@@ -105,7 +105,6 @@ class ChainProposer(Drafter):
     ):  # fmt: skip
         super().__init__(draft, stable)
         self.depth, self.sampling, self.confidence = depth, sampling, confidence
-        self.draws = sampling.draft == "sample" and not sampling.greedy
 
     @torch.inference_mode()
     def propose(
@@ -141,12 +140,12 @@ class ChainProposer(Drafter):
         N = token_BN.shape[1]
         count_B = [n or N for n in count_B]
         self.drafted_BN = torch.tensor([[-1, *range(n - 2), *[-1] * (N - n + 1)] for n in count_B])
-        drawn = [torch.stack(q[: n - 1]) for q, n in zip(qs, count_B, strict=True)] if self.draws else None
+        drawn = [torch.stack(q[: n - 1]) for q, n in zip(qs, count_B, strict=True)] if self.sampling.draws else None
         return Tree(token_BN, None, N - 1, count_B, drawn)
 
     def _choose(self, logits_BW: Tensor, positions: Sequence[int], qs: list[list[Tensor]]) -> Tensor:
         """The next draft ids, int64 [B]; where they are drawn, their distributions are added to `qs`."""
-        if not self.draws:
+        if not self.sampling.draws:
             return logits_BW.argmax(-1)
         drawn = []
         for number, logits_W, position, q in zip(self.numbers, logits_BW, positions, qs, strict=True):
@@ -343,7 +342,7 @@ class ParallelProposer(ParallelDrafter):
         """As `ChainProposer.propose`."""
         root_B, logits_BKW = self.pass_over(tokens, aux)
         q_BKW = None
-        if self.sampling.draft == "sample" and not self.sampling.greedy:
+        if self.sampling.draws:
             scores = logits_BKW.double() / self.sampling.temperature
             drawn = [
                 [gumbel_argmax(row, (self.sampling.seed, number, length + 1 + k, DRAFT)) for k, row in enumerate(mine)]

@@ -15,7 +15,6 @@ from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import TargetCache
 from fledge.types import Sampling, without_processors
 
 LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
@@ -46,7 +45,9 @@ def evaluate(
     with_draft, without, ids = both.made[True], both.made[False], both.ids
     differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
     promised = sampling.greedy or sampling.draft == "greedy"
-    ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling) if promised else (0, None)
+    ties, noise = (0, None)
+    if promised:
+        ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling, batch)
     record = {
         "tau": tau([c.trace for c in with_draft]),
         "alpha": alpha([c.trace for c in with_draft]),
@@ -57,7 +58,8 @@ def evaluate(
         "batch_noise": noise,
         "prompts": len(ids),
         **_loops(with_draft),
-        "round": _round_split(engine, with_draft, without),
+        # together, a request's time is that of others' prompts too
+        "round": _round_split(engine, with_draft, without) if batch == 1 else None,
         "sampling": asdict(without_processors(sampling)),
         "max_new_tokens": max_new_tokens,
         "batch": batch,
@@ -172,8 +174,10 @@ def _round_split(engine: Engine, with_draft: list[Completion], without: list[Com
 
 def _bytes_drafting(draft: Draft) -> tuple[int, int]:
     """Bytes of the weights that are read once a round, and for every token drafted: EAGLE-3's fc joins what the target
-    said, EAGLE-1's every token; the head that EAGLE-1 borrows is read like one of its own."""
+    said, EAGLE-1's every token; the head that EAGLE-1 borrows is read like one of its own; P-EAGLE has one pass."""
     whole, fc = _bytes_read(draft), draft.fc.weight.numel() * draft.fc.weight.element_size()
+    if draft.peagle:
+        return whole, 0
     return (0, whole + draft.head.numel() * draft.head.element_size()) if draft.eagle1 else (fc, whole - fc)
 
 
@@ -191,33 +195,41 @@ def _near_ties(
     with_draft: list[Completion],
     without: list[Completion],
     sampling: Sampling,
+    batch: int,
 ) -> tuple[int, float | None]:
     """How many first differences are ties within the noise that another batch shape makes, and that noise.
 
     The noise is the largest change of the gap between the two best-ranked tokens when the same text goes through the
-    target one token at a time and in rounds, over all the text on which both runs agree.
+    target one token at a time and in rounds, and where several prompts were decoded together alone and beside as many,
+    over all the text on which both runs agree.
     """
     gaps, noise = [], 0.0
     for i in differing:
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
-        one, many = (
-            _gaps(engine, ids[i], b[: agreed + 1], width, Chooser(sampling, i)) for width in (1, engine.verified)
-        )
-        noise = max(noise, float((one - many).abs().max()))
-        gaps.append(float(one[agreed]))
+        shapes = {(1, batch), (engine.verified, batch), (1, 1)}
+        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, Chooser(sampling, i)) for shape in sorted(shapes)]
+        noise = max(noise, *(float((found[0] - other).abs().max()) for other in found[1:]))
+        gaps.append(min(float(gap[agreed]) for gap in found))
     return sum(gap <= noise for gap in gaps), noise if differing else None
 
 
 @torch.inference_mode()
-def _gaps(engine: Engine, prefix: list[int], tokens: list[int], width: int, chooser: Chooser) -> torch.Tensor:
-    """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time. float64."""
-    cache, device = TargetCache(), engine.target.device
-    logits = [engine.target.forward(torch.tensor([prefix], device=device), cache, features=False, last_only=True)[0]]
+def _gaps(
+    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, chooser: Chooser
+) -> torch.Tensor:
+    """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time, in each of
+    `batch` equal requests. float64."""
+    target = engine.target
+    first, _, cache = target.prefill([prefix] * batch, features=False)
+    logits, done = [first[:1]], len(prefix)
     for at in range(0, len(tokens) - 1, width):
-        piece = torch.tensor([tokens[at : min(at + width, len(tokens) - 1)]], device=device)
-        logits.append(engine.target.forward(piece, cache, features=False)[0])
-    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits, dim=1)[0])]
+        piece = tokens[at : min(at + width, len(tokens) - 1)]
+        ids = torch.tensor([piece] * batch, device=target.device)
+        logits.append(target.forward(ids, cache, features=False)[0][0])
+        cache.keep([done] * batch, [range(len(piece))] * batch)
+        done += len(piece)
+    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
     return top[:, 0] - top[:, 1]
 

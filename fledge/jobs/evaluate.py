@@ -31,7 +31,7 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     """One record, or {what tells it from the others: record} for several drafts, modes or prompts files."""
     from pathlib import Path
 
-    from fledge.decode.engine import check_drafting
+    from fledge.decode.engine import check_drafting, mode_of
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
     from fledge.jobs.options import write_json
@@ -52,8 +52,8 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         check_drafting(mode, options.confidence, options.tree_nodes, options.tree_width, sampling)
     if options.batch < 1:
         raise ValueError(f"--batch {options.batch} decodes nothing; 1 is least")
-    for draft in options.draft:
-        read_draft_config(draft)
+    for draft, mode in itertools.product(options.draft, modes):
+        mode_of(read_draft_config(draft).method, mode, options.draft_cache == "stable")
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
     varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
     records: dict[str, Any] = {}
@@ -100,11 +100,14 @@ def table(record: dict[str, Any], show: Callable[[Any], None]) -> None:
 
 
 def _sentences(r: dict[str, Any]) -> list[str]:
-    split = r["round"]
-    lines = [
-        f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
-        f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what the "
-        f"bytes of its weights do, the speedup would be {split['ceiling']:.2f}.",
+    lines = []
+    if split := r["round"]:
+        lines.append(
+            f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
+            f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what "
+            f"the bytes of its weights do, the speedup would be {split['ceiling']:.2f}."
+        )
+    lines += [
         f"{r['not_looping']} of {r['prompts']} answers do not loop; τ on those {r['tau_not_looping']:.2f}.",
     ]
     if r["identical"] is None:
@@ -118,6 +121,11 @@ def _sentences(r: dict[str, Any]) -> list[str]:
         )
     else:
         lines.append("Every output is identical, token for token.")
+    if r["batch"] > 1:
+        lines.append(
+            f"{r['batch']} prompts were decoded together, with the draft and without; only --batch 1 is compared with "
+            "transformers' own generate, and shows the parts of a round."
+        )
     if "baseline_over_transformers" in r:
         ratio = r["baseline_over_transformers"]
         lines.append(f"The baseline runs at {ratio:.2f} of transformers' own generate.")

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from fledge.decode.engine import Engine
 
 
-BATCH = 32
-
-
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions:
     """Have the target answer the data's prompts itself, for training on its own words."""
@@ -31,7 +28,7 @@ class RegenerateOptions:
     prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64)
     temperature: float = opt("0 is greedy", 0.0)
     top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
-    batch: int | None = opt("records answered together (default: 32, or each alone where the target must)", None)
+    batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
     limit: int | None = opt("at most this many records", None)
     template_kwargs: str | None = opt("JSON passed to the chat template", None)
     seed: int = opt("of sampling", 0)
@@ -40,12 +37,15 @@ class RegenerateOptions:
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes one line a record, in order; killed at any moment, the same command goes on after the last whole batch."""
+    """Writes one line a record, in order; killed at any moment, the same command goes on after the last whole line."""
     from fledge.data.read import read_records
-    from fledge.decode.engine import load
+    from fledge.data.template import ChatTemplate
+    from fledge.decode.engine import BATCH, load
 
     if not options.data:
         raise ValueError("give --data FILE")
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch {options.batch} answers nothing; 1 is least")
     records = read_records(options.data, options.seed)[: options.limit]
     out = Path(options.out)
     done = _finished(out, records)
@@ -54,17 +54,17 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         return
     if done:
         say(f"going on with {out} after {done:,} of {len(records):,} records")
-    engine = load(
-        options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype),
-        template_kwargs=template_kwargs(options.template_kwargs),
-    )  # fmt: skip
-    together = options.batch or BATCH
+    engine = load(options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype))
+    # what is asked does not depend on what the draft was trained with
+    kwargs = template_kwargs(options.template_kwargs)
+    engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
+    together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
     cut = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as f, progress.counting("answering", len(records), done) as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, start << 20)
+            rows, unfinished = _answer(batch, engine, options, start)
             cut += unfinished
             f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             f.flush()
@@ -89,18 +89,18 @@ def _finished(out: Path, records: list[Record]) -> int:
 
 
 def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, request: int
+    batch: list[Record], engine: Engine, options: RegenerateOptions, start: int
 ) -> tuple[list[dict[str, Any]], int]:
     """Answers every assistant turn anew, each behind the target's own earlier answers. Returns rows, answers cut.
-    Requests are numbered from `request` on, so that a resumed run draws as an unbroken one does."""
+    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one."""
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
-    def answers(prompts: list[list[int]], first: int) -> list[tuple[str, bool]]:
+    def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
         done = engine.generate_all(
-            prompts, batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
-            request=request + first * len(batch),
+            list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
+            request=[((start + i) << 20) + turn for i in prompts],
         )  # fmt: skip
         return [(c.text, c.finish == "length") for c in done]
 
@@ -108,7 +108,7 @@ def _answer(
     rows: list[dict[str, Any]] = [{"source": r.where} for r in batch]
     cut = 0
     prompts = {i: template.prompt_ids(r.text)[: options.prompt_tokens] for i, r in enumerate(batch) if r.text}
-    for i, (text, unfinished) in zip(prompts, answers(list(prompts.values()), 0), strict=True):
+    for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
         rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
         cut += unfinished
     waiting = {i: list(r.messages) for i, r in enumerate(batch) if r.messages}
@@ -120,9 +120,8 @@ def _answer(
                 del waiting[i]
         if not waiting:
             break
-        asked = list(waiting)
-        ids = [template.prompt_ids(told[i], tools=batch[i].tools, where=batch[i].where) for i in asked]
-        for i, (text, unfinished) in zip(asked, answers(ids, turn), strict=True):
+        asked = {i: template.prompt_ids(told[i], tools=batch[i].tools, where=batch[i].where) for i in waiting}
+        for i, (text, unfinished) in zip(asked, answers(asked, turn), strict=True):
             told[i].append({"role": "assistant", "content": text})
             waiting[i].pop(0)
             cut += unfinished

@@ -55,8 +55,10 @@ class TrainOptions:
     layers: int = opt("decoder layers of the draft", 1)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
-    cod_rate: float = opt("P-EAGLE: depth d trains this share, to the power d, of the slots that are live there", 0.8)
-    cod_least: float = opt("P-EAGLE: but no smaller share than this", 0.2)
+    cod_rate: float | None = opt(
+        "P-EAGLE: depth d trains this share, to the power d, of the slots that are live there (default: 0.8)", None
+    )
+    cod_least: float | None = opt("P-EAGLE: but no smaller share than this (default: 0.2)", None)
     feature_noise: float = opt(
         "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0
     )
@@ -201,13 +203,24 @@ def _method(options: TrainOptions) -> str:
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
     if method == "peagle" and options.depth < 2:
         raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
-    DropTokens(options.cod_rate, options.cod_least)
+    if method != "peagle" and (options.cod_rate is not None or options.cod_least is not None):
+        raise ValueError("--cod-rate and --cod-least are P-EAGLE's; use --method peagle")
+    try:
+        DropTokens(*_drop(options))
+    except ValueError as e:
+        raise ValueError(f"--cod-rate and --cod-least: {e}") from e
     if method == "eagle1" and (options.draft_vocab or options.aux_layers or options.train_embeddings):
         raise ValueError(
             "EAGLE-1 reads the target's last state and has its embedding and all its words: leave --draft-vocab, "
             "--aux-layers and --train-embeddings out"
         )
     return method
+
+
+def _drop(options: TrainOptions) -> tuple[float, float]:
+    return (
+        0.8 if options.cod_rate is None else options.cod_rate, 0.2 if options.cod_least is None else options.cod_least
+    )  # fmt: skip
 
 
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
@@ -273,6 +286,12 @@ def _draft(
     if options.init_from:
         draft = load_draft(options.init_from)
         draft.config = draft.config.with_provenance(**known)
+        mask = draft.config.mask_token_id
+        if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
+            raise ValueError(
+                f"the data holds token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}), which this draft "
+                "reads as a word not known yet; train a new one"
+            )
         if options.train_embeddings and draft.embed_tokens is None:
             raise ValueError("--train-embeddings cannot be added to a draft that reads the target's; train a new one")
         if draft.embed_tokens is not None:
@@ -310,7 +329,7 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
     return Schedule(
         steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=1.0 if draft.peagle else options.gamma,
         depth=1 if draft.eagle1 else options.depth, noise=options.feature_noise, seed=options.seed,
-        drop=(options.cod_rate, options.cod_least) if draft.peagle else None,
+        drop=_drop(options) if draft.peagle else None,
         kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
         weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
         eval_every=options.eval_every, save_every=options.save_every,

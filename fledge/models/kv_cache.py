@@ -17,18 +17,25 @@ from fledge.config import DraftConfig
 from fledge.kernels.any_length import any_length
 from fledge.kernels.transfer import to_device
 
+LEAST = 256  # slots of a room
 
-def join(rooms: Sequence[Tensor]) -> Tensor:
-    """Rooms [.., B, G, C, d] of several caches in one, each as long as the longest."""
-    if len(rooms) == 1:
-        return rooms[0]
+
+def join(rooms: Sequence[Tensor], needed: int) -> Tensor:
+    """Rooms [.., B, G, C, d] of several caches in one, of twice the slots that are needed: a long sequence's room does
+    not outlast it."""
     *lead, _, G, _, d = rooms[0].shape
-    whole = rooms[0].new_zeros(*lead, sum(r.shape[-4] for r in rooms), G, max(r.shape[-2] for r in rooms), d)
+    whole = rooms[0].new_zeros(*lead, sum(r.shape[-4] for r in rooms), G, max(2 * needed, LEAST), d)
     at = 0
     for room in rooms:
-        whole[..., at : at + room.shape[-4], :, : room.shape[-2], :] = room
+        slots = min(room.shape[-2], whole.shape[-2])
+        whole[..., at : at + room.shape[-4], :, :slots, :] = room[..., :slots, :]
         at += room.shape[-4]
     return whole
+
+
+def chosen(room: Tensor, at: Tensor, needed: int) -> Tensor:
+    """Some of the rooms [.., B, G, C, d], of at most twice the slots that are needed."""
+    return room[..., : max(2 * needed, LEAST), :].index_select(-4, at)
 
 
 def move(room: Tensor, from_BR: Tensor, to_BR: Tensor) -> None:
@@ -46,12 +53,13 @@ class DraftCache:
     """
 
     def __init__(
-        self, config: DraftConfig, device: torch.device, dtype: torch.dtype, requests: int = 1, capacity: int = 256
+        self, config: DraftConfig, device: torch.device, dtype: torch.dtype, requests: int = 1, capacity: int = LEAST
     ):
         self.groups = config.num_attention_heads // config.num_key_value_heads
         shape = (config.num_hidden_layers, 2, requests, config.num_key_value_heads, capacity, config.head_dim)
         self.buffer = torch.zeros(shape, device=device, dtype=dtype)
         self.set_lengths([0] * requests)
+        self.reserved = 0  # slots beyond the longest that may hold scratch
 
     @property
     def longest(self) -> int:
@@ -59,6 +67,7 @@ class DraftCache:
 
     def reserve(self, slots: int) -> None:
         """Makes room for so many slots after the longest sequence, keeping what there is."""
+        self.reserved = slots
         if (needed := self.longest + slots) > self.buffer.shape[-2]:
             self.buffer = F.pad(self.buffer, (0, 0, 0, max(needed, 2 * self.buffer.shape[-2]) - self.buffer.shape[-2]))
 
@@ -79,13 +88,13 @@ class DraftCache:
     def select(self, rooms: Sequence[int]) -> None:
         """Keeps these sequences alone, in this order."""
         at = torch.tensor(rooms, device=self.buffer.device)
-        self.buffer = self.buffer.index_select(2, at)
         self.set_lengths([self.lengths[b] for b in rooms])
+        self.buffer = chosen(self.buffer, at, self.longest + self.reserved)
 
     def append(self, others: Sequence[DraftCache]) -> None:
         """Adds the sequences of others after its own."""
-        self.buffer = join([self.buffer, *(o.buffer for o in others)])
         self.set_lengths([*self.lengths, *(n for o in others for n in o.lengths)])
+        self.buffer = join([self.buffer, *(o.buffer for o in others)], self.longest + self.reserved)
 
     def open(self, n: int, asked_BS: Tensor | None = None, seen_BSJ: Tensor | None = None) -> Tensor:
         """Says where the next `n` slots of each sequence go, beyond the scratch, and what they see: the past, or of the
@@ -162,7 +171,7 @@ class GrowingLayer(DynamicLayer):
         if self.room is None:
             self.room = [x.new_zeros(*x.shape[:-2], 0, x.shape[-1]) for x in like]
         if length > (there := self.room[0].shape[-2]):
-            self.room = [F.pad(room, (0, 0, 0, max(2 * length, 256) - there)) for room in self.room]
+            self.room = [F.pad(room, (0, 0, 0, max(2 * length, LEAST) - there)) for room in self.room]
         self.keys, self.values = (room[..., :length, :] for room in self.room)
 
 
@@ -226,17 +235,20 @@ class TargetCache(Cache):
     @torch.inference_mode()
     def select(self, rooms: Sequence[int]) -> None:
         """Keeps these sequences alone, in this order."""
+        lengths = [self.lengths[b] for b in rooms]
         for layer in self.layers:
             at = torch.tensor(rooms, device=layer.keys.device)
-            layer.room = [room.index_select(0, at) for room in layer.room]
-        self._hold([self.lengths[b] for b in rooms])
+            layer.room = [chosen(room, at, max(lengths)) for room in layer.room]
+        self._hold(lengths)
 
     @torch.inference_mode()
     def append(self, others: Sequence[TargetCache]) -> None:
         """Adds the sequences of others after its own."""
+        lengths = [*self.lengths, *(n for o in others for n in o.lengths)]
         for i, layer in enumerate(self.layers):
-            layer.room = [join(rooms) for rooms in zip(layer.room, *(o.layers[i].room for o in others), strict=True)]
-        self._hold([*self.lengths, *(n for o in others for n in o.lengths)])
+            together = zip(layer.room, *(o.layers[i].room for o in others), strict=True)
+            layer.room = [join(rooms, max(lengths)) for rooms in together]
+        self._hold(lengths)
 
     def _hold(self, lengths: list[int]) -> None:
         self._lengths = lengths if len(lengths) > 1 else []

@@ -209,7 +209,8 @@ class Target:
         self, prompts: Sequence[Sequence[int]], *, features: bool = True, layers: Sequence[int] | None = None
     ) -> tuple[Tensor, list[Features], TargetCache]:
         """Reads prompts in one pass, the shorter ones filled up at their ends, which nothing before sees. Returns the
-        logits after each, [B, V], each one's features if asked, of the layers named, and a cache of them all."""
+        logits after each, [B, V], each one's features if asked, of the layers named or else of those chosen, and a
+        cache of them all."""
         lengths, cache = [len(p) for p in prompts], TargetCache()
         most = max(lengths)
         ids = torch.tensor([[*p, *[0] * (most - len(p))] for p in prompts], device=self.device)
@@ -218,14 +219,15 @@ class Target:
         if self._one_logit:
             at = [n - 1 for n in ends]
             inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
-        with self._captured(layers or ()) as held, any_length(self.device):
+        layers = (self.aux_layers if layers is None else layers) if features else ()
+        with self._captured(layers) as held, any_length(self.device):
             logits = self.model(**inputs).logits
         place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
         cache.settle(lengths)
         if not features:
             return logits_BV, [], cache
-        whole = self._features(held, layers or ())
+        whole = self._features(held, layers)
         parts = zip(whole.aux_TAD.split(most), whole.last_TD.split(most), lengths, strict=True)
         return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts], cache
 
@@ -309,13 +311,9 @@ class Target:
         why, lengths = "each node of a tree must see its own path alone", [4, 7][:requests]
         if requests > 1:
             why = "each request must see its own text alone"
-        alone = [TargetCache() for _ in lengths]
-        for t, n, cache in zip(tokens, lengths, alone, strict=True):
-            self.forward(t[None, :n], cache, features=False)
-        cache = alone[0]
-        cache.append(alone[1:])
         drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
         try:
+            _, _, cache = self.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], features=False)
             found, _ = self.forward(drafted, cache, tree=Tree(drafted, parents, 2), features=False)
         except Exception as e:  # a mask of a kind that the model does not take fails as it likes
             raise ValueError(f"{name} cannot verify {_masked(requests)}: {why} ({e}); {_CURE[requests]}") from e

@@ -24,7 +24,9 @@ class DropTokens:
 
     def __post_init__(self) -> None:
         if not (0 < self.rate <= 1 and 0 <= self.least <= 1):
-            raise ValueError(f"rate {self.rate} and least {self.least} are shares, above 0 and at most 1")
+            raise ValueError(
+                f"a rate of {self.rate} and at least {self.least} are no shares: 1 is most, and the rate is above 0"
+            )
 
     def keep(self, row: Packed, live: Sequence[Tensor]) -> list[Tensor]:
         """The slots of each depth that are trained, ascending int64 tensors: all live ones at depth 0; at depth d, of
@@ -41,7 +43,7 @@ class DropTokens:
                 before[kept[-1]] = True
                 pool = pool[before[pool]]
             share = max(self.rate**d, self.least)
-            wanted = (torch.bincount(row.doc_T[live[d]], minlength=documents) * share).long()
+            wanted = (torch.bincount(row.doc_T[live[d]], minlength=documents).double() * share).long()
             shuffled = pool[torch.randperm(pool.numel(), generator=generator)]
             by_document = shuffled[row.doc_T[shuffled].argsort(stable=True)]
             doc = row.doc_T[by_document]

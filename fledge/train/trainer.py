@@ -173,8 +173,9 @@ def _discounted(counts_K: Tensor, gamma: float) -> float:
 def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
     live = total.live_K.clamp_min(1)
     committed, rounds = total.walked
-    # of P-EAGLE's slots too few are trained to walk along: the mean over all of them, which reads higher
-    tau = {"tau": committed / rounds} if rounds else {"tau_slots": 1 + float((total.survive_K / live).sum())}
+    tau = {"tau": committed / max(rounds, 1)}
+    if schedule.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
+        tau = {"tau_slots": 1 + float((total.survive_K / live).sum())}
     return {
         "step": step,
         "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.gamma), 1e-9),
