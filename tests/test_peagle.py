@@ -32,6 +32,7 @@ from torch import Tensor
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
 from fledge.decode.propose import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
+from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.models.weights import load_draft, read_draft_config, save_draft
@@ -125,6 +126,26 @@ def test_triton_layers_train_it_too(slots: int | None, recompute: bool) -> None:
         step = ttt(draft, row, features, target.logits, steps=3, gamma=1.0, drop=drop, ways=ways)
         found[layers] = gradients(draft, step.loss)
     assert_same_gradients(found["triton"], found["eager"], 1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "peagle"])
+def test_every_method_trains_for_every_loss(method: str, kind: str) -> None:
+    """The slots of a few steps down that loss's gradient lose some of it, a few in flight as well as all."""
+    target = tiny_target(tokenizer=False, dtype=torch.float64)
+    steps = 1 if method == "eagle1" else 3
+    draft = tiny_draft(target, method=method, mask_token_id=399 if method == "peagle" else None)
+    row = row_of(DOCUMENTS, filler=5)
+    features, options = target.features(row), dict(steps=steps, kind=kind, keep_unseen=True)
+    step = ttt(draft, row, features, target.logits, **options)
+    whole = gradients(draft, step.loss)
+    parts = gradients(draft, ttt(draft, row, features, target.logits, ways=Ways(slots=5, chunk=4), **options).loss)
+    assert_same_gradients(parts, whole, 1e-10)
+    with torch.no_grad():
+        for name, p in draft.named_parameters():
+            p -= 1e-4 * whole[name] / max(float(whole[name].norm()), 1e-9)
+        after = ttt(draft, row, features, target.logits, **options)
+    assert after.loss < step.loss
 
 
 MUTATIONS = {  # name -> (old, new)
