@@ -21,12 +21,28 @@ from fledge.types import Round, Tree
 PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
 
 
-class Batch:
-    """The requests that are `running`, and the caches they share. Without a proposer a round is one token, by the same
-    chooser, cache and loop: the baseline. `layers` are those that the proposer's draft reads."""
+class NoDrafter:
+    """In a drafter's place where nothing is drafted, so that a round is one token: the baseline, by the same chooser,
+    cache and loop."""
 
-    def __init__(self, target: Target, proposer: Drafter | None, layers: Sequence[int] | None):
+    draft = None
+
+    def admit(self, requests: Sequence[Any]) -> None:
+        """There is nothing to remember."""
+
+    dismiss = admit
+
+    def propose(self, tokens: Sequence[Sequence[int]], aux: Sequence[None], paths: Sequence[Sequence[int]]) -> Tree:
+        """Roots alone."""
+        return Tree(torch.tensor([mine[-1:] for mine in tokens]), None, 0)
+
+
+class Batch:
+    """The requests that are `running`, and the caches they share. `layers` are what the proposer's draft reads."""
+
+    def __init__(self, target: Target, proposer: Drafter | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
+        self.drafts = proposer.draft is not None
         self.cache: TargetCache | None = None
         self.running: list[Request] = []
 
@@ -41,8 +57,7 @@ class Batch:
             if staying:
                 if len(staying) < together:
                     cache.select(staying)
-                if self.proposer is not None:
-                    self.proposer.admit([slots[i] for i in staying])
+                self.proposer.admit([slots[i] for i in staying])
                 if self.running:
                     self.cache.append([cache])
                 else:
@@ -56,17 +71,18 @@ class Batch:
         longest = itertools.accumulate((len(r.prefix) for r in requests), max)
         return max(1, sum(n * most <= PREFILL for n, most in enumerate(longest, start=1)))
 
-    def _prefill(self, requests: Sequence[Request]) -> tuple[TargetCache, list[tuple[int, list[int], Tensor]]]:
+    def _prefill(self, requests: Sequence[Request]) -> tuple[TargetCache, list[tuple[int, list[int], Tensor] | None]]:
         """The prompts' cache, and what the proposer is to take in of each: all but the last slot, which the first round
         begins with."""
-        began, drafts = time.perf_counter(), self.proposer is not None
+        began = time.perf_counter()
         prefixes = [r.prefix for r in requests]
-        logits_BV, features, cache = self.target.prefill(prefixes, features=drafts, layers=self.layers)
-        slots = []
-        for request, of_prompt in zip(requests, features, strict=False):
-            aux_RAD = self.proposer.draft.reads(of_prompt)
-            slots.append((request.number, request.prefix[1:], aux_RAD[:-1]))
-            request.aux_RAD = aux_RAD[-1:]
+        logits_BV, features, cache = self.target.prefill(prefixes, features=self.drafts, layers=self.layers)
+        slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
+        if self.drafts:
+            states = map(self.proposer.draft.reads, features)
+            for i, (request, aux_RAD) in enumerate(zip(requests, states, strict=True)):
+                slots[i] = (request.number, request.prefix[1:], aux_RAD[:-1])
+                request.aux_RAD = aux_RAD[-1:]
         choosers = [r.chooser for r in requests]
         first = accept_walk(choosers, prefixes, [()] * len(requests), logits_BV[:, None])
         for request, tokens in zip(requests, first, strict=True):
@@ -79,32 +95,27 @@ class Batch:
         """One verification: commits to every request what it accepts of its draft, and the target's own next token."""
         target, running = self.target, self.running
         lengths = [len(r.prefix) - 1 for r in running]  # the last token committed is the root
+        fresh, aux, paths = zip(*((r.fresh, r.aux_RAD, r.path) for r in running), strict=True)
         clock = Clock(target.device)
-        tree = self._draft()
+        proposed = self.proposer.propose(fresh, aux, paths)
+        tree = proposed.to(target.device)
         clock.tick()
         logits_BNV, features = target.forward(
-            tree.token_BN, self.cache, tree=tree, features=self.proposer is not None, layers=self.layers
+            tree.token_BN, self.cache, tree=tree, features=self.drafts, layers=self.layers
         )
-        nodes = tree.on_host() if self.proposer is not None else [([r.prefix[-1]], [-1]) for r in running]
+        nodes = proposed.on_host()
         drafted, parents = [tokens[1:] for tokens, _ in nodes], [p[1:] for _, p in nodes]
         committed = self._accept(tree, drafted, logits_BNV, parents)
         paths = [accepted_path(*of) for of in zip(committed, drafted, parents, strict=True)]
         self.cache.keep(lengths, paths)
-        if self.proposer is not None:
-            self._remember(self.proposer.draft.reads(features), paths)
-        times = clock.read() if self.proposer is not None else ()
-        for request, tokens, mine in zip(running, committed, drafted, strict=True):
+        for request, tokens in zip(running, committed, strict=True):
             request.commit(tokens)
-            if self.proposer is not None:
+        if self.drafts:
+            self._remember(self.proposer.draft.reads(features), paths)
+            times = clock.read()
+            for request, tokens, mine in zip(running, committed, drafted, strict=True):
                 longest = len(mine) if tree.parent_BN is None else tree.levels
                 request.done.trace.rounds.append(Round(longest, len(tokens) - 1, *times))
-
-    def _draft(self) -> Tree:
-        running = self.running
-        if self.proposer is None:
-            return Tree(torch.tensor([[r.prefix[-1]] for r in running], device=self.target.device), None, 0)
-        fresh, aux, paths = zip(*((r.fresh, r.aux_RAD, r.path) for r in running), strict=True)
-        return self.proposer.propose(fresh, aux, paths).to(self.target.device)
 
     def _accept(
         self, tree: Tree, drafted: Sequence[Sequence[int]], logits_BNV: Tensor, parents: Sequence[Sequence[int]]
@@ -139,8 +150,7 @@ class Batch:
             self.running = [self.running[b] for b in staying]
             if staying:
                 self.cache.select(staying)
-            if self.proposer is not None:
-                self.proposer.dismiss(staying)
+            self.proposer.dismiss(staying)
 
 
 class Clock:

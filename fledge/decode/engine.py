@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.batch import Batch
+from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.propose import (
     ChainProposer,
     Drafter,
@@ -222,9 +222,11 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
         """Yields a request whenever something was committed to it, until it is over: its reader has it `say` that."""
-        speculate = speculate and self.draft is not None and len(requests) > 0
-        proposer = self._proposer(requests[0].chooser.sampling) if speculate else None
-        together = Batch(self.target, proposer, self.layers if proposer is not None else None)
+        if not requests:
+            return
+        drafts = speculate and self.draft is not None
+        proposer = self._proposer(requests[0].chooser.sampling) if drafts else NoDrafter()
+        together = Batch(self.target, proposer, self.layers if drafts else None)
         waiting = deque(requests)
         while waiting or together.running:
             free = min(batch - len(together.running), len(waiting))
