@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.data.pack import make_row
-from fledge.decode.propose import ChainProposer, ParallelDrafter
+from fledge.decode.parallel import ParallelDrafter
+from fledge.decode.propose import ChainProposer
 from fledge.kernels import ttt_attention
 from fledge.models import target as target_module
 from fledge.models.draft import Draft

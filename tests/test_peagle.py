@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
-from fledge.decode.propose import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
+from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.target import Target

@@ -13,15 +13,8 @@ import torch
 
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
-from fledge.decode.propose import (
-    ChainProposer,
-    Drafter,
-    FixedTreeProposer,
-    ParallelFixedProposer,
-    ParallelProposer,
-    ParallelTreeProposer,
-    TreeProposer,
-)
+from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
+from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
 from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Chooser
