@@ -3,9 +3,9 @@
     python bench/peagle_step.py --out bench/results/peagle_step.json
     python bench/peagle_step.py --shape tiny --device cpu --tokens 512      # a dry run anywhere
 
-Llama-3.1-8B's shape as in train_step.py, with four layers, K = 8 depths and a retention of 0.8, as P-EAGLE's paper
-trains it: one document of T tokens, every one supervised, every slot scored. Features and final hidden states are
-given. Time is the median of `--repeats` steps; memory is the peak above weights and inputs, gradients included.
+Llama-3.1-8B's shape as in train_step.py, with four layers, K = 8 depths and a retention of 0.8: one document of T
+tokens, every one supervised, every slot scored. Features and final hidden states are given. Time is the median of
+`--repeats` steps; memory is the peak above weights and inputs, gradients included.
 """
 
 import argparse
@@ -14,15 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from train_step import SHAPES, row_of, seconds
+from train_step import SHAPES, given, row_of, seconds
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
-from fledge.models.draft import Draft
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Ways, ttt_queued
-from fledge.types import Features
 
 
 def main() -> None:
@@ -56,15 +54,8 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     config = DraftConfig(**SHAPES[options.shape], num_hidden_layers=options.layers, method="peagle", mask_token_id=0)
     config = replace(config, vocab_size=config.draft_vocab_size)  # a target that says the draft's words alone
-    E, V = config.hidden_size, config.vocab_size
-    with torch.device(device):
-        draft = Draft(config).to(dtype)
-        for p in draft.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
-        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share(table)
-        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
-    packed, drop = row_of(tokens, 1.0, V), DropTokens(options.rate, 0.2, "0")
+    draft, features, head = given(config, tokens, device, dtype)
+    packed, drop = row_of(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2, "0")
 
     def step():
         draft.zero_grad(set_to_none=True)

@@ -187,16 +187,8 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     config = DraftConfig(**SHAPES[options.shape])
     if case.teacher == "W":  # a target that says the draft's words alone: its logits are the W columns
         config = replace(config, vocab_size=config.draft_vocab_size)
-    E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
-    with torch.device(device):
-        draft = Draft(config).to(dtype)
-        for p in draft.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
-        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share(table)
-        features = Features(torch.randn(case.tokens, 3, E, dtype=dtype), torch.randn(case.tokens, E, dtype=dtype))
-    draft.set_vocabulary(torch.arange(W) * (V // W))
-    packed = row_of(case.tokens, case.supervised, V)
+    draft, features, head = given(config, case.tokens, device, dtype)
+    packed = row_of(case.tokens, case.supervised, config.vocab_size)
 
     def step():
         draft.zero_grad(set_to_none=True)
@@ -224,6 +216,20 @@ def run(case: Case, options: argparse.Namespace) -> dict:
         "scored": first.scored_K.tolist(),
         "loss": first.loss.item(),
     }
+
+
+def given(config: DraftConfig, tokens: int, device: str, dtype: torch.dtype) -> tuple[Draft, Features, torch.Tensor]:
+    """A draft with random weights, features of so many tokens, and a target's head [V, E]."""
+    E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
+    with torch.device(device):
+        draft = Draft(config).to(dtype)
+        for p in draft.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
+        draft.share(table)
+        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
+    draft.set_vocabulary(torch.arange(W) * (V // W))
+    return draft, features, head
 
 
 class OneRow:
