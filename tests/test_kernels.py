@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from conftest import document, needs_triton, row_of, tiny_draft, tiny_target
 from test_ttt import DOCUMENTS, LossCase, gradients, loss_case, queries_of
 from torch import Tensor
 
+from fledge.config import RopeConfig
 from fledge.kernels import linear
 from fledge.kernels.loss import KINDS
 from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope
-from fledge.kernels.ttt_attention import Queries, ttt_attention, ttt_attention_reference
+from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.models.draft import Draft
+from fledge.models.layers import Rotary
 from fledge.train.objective import Ways, ttt
 from fledge.types import Document, Features, Packed
 
@@ -95,6 +99,27 @@ def test_attention(impl: str, documents: list[Document], steps: int, H: int, G: 
     exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
     for a, b in zip(ours, exact, strict=True):
         assert float((a.double() - b).norm()) <= 1e-5 * max(float(b.norm()), 1.0)
+
+
+def test_steps_that_share_keys() -> None:
+    """What two steps send to one own key is summed; a second backward pass, whose sums are gone, is refused."""
+    row = row_of(DOCUMENTS)
+    live = row.live(3)[1:]
+    at = torch.stack([torch.searchsorted(slots, live[1]).int() for slots in live])
+    queries = [queries_of(row, live[0], 1), replace(queries_of(row, live[1], 2), at_JS=at)]
+    leaves = inputs(row, live[0], [slots.numel() for slots in live], 4, 2, 16, torch.float32)
+    q, k0, v0, *rest = leaves
+    found = {}
+    for attend in (ttt_attention_reference, partial(ttt_attention, impl="triton")):
+        own, loss = OwnSteps(), 0.0
+        for pair, asked in zip(zip(rest[::2], rest[1::2], strict=True), queries, strict=True):
+            own.append(pair)
+            loss = loss + attend(q[: asked.slot_S.numel()], k0, v0, own, on_device(asked)).square().sum()
+        found[attend] = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for a, b in zip(*found.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError, match="came twice"):
+        torch.autograd.grad(loss, leaves)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -202,6 +227,21 @@ def test_rope(H: int, d: int, rotated: int) -> None:
     torch.testing.assert_close(ours, plain)
     weights = torch.randn_like(ours)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, weights)[0] for y in (ours, plain)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frequencies", [3, 8])
+def test_cos_and_sin(frequencies: int, dtype: torch.dtype) -> None:
+    """The kernel against torch, far positions and a scale included."""
+    yarn = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    config = replace(tiny_draft(tiny_target(tokenizer=False)).config, head_dim=2 * frequencies, rope=yarn)
+    rotary, positions = Rotary(config).to(DEVICE), torch.tensor([0, 1, 7, 100_000], device=DEVICE)
+    assert rotary.scale != 1.0
+    plain = rotary(positions, dtype)
+    rotary.impl = "triton"
+    for ours, expected in zip(rotary(positions, dtype), plain, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert rotary(positions[:0], dtype)[0].shape == (0, 1, 2 * frequencies)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -11,7 +11,8 @@ with the values and gradients of `ttt_attention_reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,40 @@ IMPLS = ("eager", "flex", "triton")
 
 # keys of a dense block of the eager way: a block costs its square, each block costs its launches
 BLOCK = {"cpu": 512, "cuda": 2048}
+
+
+class OwnSteps(list[tuple[Tensor, Tensor]]):
+    """The keys and values [P_j, G, d] that slots made at their own steps, in order. One list for all the steps of some
+    slots, each appending its own before it asks, lets the backward pass sum in one place what they send to a key."""
+
+    def __init__(self, steps: Iterable[tuple[Tensor, Tensor]] = ()):
+        super().__init__(steps)
+        self.gradients = OwnGradients()
+
+
+class OwnGradients:
+    """Gradients of own keys and values, each summed where it lies over the steps that read them: the last of those to
+    come back hands them on. (It holds no key: what the backward pass keeps would lead around to itself.)"""
+
+    def __init__(self) -> None:
+        self.readers: Counter[int] = Counter()
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def read(self, steps: int) -> None:
+        """Counts a reader of the first so many steps."""
+        self.readers.update(range(steps))
+
+    def place(self, step: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a step's gradients are summed."""
+        assert self.readers[step], "a backward pass came twice; the sums of the first are gone"
+        if step not in self.sums:
+            self.sums[step] = torch.zeros_like(keys), torch.zeros_like(values)
+        return self.sums[step]
+
+    def done(self, step: int) -> tuple[Tensor | None, Tensor | None]:
+        """Counts a reader that has added its share; of the last, the sums."""
+        self.readers[step] -= 1
+        return (None, None) if self.readers[step] else self.sums.pop(step)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fledge.kernels.ttt_attention import OwnSteps
+
 LOG2E = 1.4426950408889634
 # lengths, and what stands in memory where lengths before it end, are not compiled for
 ANY_LENGTH = dict(do_not_specialize=["S", "T"], do_not_specialize_on_alignment=["at_ptr", "slot_ptr", "first_ptr"])
@@ -239,7 +241,10 @@ def _backward_own(
             p = tl.exp2(tl.sum(q * k, 1) * scale2 - lse)
             dv += p[:, None] * dout
             dk += (p * (tl.sum(dout * v, 1) - delta))[:, None] * q
-        tl.store(own_dk[j] + there, (dk * scale).to(own_dk[j].dtype.element_ty), tile)
+        # no two slots have a key in common, so nothing else adds here
+        dk = dk * scale + tl.load(own_dk[j] + there, mask=tile, other=0.0).to(tl.float32)
+        dv += tl.load(own_dv[j] + there, mask=tile, other=0.0).to(tl.float32)
+        tl.store(own_dk[j] + there, dk.to(own_dk[j].dtype.element_ty), tile)
         tl.store(own_dv[j] + there, dv.to(own_dv[j].dtype.element_ty), tile)
 
 
@@ -260,16 +265,17 @@ def ttt_attention_triton(
     """
     if k0_TGd.shape[1:].numel() * k0_TGd.itemsize % 16:
         raise ValueError(f"{k0_TGd.shape[1]} key heads of size {k0_TGd.shape[2]} are too odd for 'triton'; use 'eager'")
+    own = own if isinstance(own, OwnSteps) else OwnSteps(own)
     keys, values = [k for k, _ in own], [v for _, v in own]
     at_JS, slot_S, first_S = (x.contiguous() for x in (at_JS, slot_S, first_S))
-    return _Attention.apply(q_SHd, k0_TGd, v0_TGd, at_JS, slot_S, first_S, len(own), *keys, *values)
+    return _Attention.apply(q_SHd, k0_TGd, v0_TGd, at_JS, slot_S, first_S, own.gradients, *keys, *values)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k0, v0, at, slot, first, J, *own):
+    def forward(ctx, q, k0, v0, at, slot, first, gradients, *own):
         q, k0, v0, *own = (x.contiguous() for x in (q, k0, v0, *own))
-        (_, H, D), (T, G, _), S = q.shape, k0.shape, slot.numel()
+        (_, H, D), (T, G, _), S, J = q.shape, k0.shape, slot.numel(), len(own) // 2
         out, lse = torch.empty_like(q), q.new_empty((H, S), dtype=torch.float32)
         out[S:].zero_()
         if S:
@@ -278,6 +284,9 @@ class _Attention(torch.autograd.Function):
                 q, *_blocks(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
                 D**-0.5 * LOG2E, H=H, G=G, D=D, BD=_columns(D), J=J, **tiles,
             )  # fmt: skip
+        ctx.gradients = gradients
+        if any(ctx.needs_input_grad):
+            gradients.read(J)
         ctx.save_for_backward(q, k0, v0, at, slot, first, out, lse, *own)
         return out
 
@@ -286,14 +295,14 @@ class _Attention(torch.autograd.Function):
         q, k0, v0, at, slot, first, out, lse, *own = ctx.saved_tensors
         J, dout = len(own) // 2, dout.contiguous()
         (_, H, D), (T, G, _), S = q.shape, k0.shape, slot.numel()
-        dq, dk, dv, delta = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0), torch.empty_like(lse)
+        made = torch.empty_like if S else torch.zeros_like
+        dq, dk, dv, delta = torch.empty_like(q), made(k0), made(v0), torch.empty_like(lse)
         dq[S:].zero_()
-        # a slot of an earlier step that is not asked about here gets no gradient
-        down = [torch.empty_like(x) if x.shape[0] == S else torch.zeros_like(x) for x in own]
+        own_k, own_v = tuple(own[:J]), tuple(own[J:])
+        down = [ctx.gradients.place(j, *pair) for j, pair in enumerate(zip(own_k, own_v, strict=True))]
         if S:
             scales = dict(scale=D**-0.5, scale2=D**-0.5 * LOG2E)
             shape = dict(H=H, G=G, D=D, BD=_columns(D))
-            own_k, own_v = tuple(own[:J]), tuple(own[J:])
             tiles = _tiles(q, "queries")
             _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
                 q, *_blocks(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
@@ -306,11 +315,13 @@ class _Attention(torch.autograd.Function):
                 **scales, **shape, **tiles,
             )  # fmt: skip
             if J:
+                down_k, down_v = zip(*down, strict=True)
                 _backward_own[(triton.cdiv(S, 32), G)](
-                    q, own_k, own_v, at, lse, dout, delta, tuple(down[:J]), tuple(down[J:]), S, **scales, **shape,
-                    J=J, BM=32, num_warps=4,
+                    q, own_k, own_v, at, lse, dout, delta, down_k, down_v, S,
+                    **scales, **shape, J=J, BM=32, num_warps=4,
                 )  # fmt: skip
-        return dq, dk, dv, None, None, None, None, *down
+        down = [ctx.gradients.done(j) for j in range(J)]
+        return dq, dk, dv, None, None, None, None, *(k for k, _ in down), *(v for _, v in down)
 
 
 def _blocks(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:

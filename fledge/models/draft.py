@@ -120,6 +120,7 @@ class Draft(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.accumulates = impl == "triton"
+        self.rotary.impl = impl
         for layer in self.blocks:
             layer.self_attn.impl = layer.mlp.impl = impl
             layer.mlp.recompute = recompute

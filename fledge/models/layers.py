@@ -57,9 +57,14 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.impl = "eager"
 
     def forward(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns (cos, sin), each [S, 1, rotated], computed in float32 and returned in `dtype`."""
+        if self.impl == "triton":
+            from fledge.kernels.elementwise import cos_sin
+
+            return cos_sin(position_S, self.frequencies, self.scale, dtype)
         angle = position_S[:, None].float() * self.frequencies
         angle = torch.cat((angle, angle), dim=-1)[:, None]
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)

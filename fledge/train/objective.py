@@ -22,7 +22,7 @@ from fledge.kernels.linear import rounded
 from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
 from fledge.kernels.precision import at_least_float32
 from fledge.kernels.transfer import to_device
-from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks, ttt_attention
+from fledge.kernels.ttt_attention import BLOCK, OwnSteps, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
 from fledge.models.layers import Layer, Words
 from fledge.train.cod import DropTokens
@@ -96,7 +96,7 @@ def ttt_queued(
         leaves = first.leaves(chunk[0])
         needed, rows = _followed(chunk, row.token_T.numel(), rounds=ways.rounds)
         words = _words(draft, row, needed, rows)
-        hidden = [draft.read(out)[1] for out in _later_steps(draft, row, leaves, chunk, ways, words)]
+        hidden = [read for _, read in _later_steps(draft, row, leaves, chunk, ways, words)]
         last_PD = features.last_TD.index_select(0, *to_device([needed], features.last_TD.device))
         loss, scores, dhidden = loss_and_gradients(
             hidden,
@@ -176,7 +176,7 @@ class Found:
 def ttt_hidden(draft: Draft, row: Packed, features: Features, live: Sequence[Tensor]) -> list[Tensor]:
     """The draft's layer output of every live slot at every step, by the plain way: K tensors [S_k, E]."""
     draft.compute("eager")
-    return _later_steps(draft, row, _FirstPass(draft, row, features, Ways()).made, live, Ways())
+    return [out for out, _ in _later_steps(draft, row, _FirstPass(draft, row, features, Ways()).made, live, Ways())]
 
 
 @dataclass
@@ -308,10 +308,12 @@ def _words(draft: Draft, row: Packed, read: Tensor, rows: Sequence[Tensor]) -> l
 
 def _later_steps(
     draft: Draft, row: Packed, first: _Keys, live: Sequence[Tensor], ways: Ways, words: Sequence[Words] = ()
-) -> list[Tensor]:
-    """Step 0 of the live slots from the last layer on, and all their steps after it: K outputs [S_k, E]."""
-    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
-    out: list[Tensor] = []
+) -> list[tuple[Tensor, Tensor]]:
+    """Step 0 of the live slots from the last layer on, and all their steps after it: of each step the layer's output
+    [S_k, E] and what the head reads of it."""
+    own = [OwnSteps() for _ in draft.blocks]
+    made: list[tuple[Tensor, Tensor]] = []
+    fed_back = first.hidden
     masked = draft.masked() if draft.peagle else None
     for k, plan in enumerate(_plan(row, live, first.start, draft.device, rounds=ways.rounds)):
 
@@ -322,17 +324,18 @@ def _later_steps(
         token = words[k] if words else plan.token_P
         if k == 0:
             last, top = len(draft.blocks) - 1, draft.blocks[-1]
-            x, residual = draft.inputs(last, token, first.hidden.index_select(0, plan.kept_P))
+            x, residual = draft.inputs(last, token, fed_back.index_select(0, plan.kept_P))
             q = top.self_attn.queries(x, draft.rotary(plan.position_P, draft.dtype))
-            out.append(top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual))
+            out = top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual)
         elif masked:
-            out.append(draft.step(*masked, plan.position_P, attend))
+            out = draft.step(*masked, plan.position_P, attend)
         else:
-            fed_back = draft.read(out[-1])[0]
             if live[k].numel() < live[k - 1].numel():
                 fed_back = fed_back.index_select(0, plan.kept_P)
-            out.append(draft.step(token, fed_back, plan.position_P, attend))
-    return out
+            out = draft.step(token, fed_back, plan.position_P, attend)
+        fed_back, read = draft.read(out)
+        made.append((out, read))
+    return made
 
 
 @dataclass(frozen=True)
