@@ -5,7 +5,7 @@
 
 Llama-3.1-8B's shape as in train_step.py, with four layers, K = 8 depths and a retention of 0.8: one document of T
 tokens, every one supervised, every slot scored. Features and final hidden states are given. Time is the median of
-`--repeats` steps; memory is the peak above weights and inputs, gradients included.
+`--repeats` steps, queued one after the other; memory is the peak above weights and inputs, gradients included.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from train_step import SHAPES, given, row_of, seconds
+from train_step import SHAPES, given, in_turn, row_of
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
@@ -72,7 +72,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
             first = step().count()
-        took = statistics.median(seconds(step, device) for _ in range(options.repeats))
+        took = statistics.median(in_turn(step, options.repeats, device))
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else float("nan")

@@ -5,8 +5,9 @@
 
 The default shape is Llama-3.1-8B's draft: hidden size 4096, MLP 14336, 32 heads over 8, V 128,256, W 32,000, K = 7,
 bf16. One document of T tokens; supervised are spans of 256 tokens, evenly spread (all: one span). Features and final
-hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps;
-memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
+hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps, queued
+one after the other; memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots'
+work, K0/V0 and fc.
 
 Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a
 target of the shape with random weights and 32 layers in the same process: its forward pass, full-vocabulary teacher,
@@ -148,8 +149,8 @@ def seconds(work, device: str) -> float:
 
 
 def in_turn(work, repeats: int, device: str) -> list[float]:
-    """Seconds of each of several repeats that the host queues without waiting in between, as it does where the
-    target's pass stands before each: what the host does first is done while the device is busy."""
+    """Seconds of each of several repeats, queued without a wait in between: what the host does first in each is done
+    while the device is busy, as in training, where the target's pass stands before it."""
     if device == "cpu":
         return [seconds(work, device) for _ in range(repeats)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
