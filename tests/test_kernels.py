@@ -17,6 +17,7 @@ from fledge.kernels import linear
 from fledge.kernels.loss import KINDS
 from fledge.kernels.mlp import swiglu_mlp
 from fledge.kernels.rope import apply_rope
+from fledge.kernels.rows import take_rows
 from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.models.draft import Draft
 from fledge.models.layers import Rotary
@@ -227,6 +228,31 @@ def test_rope(H: int, d: int, rotated: int) -> None:
     torch.testing.assert_close(ours, plain)
     weights = torch.randn_like(ours)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, weights)[0] for y in (ours, plain)))
+
+
+@pytest.mark.parametrize("reads", ["both", "norm", "stream"])
+@pytest.mark.parametrize(("N", "E"), [(0, 16), (1, 16), (7, 24), (600, 40)])
+def test_norm_beside_its_stream(N: int, E: int, reads: str) -> None:
+    """Values and gradients of the norm and the stream, whichever of them is read on; more rows than programs."""
+    from fledge.kernels.norm import norm_beside
+
+    x, gain = torch.randn(N, E, device=DEVICE).requires_grad_(), torch.randn(E, device=DEVICE).requires_grad_()
+    weights, found = torch.randn(2, N, E, device=DEVICE), []
+    for out in (norm_beside(x, gain, 1e-3), (torch.nn.functional.rms_norm(x, (E,), gain, 1e-3), x)):
+        wanted = {"both": (0, 1), "norm": (0,), "stream": (1,)}[reads]
+        loss = sum((out[i] * weights[i]).sum() for i in wanted)
+        found.append([*out, *torch.autograd.grad(loss, (x, gain), materialize_grads=True)])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_taken() -> None:
+    """Distinct rows give their gradients back, those beyond them none."""
+    x, rows = torch.randn(9, 4, dtype=torch.float64).requires_grad_(), torch.tensor([7, 2, 3, 3, 3]).int()
+    taken = take_rows(x, rows, 3)
+    assert torch.equal(taken, x[rows.long()])
+    weights = torch.cat((torch.randn(3, 4), torch.zeros(2, 4))).double()
+    assert torch.equal(*(torch.autograd.grad(y, x, weights)[0] for y in (taken, x.index_select(0, rows))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

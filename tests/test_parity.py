@@ -73,7 +73,7 @@ def trained(
         taught = teacher(slice(0, needed))
         for k, slots in enumerate(chunk["live"]):
             for i, slot in enumerate(slots.tolist()):
-                found[slot, k] = (chunk["outs"][k][i], draft.logits(normed[k][i]), taught[rows[k][i]])
+                found[slot, k] = (chunk["outs"][k][0][i], draft.logits(normed[k][i]), taught[rows[k][i]])
         return loss(normed, head, rows, teacher, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as m:
@@ -307,9 +307,9 @@ MUTATIONS = {  # name -> (owner, function, old, new, shape)
     "does not see itself": (ttt_attention, "visible", "key <= queries", "key < queries", "two layers"),
     "sees other documents": (ttt_attention, "visible", "(key >= queries.first_S[rows, None]) &", "", "llama"),
     "past shrinks with k": (objective, "_plan", "Queries(j[0],", "Queries(j[0] - k,", "llama"),
-    "feeds back the normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1])[1]", "llama"),
-    "feeds back the un-normed": (objective, "_later_steps", "draft.read(out[-1])[0]", "out[-1]", "norm_output"),
-    "feeds back nothing": (objective, "_later_steps", "draft.read(out[-1])[0]", "0 * draft.read(out[-1])[0]", "llama"),
+    "feeds back the normed": (objective, "_later_steps", "draft.read(out)", "(draft.read(out)[1],) * 2", "llama"),
+    "feeds back the unnormed": (objective, "_later_steps", "draft.read(out)", "out, draft.read(out)[1]", "norm_output"),
+    "feeds back nothing": (objective, "_later_steps", "draft.read(out)", "0 * out, draft.read(out)[1]", "llama"),
     "masks read their words": (objective, "_later_steps", "*masked,", "token[:1], masked[1],", "p-eagle"),
     "masks at one position": (objective, "_later_steps", "*masked, plan.position_P", ONE_POSITION, "p-eagle"),
     "forgets its own values": (objective, "_later_steps", "(keys, values))", "(keys, 0 * values))", "llama"),

@@ -153,7 +153,7 @@ def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots:
 @pytest.mark.parametrize(
     ("owner", "function", "old", "new"),
     [
-        (objective, "_later_steps", "draft.read(out[-1])[0]", "draft.read(out[-1].detach())[0]"),
+        (objective, "_later_steps", "(out, read))", "(out, read)); fed_back = fed_back.detach()"),
         (objective, "_later_steps", "append((keys, values))", "append((keys.detach(), values))"),
         (objective._FirstPass, "leaves", "cut[2::2]", "[v.detach() for v in cut[2::2]]"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,41 +17,55 @@ from fledge.eval.prompts import EvalPrompt
 from fledge.models.draft import Draft
 from fledge.types import Sampling, without_processors
 
+BASELINE = None  # the way of token by token, beside the engines' names
 LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
 
 
 def evaluate(
-    engine: Engine,
+    engines: Mapping[str, Engine],
     prompts: Sequence[EvalPrompt],
     *,
     sampling: Sampling,
     max_new_tokens: int,
     batch: int = 1,
     advance: Callable[[int], None] = lambda done: None,
-) -> dict[str, Any]:
-    """Every prompt both ways, `batch` of them together; one by one, the two ways take turns at going first. Returns one
-    JSON-ready record. `advance` is told of how many prompts a turn is done.
+) -> dict[str, dict[str, Any]]:
+    """Every prompt by every engine, all of one target, and without a draft, `batch` of them together; one by one, the
+    ways take turns at going first. Returns a JSON-ready record for each engine, all against the same baseline.
+    `advance` is told of how many prompts a turn is done.
 
     Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
     allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
     same run, and is counted under `near_ties` (SPEC: verification is lossless).
     """
+    ways = _AllWays(engines)
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-    warm = [first_prompt(p) for p in prompts[:batch]]
-    for speculate in (True, False):  # first calls pay for memory, threads and kernels
-        engine.generate_all(warm, batch=batch, speculate=speculate, sampling=sampling, max_new_tokens=8)
-    both = _Both()
-    both.decode(engine, prompts, options, batch, advance)
-    with_draft, without, ids = both.made[True], both.made[False], both.ids
+    ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
+    ways.decode(prompts, options, batch, advance)
+    alone = sampling.greedy and batch == 1
+    plain = compare_with_transformers(ways.plain, ways.ids[:4], max_new_tokens) if alone else None
+    records = {}
+    for name, engine in engines.items():
+        records[name] = _record(engine, ways, name, sampling, batch) | {"max_new_tokens": max_new_tokens}
+        if plain is not None:
+            records[name]["baseline_over_transformers"] = plain
+    return records
+
+
+def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
+    with_draft, without, ids = ways.made[name], ways.made[BASELINE], ways.ids
     differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = (0, None)
     if promised:
         ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling, batch)
-    record = {
+    fast, slow = ways.speed(name), ways.speed(BASELINE)
+    return {
         "tau": tau([c.trace for c in with_draft]),
         "alpha": alpha([c.trace for c in with_draft]),
-        **both.speeds(),
+        "tokens_per_s": fast,
+        "baseline_tokens_per_s": slow,
+        "speedup": fast / slow,
         "identical": len(ids) - len(differing) if promised else None,
         "near_ties": ties if promised else None,
         "different": len(differing) - ties if promised else None,
@@ -61,7 +75,6 @@ def evaluate(
         # together, a request's time is that of others' prompts too
         "round": _round_split(engine, with_draft, without) if batch == 1 else None,
         "sampling": asdict(without_processors(sampling)),
-        "max_new_tokens": max_new_tokens,
         "batch": batch,
         **engine.drafting(),
         "target": engine.target.name,
@@ -69,9 +82,6 @@ def evaluate(
         "template_kwargs": engine.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),
     }
-    if sampling.greedy and batch == 1:
-        record["baseline_over_transformers"] = compare_with_transformers(engine, ids[:4], max_new_tokens)
-    return record
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
@@ -97,43 +107,50 @@ def first_prompt(prompt: EvalPrompt) -> Any:
     return _prompt(prompt, ())
 
 
-class _Both:
-    """What was said with the draft (True) and without, the prompts' ids, and the seconds that either way took. A
+class _AllWays:
+    """What was said by each engine and by the baseline, the prompts' ids, and the seconds that each way took. A
     completion's place is its request's number."""
 
-    def __init__(self) -> None:
-        self.made: dict[bool, list[Completion]] = {True: [], False: []}
-        self.seconds = {True: 0.0, False: 0.0}
+    def __init__(self, engines: Mapping[str, Engine]):
+        self.engines = engines
+        self.plain = next(iter(engines.values()))  # any of them, asked without its draft, is the baseline
+        self.made: dict[str | None, list[Completion]] = {way: [] for way in (*engines, BASELINE)}
+        self.seconds = dict.fromkeys(self.made, 0.0)
         self.ids: list[list[int]] = []
 
+    def _generate(self, way: str | None, asked: list[Any], batch: int, options: dict[str, Any]) -> list[Completion]:
+        engine = self.engines.get(way, self.plain)
+        return engine.generate_all(asked, batch=batch, speculate=way is not BASELINE, **options)
+
+    def warm(self, asked: list[Any], options: dict[str, Any], batch: int) -> None:
+        """First calls pay for memory, threads and kernels."""
+        for way in self.made:
+            self._generate(way, asked, batch, options)
+
     def decode(
-        self, engine: Engine, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int,
-        advance: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[int], None]
+    ) -> None:
         """A turn of every prompt, then the next of those that have one, which follows the baseline's answers."""
         answers: list[list[str]] = [[] for _ in prompts]
         for turn in range(max(max(len(p.turns), 1) for p in prompts)):
             asking = [i for i, p in enumerate(prompts) if turn < max(len(p.turns), 1)]
             together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
             for group in (asking[i : i + together] for i in range(0, len(asking), together)):
-                asked = [list(engine.template.prompt_ids(_prompt(prompts[i], answers[i]))) for i in group]
-                fast_first = len(self.ids) % 2 == 0
-                for speculate in (fast_first, not fast_first):
+                asked = [list(self.plain.template.prompt_ids(_prompt(prompts[i], answers[i]))) for i in group]
+                first = len(self.ids) % len(self.made)
+                for way in [*self.made][first:] + [*self.made][:first]:
                     began = time.perf_counter()
-                    done = engine.generate_all(
-                        asked, batch=batch, speculate=speculate, request=len(self.ids), **options
-                    )  # fmt: skip
-                    self.seconds[speculate] += time.perf_counter() - began
-                    self.made[speculate] += done
-                    if not speculate:
-                        for i, completion in zip(group, done, strict=True):
-                            answers[i].append(completion.text)
+                    done = self._generate(way, asked, batch, options | dict(request=len(self.ids)))
+                    self.seconds[way] += time.perf_counter() - began
+                    self.made[way] += done
+                for i, completion in zip(group, self.made[BASELINE][-len(group) :], strict=True):
+                    answers[i].append(completion.text)
                 self.ids += asked
                 advance(sum(turn + 1 == max(len(prompts[i].turns), 1) for i in group))
 
-    def speeds(self) -> dict[str, float]:
-        fast, slow = (sum(len(c.tokens) for c in self.made[way]) / self.seconds[way] for way in (True, False))
-        return {"tokens_per_s": fast, "baseline_tokens_per_s": slow, "speedup": fast / slow}
+    def speed(self, way: str | None) -> float:
+        """Tokens a second."""
+        return sum(len(c.tokens) for c in self.made[way]) / self.seconds[way]
 
 
 def _loops(completions: list[Completion]) -> dict[str, Any]:
@@ -235,22 +252,23 @@ def _gaps(
 
 
 def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:
-    """Vanilla tokens per second over those of transformers' own greedy `generate`, on the same prompts."""
+    """Vanilla tokens per second over those of transformers' own greedy `generate`, on the same prompts, after a short
+    answer that is not timed."""
     target = engine.target
     seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
     greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, repetition_penalty=1.0)
-    for prefix in ids:
+    for i, (prefix, limit) in enumerate([(ids[0], 8), *((prefix, max_new_tokens) for prefix in ids)]):
         inputs = torch.tensor([prefix], device=target.device)
-        for timed in (False, True):
-            began = time.perf_counter()
-            out = target.model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(target.stop_ids) or None, pad_token_id=0, **greedy,
-            )  # fmt: skip
-            n = out.shape[1] - len(prefix)  # counting waits for the device
-            out.cpu()
-            if timed:
-                seconds, tokens = seconds + time.perf_counter() - began, tokens + n
+        began = time.perf_counter()
+        out = target.model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit,
+            eos_token_id=sorted(target.stop_ids) or None, pad_token_id=0, **greedy,
+        )  # fmt: skip
+        n = out.shape[1] - len(prefix)  # counting waits for the device
+        out.cpu()
+        if i == 0:
+            continue
+        seconds, tokens = seconds + time.perf_counter() - began, tokens + n
         done = engine.generate(prefix, speculate=False, max_new_tokens=n)
         own_seconds, own_tokens = own_seconds + done.trace.t_total, own_tokens + len(done.tokens)
     return (own_tokens / own_seconds) / (tokens / seconds)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import DecodeOptions, opt
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(DecodeOptions):
-    """Decode prompts with and without a draft in one run, and report acceptance, speed and identity."""
+    """Decode prompts with a draft, or several, and without in one run; report acceptance, speed and identity."""
 
     draft: list[str] = opt("a draft of it; repeatable, to compare", many=True)
     draft_mode: list[str] = opt(
@@ -56,20 +59,28 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         mode_of(read_draft_config(draft).method, mode, options.draft_cache == "stable")
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
     varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
-    records: dict[str, Any] = {}
+    engines: dict[tuple[str, str | None], Engine] = {}
     target = None
-    for draft, mode in [(draft, mode) for draft in options.draft for mode in modes]:
-        engine = options.engine(draft, mode, target)
-        target = engine.target
-        for name, prompts in sets.items():
-            label = " ".join(itertools.compress((draft, mode, name), varied))
-            with progress.counting(f"decoding {label or name} with and without the draft", len(prompts)) as advance:
-                records[label] = evaluate(
-                    engine, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, batch=options.batch,
-                    advance=advance,
-                )  # fmt: skip
-            if options.out:
-                write_json(options.out, _single(records))
+    for way in itertools.product(options.draft, modes):
+        engines[way] = options.engine(*way, target)
+        target = engines[way].target
+    kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
+    if any(k != kwargs[options.draft[0]] for k in kwargs.values()):
+        raise ValueError(
+            f"the drafts were trained with different template arguments ({kwargs}), so that they would be asked "
+            "different prompts; give --template-kwargs for all, or evaluate them one by one"
+        )
+    records: dict[str, Any] = {}
+    for name, prompts in sets.items():
+        labels = {" ".join(itertools.compress((*way, name), varied)): engine for way, engine in engines.items()}
+        what = f"{name} with and without " + ("the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting")
+        with progress.counting(f"decoding {what}", len(prompts)) as advance:
+            records |= evaluate(
+                labels, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, batch=options.batch,
+                advance=advance,
+            )  # fmt: skip
+        if options.out:
+            write_json(options.out, _single(records))
     return _single(records)
 
 
@@ -107,9 +118,8 @@ def _sentences(r: dict[str, Any]) -> list[str]:
             f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what "
             f"the bytes of its weights do, the speedup would be {split['ceiling']:.2f}."
         )
-    lines += [
-        f"{r['not_looping']} of {r['prompts']} answers do not loop; τ on those {r['tau_not_looping']:.2f}.",
-    ]
+    straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["not_looping"] else ""
+    lines.append(f"{r['not_looping']} of {r['prompts']} answers do not loop{straight}.")
     if r["identical"] is None:
         lines.append("Sampled drafts keep the target's distribution, not its draws: outputs are not compared.")
     elif r["different"]:

@@ -120,7 +120,8 @@ class Draft(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.accumulates = impl == "triton"
-        self.rotary.impl = impl
+            elif isinstance(module, RMSNorm | Rotary):
+                module.impl = impl
         for layer in self.blocks:
             layer.self_attn.impl = layer.mlp.impl = impl
             layer.mlp.recompute = recompute
@@ -178,11 +179,11 @@ class Draft(nn.Module):
         """What a layer's projections read, and its residual, of the state that enters it: [T, 2E or E] and [T, E]."""
         block = self.blocks[layer]
         if layer > 0:
-            return block.input_layernorm(hidden_TE), hidden_TE
+            return block.input_layernorm.beside(hidden_TE)
         if self.eagle1:
             x = self.fc(torch.cat((self.embed(token_T), hidden_TE), dim=-1))
             return x, x
-        normed = block.hidden_norm(hidden_TE)
+        normed, hidden_TE = block.hidden_norm.beside(hidden_TE)
         residual = normed if self.config.norm_before_residual else hidden_TE
         if isinstance(token_T, Words):
             return Joined(token_T, normed), residual
@@ -204,5 +205,5 @@ class Draft(nn.Module):
         """
         if self.eagle1:
             return out_SE, out_SE
-        normed = self.norm(out_SE)
+        normed, out_SE = self.norm.beside(out_SE)
         return (normed if self.config.norm_output else out_SE), normed

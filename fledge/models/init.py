@@ -1,4 +1,4 @@
-"""Where a new draft's weights start from: the target's last layer, final norm and head."""
+"""Where a new draft's weights start from: the target's last layer, final norm and head, and a look at its own token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.models.draft import Draft
-from fledge.models.layers import RMSNorm
+from fledge.models.layers import Attention, RMSNorm
 from fledge.models.target import Target
+
+OWN_TOKEN = 4.0  # a slot's score for its own token, at first, where it looks for it; for others it is about zero
 
 
 @torch.no_grad()
@@ -19,7 +21,7 @@ def start_from_target(draft: Draft, target: Target) -> None:
     The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
     that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
     hidden half of the input) and MLP. Whatever has another shape, or is not a projection as Llama's are, stays
-    normal(0, 0.02).
+    normal(0, 0.02). One key head looks for the slot's own token instead.
     """
     for module in draft.modules():
         if isinstance(module, nn.Linear):
@@ -32,8 +34,13 @@ def start_from_target(draft: Draft, target: Target) -> None:
         if draft.fc.bias is not None:
             draft.fc.bias.zero_()
         return
-    if draft.config.target_hidden_size != E:
-        return
+    if draft.config.target_hidden_size == E:
+        _take_from(target, draft)
+    _look_for_own_token(layer.self_attn, E)
+
+
+def _take_from(target: Target, draft: Draft) -> None:
+    E, layer = draft.config.hidden_size, draft.midlayer
     draft.lm_head.weight.copy_(target.head.weight[draft.target_ids().to(target.device)])
     draft.fc.weight[:, -E:] += torch.eye(E)
     _copy_norm(draft.norm, target.norm)
@@ -52,6 +59,20 @@ def start_from_target(draft: Draft, target: Target) -> None:
     for projection, weight in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _gate_up(mlp), strict=True):
         _copy(projection.weight, weight)
     _copy(layer.mlp.down_proj.weight, _weight(mlp, "down_proj"))
+
+
+def _look_for_own_token(attention: Attention, width: int) -> None:
+    """Makes the first key head, and the query heads that it serves, seek the token that the slot reads and pass its
+    embedding on. What follows upon that token is the first thing to learn, and through weights near zero the token
+    would hardly reach the residual stream, which begins as the target's state before it."""
+    d = attention.head_dim
+    heads = attention.heads // attention.kv_heads
+    seek, found = (nn.init.orthogonal_(torch.empty(d, width)) for _ in range(2))
+    seek *= (OWN_TOKEN / d**0.5) ** 0.5  # of a normed embedding d numbers of about 1, twice, over the root of d
+    rows_of = (attention.q_proj, seek.repeat(heads, 1)), (attention.k_proj, seek), (attention.v_proj, found)
+    for projection, rows in rows_of:
+        projection.weight[: len(rows)] = F.pad(rows, (0, projection.in_features - width))
+    attention.o_proj.weight[:, : heads * d].normal_(0, 0.02)
 
 
 def _weight(module: nn.Module, name: str) -> Tensor | None:

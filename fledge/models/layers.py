@@ -41,10 +41,18 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.impl = eps, "eager"
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x [S, E], and x for those who read that too."""
+        if self.impl == "triton" and torch.is_grad_enabled():
+            from fledge.kernels.norm import norm_beside
+
+            return norm_beside(x, self.weight, self.eps)
+        return self(x), x
 
 
 class Rotary(nn.Module):
@@ -189,4 +197,5 @@ class Layer(nn.Module):
     def close(self, attended_SHd: Tensor, residual_SE: Tensor) -> Tensor:
         """Everything after the attention: output projection, residual, MLP. Returns [S, E]."""
         h = self.self_attn.o_proj.onto(residual_SE, attended_SHd.flatten(1))
-        return self.mlp.onto(h, self.post_attention_layernorm(h))
+        normed, h = self.post_attention_layernorm.beside(h)
+        return self.mlp.onto(h, normed)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fledge.kernels.linear import rounded
 from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
 from fledge.kernels.precision import at_least_float32
+from fledge.kernels.rows import take_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, OwnSteps, Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
@@ -324,14 +325,14 @@ def _later_steps(
         token = words[k] if words else plan.token_P
         if k == 0:
             last, top = len(draft.blocks) - 1, draft.blocks[-1]
-            x, residual = draft.inputs(last, token, fed_back.index_select(0, plan.kept_P))
+            x, residual = draft.inputs(last, token, take_rows(fed_back, plan.kept_P, live[0].numel()))
             q = top.self_attn.queries(x, draft.rotary(plan.position_P, draft.dtype))
             out = top.close(ttt_attention(q, *first.keys[last], [], plan.queries, ways.attention), residual)
         elif masked:
             out = draft.step(*masked, plan.position_P, attend)
         else:
             if live[k].numel() < live[k - 1].numel():
-                fed_back = fed_back.index_select(0, plan.kept_P)
+                fed_back = take_rows(fed_back, plan.kept_P, live[k].numel())
             out = draft.step(token, fed_back, plan.position_P, attend)
         fed_back, read = draft.read(out)
         made.append((out, read))
