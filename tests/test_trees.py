@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -267,6 +268,23 @@ def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int) 
 def test_greedy_is_vanilla_whatever_the_tree(prompt: list[int], depth: int, nodes: int, width: int) -> None:
     target, draft, _ = good_pair()
     assert_same(*both(engine_of(target, draft, depth=depth, nodes=nodes, width=width), prompt, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_is_vanilla_for_a_thousand_prompts(seed: int) -> None:
+    """250 prompts each, 10 trees of other depths, widths and budgets, 25 prompts decoded together; float64, exactly."""
+    target, draft, _ = good_pair(400 if seed % 2 else 300)
+    draw, accepted = random.Random(seed), 0
+    for _ in range(10):
+        depth, nodes, width = draw.randint(1, 7), draw.randint(2, 60), draw.randint(1, 8)
+        engine = engine_of(target, draft, depth=depth, nodes=nodes, width=width)
+        asked = [[draw.randint(3, 399) for _ in range(draw.randint(1, 20))] for _ in range(25)]
+        fast, plain = (
+            engine.generate_all(asked, batch=25, max_new_tokens=12, speculate=speculate) for speculate in (True, False)
+        )
+        assert [c.tokens for c in fast] == [c.tokens for c in plain], (depth, nodes, width)
+        accepted += sum(r.accepted for c in fast for r in c.trace.rounds)
+    assert accepted
 
 
 @pytest.mark.parametrize("name", KINDS)
