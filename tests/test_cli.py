@@ -206,9 +206,15 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     both = ["--draft-mode", "chain", "--draft-mode", "tree", "--prompts", made / "more.jsonl"]
     (made / "more.jsonl").write_text((made / "prompts.jsonl").read_text().splitlines()[1] + "\n")
     several = json.loads(fledge(*words, "--json", *both).out)
-    assert list(several) == ["chain prompts", "chain more", "tree prompts", "tree more"]
+    assert list(several) == ["chain prompts", "tree prompts", "chain more", "tree more"]
+    assert len({several[f"{mode} prompts"]["baseline_tokens_per_s"] for mode in ("chain", "tree")}) == 1
     assert several["chain prompts"]["tau"] == record["tau"] and several["tree more"]["mode"] == "tree"
+    other = shutil.copytree(draft, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["fledge"]["template_kwargs"] = {"enable_thinking": True}
+    (other / "config.json").write_text(json.dumps(config))
     for more, reason in (
+        (["--draft", other], "different template arguments"),
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
         (["--draft-mode", "chain", "--draft-mode", "parallel"], "is for drafts of P-EAGLE"),
         (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
