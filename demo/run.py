@@ -18,9 +18,9 @@ TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
 PROMPTS = 16
 TRAIN = (
     "--aux-layers 2,6,11 --fc-norm --norm-output --steps 650 --depth 2 --draft-vocab 2048 --max-length 256 "
-    "--row-length 512 --lr 1.5e-3 --eval-tokens 32"
+    "--row-length 512 --lr 2e-3 --gamma 0.6 --eval-tokens 32"
 ).split()
-DECODE = "--max-new-tokens 96 --depth 5 --confidence 0.3".split()
+DECODE = "--max-new-tokens 96 --depth 8 --confidence 0.2".split()
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     fledge("train", "--target", TARGET, "--data", WORK / "train.jsonl", "--out", run, *TRAIN)
     drafts = {"trained just now": run / "draft", "shipped": SHIPPED}
     results = {}
-    for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 2)):
+    for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 3)):
         say(f"Decoding unseen files' continuations without a draft and with either, temperature {temperature}.")
         out = WORK / f"eval-{temperature}.json"
         fledge(

@@ -285,9 +285,9 @@ def leak(target: Target, monkeypatch) -> list[int]:
     """Makes a pass over several documents mix them, as some architectures do; returns the lengths of its calls."""
     run, calls = target._run_decoder, []
 
-    def mixing(token_T, position_T):
+    def mixing(token_T, position_T, each=None):
         calls.append(len(token_T))
-        return run(token_T, torch.arange(len(token_T)))
+        return run(token_T, torch.arange(len(token_T)), each)
 
     monkeypatch.setattr(target, "_run_decoder", mixing)
     return calls
@@ -300,6 +300,19 @@ def test_packed_documents_are_seen_alone(family):
     features = target.features(row)
     assert target.packs is True
     assert same_features(features, alone(target, row))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
+def test_documents_of_one_length_go_side_by_side(family, monkeypatch):
+    """They need no mask, and are seen alone all the same."""
+    target = target_of(family, layers=(1, 2, 3), **HEADS.get(family, dict(sliding_window=4)))
+    row, seen = row_of(9, 9, 9, length=36), []
+    target.check_isolation()
+    run = target._run_decoder
+    monkeypatch.setattr(target, "_run_decoder", lambda *a: seen.append(a[2]) or run(*a))
+    assert same_features(target.features(row), alone(target, row)) and seen == [9]
+    assert same_features(target.features(row_of(9, 9, length=32)), alone(target, row_of(9, 9, length=32)))
+    assert seen == [9, None]
 
 
 def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):

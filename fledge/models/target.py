@@ -149,13 +149,18 @@ class Target:
         if self.packs is None:
             self.check_isolation()
         token, position = to_device([row.token_T, row.position_T], self.device)
-        pieces = row.pieces(PIECE[self.device.type]) if self.packs else row.documents()
-        parts = [self._run_decoder(token[a:b], position[a:b]) for a, b in pieces]
+        documents, parts = row.documents(), []
+        for a, b in row.pieces(PIECE[self.device.type]) if self.packs else documents:
+            lengths = {end - start for start, end in documents if a <= start < b}
+            each = lengths.pop() if len(lengths) == 1 else None  # documents of one length need no mask
+            parts.append(self._run_decoder(token[a:b], position[a:b], each))
         return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
 
-    def _run_decoder(self, token_T: Tensor, position_T: Tensor) -> Features:
+    def _run_decoder(self, token_T: Tensor, position_T: Tensor, each: int | None = None) -> Features:
+        """One pass over tokens of a row, or of several of `each` tokens."""
+        ids, positions = (x.view(-1, each or x.numel()) for x in (token_T, position_T))
         with self._captured(self.aux_layers) as held, any_length(self.device):
-            self.decoder(input_ids=token_T[None], position_ids=position_T[None], use_cache=False)
+            self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._features(held, self.aux_layers)
 
     @property
