@@ -65,7 +65,8 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         engines[way] = options.engine(*way, target)
         target = engines[way].target
     kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
-    if any(k != kwargs[options.draft[0]] for k in kwargs.values()):
+    templated = any(p.text is None for prompts in sets.values() for p in prompts)
+    if templated and any(k != kwargs[options.draft[0]] for k in kwargs.values()):
         raise ValueError(
             f"the drafts were trained with different template arguments ({kwargs}), so that they would be asked "
             "different prompts; give --template-kwargs for all, or evaluate them one by one"

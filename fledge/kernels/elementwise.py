@@ -97,7 +97,7 @@ def _cos_sin(position_ptr, frequency_ptr, cos_ptr, sin_ptr, scale, R: tl.constex
 
 def cos_sin(position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, times `scale`, of every position's angles: each [S, 1, 2F], halves repeated, in one kernel."""
-    S, R = position_S.numel(), 2 * frequency_F.numel()
+    position_S, S, R = position_S.contiguous(), position_S.numel(), 2 * frequency_F.numel()
     cos, sin = torch.empty(2, S, 1, R, dtype=dtype, device=position_S.device)
     if S:
         _cos_sin[(S,)](position_S, frequency_F, cos, sin, scale, R=R, BR=triton.next_power_of_2(R))

@@ -110,18 +110,19 @@ def loss_and_gradients(
     hidden: K tensors of S_k rows, [.., E]; rows beyond those are left out, and get zeros. rows: K ascending int64 CPU
     tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
     ids_W: target id of every draft id. A slot is scored where the teacher's argmax is among them, or always with
-    `keep_unseen`; elsewhere it counts as a miss. α has p over all of V. Memory: the teacher's logits of `chunk`
-    rows at a time (None: about 64M logits, or on a CPU, whose caches like it, half a million), and those of the
-    slots they teach, of PRODUCT slots at least. `impl` "triton" needs a GPU, or Triton's interpreter. Raises
-    ValueError for a kind or impl that there is not.
+    `keep_unseen`; elsewhere it counts as a miss. α has p over all of V. Memory: the teacher's logits of `chunk` rows
+    at a time (None: about 64M logits, or on a CPU half a million, where so few are many rows and stay in its caches),
+    and those of the slots they teach, of PRODUCT slots at least. `impl` "triton" needs a GPU, or Triton's
+    interpreter. Raises ValueError for a kind or impl that there is not.
     """
     if kind not in KINDS:
         raise ValueError(f"loss {kind!r} is none of {', '.join(KINDS)}")
     if impl not in IMPLS:
         raise ValueError(f"loss implementation {impl!r} is none of {', '.join(IMPLS)}")
     if chunk is None:
-        at_once = 1 << 19 if head_WE.device.type == "cpu" else 1 << 26
-        chunk = max(64, at_once // max(teacher(slice(0, 1)).shape[-1], 1))
+        V = max(teacher(slice(0, 1)).shape[-1], 1)
+        cached = (1 << 19) // V if head_WE.device.type == "cpu" else 0
+        chunk = cached if cached >= 64 else max(64, (1 << 26) // V)
     if impl == "triton":
         from fledge.kernels.loss_triton import tile_loss
     else:

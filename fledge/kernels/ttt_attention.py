@@ -29,8 +29,9 @@ BLOCK = {"cpu": 512, "cuda": 2048}
 
 
 class OwnSteps(list[tuple[Tensor, Tensor]]):
-    """The keys and values [P_j, G, d] that slots made at their own steps, in order. One list for all the steps of some
-    slots, each appending its own before it asks, lets the backward pass sum in one place what they send to a key."""
+    """The keys and values [P_j, G, d] that slots made at their own steps, in order. One list for all the steps of
+    some slots, each appending its own before it asks, lets the backward pass sum in one place what they send to a
+    key: one pass, which must reach them all, and no checkpoint around any of them."""
 
     def __init__(self, steps: Iterable[tuple[Tensor, Tensor]] = ()):
         super().__init__(steps)

@@ -10,7 +10,9 @@ from fledge.models.draft import Draft
 from fledge.models.layers import Attention, RMSNorm
 from fledge.models.target import Target
 
-OWN_TOKEN = 4.0  # a slot's score for its own token, at first, where it looks for it; for others it is about zero
+# a slot's score for its own token, at first, where it looks for it (with q and k norms, the root of the head's width);
+# for others it is about zero
+OWN_TOKEN = 4.0
 
 
 @torch.no_grad()
@@ -21,7 +23,7 @@ def start_from_target(draft: Draft, target: Target) -> None:
     The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
     that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
     hidden half of the input) and MLP. Whatever has another shape, or is not a projection as Llama's are, stays
-    normal(0, 0.02). One key head looks for the slot's own token instead.
+    normal(0, 0.02). Of several key heads one looks for the slot's own token instead.
     """
     for module in draft.modules():
         if isinstance(module, nn.Linear):
@@ -36,7 +38,8 @@ def start_from_target(draft: Draft, target: Target) -> None:
         return
     if draft.config.target_hidden_size == E:
         _take_from(target, draft)
-    _look_for_own_token(layer.self_attn, E)
+    if layer.self_attn.kv_heads > 1:
+        _look_for_own_token(layer.self_attn, E)
 
 
 def _take_from(target: Target, draft: Draft) -> None:
