@@ -213,6 +213,9 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     config = json.loads((other / "config.json").read_text())
     config["fledge"]["template_kwargs"] = {"enable_thinking": True}
     (other / "config.json").write_text(json.dumps(config))
+    (tmp_path / "raw.jsonl").write_text('{"prompt": "the young bird"}\n')
+    raw = ["eval", "--target", made / "target", "--draft", draft, "--draft", other, "--prompts", tmp_path / "raw.jsonl"]
+    assert len(json.loads(fledge(*raw, "--max-new-tokens", 4, "--json").out)) == 2, "raw text knows no template"
     for more, reason in (
         (["--draft", other], "different template arguments"),
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
