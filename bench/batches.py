@@ -1,31 +1,35 @@
 """Tokens per second of many ragged prompts decoded together, over those of the same prompts one by one.
 
-    python bench/batches.py --target DIR --draft DIR --prompts FILE --out bench/results/batches.json
+    python bench/batches.py --target DIR --draft DIR [DIR ..] --prompts FILE [FILE ..] --out bench/results/batches.json
 
-For each draft and each way of drafting, and without a draft, `--batch` prompts spread over the file: all at once and
-one after the other, in the same run, after one pass that is not counted. Greedy; a stop token ends an answer, so some
-end early.
+For each draft and each way of drafting, and without a draft: `--limit` prompts, taken in turn from the files and spread
+over each, at most `--batch` of them at once, where one that ends makes room for the next; and one after the other, in
+the same run, after one pass that is not counted. Greedy; a stop token ends an answer, so some end early. An answer
+that differs from the same prompt's alone is a near tie or, by `fledge eval`'s rule, `different`.
 """
 
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
-from fledge.decode.engine import load
+from fledge.decode.engine import Engine, load
 from fledge.eval.environment import environment
 from fledge.eval.metrics import tau
 from fledge.eval.prompts import read_prompts
-from fledge.eval.run import first_prompt
+from fledge.eval.run import first_prompt, near_ties
 from fledge.jobs.options import dtype_named, write_json
+from fledge.types import Sampling
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", nargs="+", required=True)
-    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--out", type=Path, default=Path("bench/results/batches.json"))
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--limit", type=int, default=None, help="prompts; so many as are decoded at once if not given")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--width", type=int, default=8)
@@ -33,7 +37,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     options = parser.parse_args()
     target = load(options.target, device=options.device, dtype=dtype_named(options.dtype)).target
-    prompts = [first_prompt(p) for p in read_prompts(options.prompts, options.batch)]
+    prompts = in_turn(options.prompts, options.limit or options.batch)
     rows = []
     for draft in options.draft:
         for mode in (None, "tree"):
@@ -41,11 +45,18 @@ def main() -> None:
             rows += [measure(engine, prompts, Path(draft).parent.name, speculate=True, options=options)]
     rows += [measure(engine, prompts, "", speculate=False, options=options)]
     record = {"environment": environment(target.device.type, str(target.dtype)), "rows": rows}
+    record["prompts"] = [Path(file).stem for file in options.prompts]
     record["prompt_tokens"] = [len(engine.template.prompt_ids(p)) for p in prompts]
     write_json(options.out, record)
 
 
-def measure(engine, prompts, draft: str, *, speculate: bool, options: argparse.Namespace) -> dict:
+def in_turn(files: list[str], limit: int) -> list[Any]:
+    """So many first prompts, one of each file after the other."""
+    of_each = [read_prompts(file, -(-limit // len(files))) for file in files]
+    return [first_prompt(p) for row in zip(*of_each, strict=True) for p in row][:limit]
+
+
+def measure(engine: Engine, prompts: list[Any], draft: str, *, speculate: bool, options: argparse.Namespace) -> dict:
     asked = dict(max_new_tokens=options.max_new_tokens, speculate=speculate)
     engine.generate_all(prompts, batch=options.batch, **(asked | {"max_new_tokens": 8}))
     made, speeds = {}, {}
@@ -54,16 +65,19 @@ def measure(engine, prompts, draft: str, *, speculate: bool, options: argparse.N
         made[batch] = engine.generate_all(prompts, batch=batch, **asked)
         speeds[batch] = sum(len(c.tokens) for c in made[batch]) / (time.perf_counter() - began)
     one, many = made[1], made[options.batch]
+    differing = [i for i, (a, b) in enumerate(zip(one, many, strict=True)) if a.tokens != b.tokens]
+    ids = [engine.template.prompt_ids(p) for p in prompts]
+    ties, _ = near_ties(engine, differing, ids, many, one, Sampling(), options.batch)
     row = {
         "draft": draft or None, "mode": engine.mode if speculate else None, "batch": options.batch,
         "tau": tau([c.trace for c in many]), "tokens": sum(len(c.tokens) for c in many),
         "tokens_per_s_alone": speeds[1], "tokens_per_s": speeds[options.batch],
-        "times": speeds[options.batch] / speeds[1],
-        "identical": sum(a.tokens == b.tokens for a, b in zip(one, many, strict=True)), "prompts": len(prompts),
+        "times": speeds[options.batch] / speeds[1], "identical": len(prompts) - len(differing),
+        "near_ties": ties, "different": len(differing) - ties, "prompts": len(prompts),
     }  # fmt: skip
     print(
         f"{draft or 'no draft':12} {row['mode'] or '-':9} {speeds[1]:.0f} tokens/s alone, {row['tokens_per_s']:.0f} "
-        f"together, {row['times']:.1f} times; {row['identical']} of {row['prompts']} the same",
+        f"together, {row['times']:.1f} times; {row['identical']} of {row['prompts']} the same, {ties} near ties",
         flush=True,
     )
     return row

@@ -12,7 +12,7 @@ from fledge.decode.engine import Completion, Engine
 from fledge.decode.verify import Chooser
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import read_prompts, spread
-from fledge.eval.run import _gaps, _near_ties
+from fledge.eval.run import _gaps, near_ties
 from fledge.types import Round, Sampling, Trace
 
 
@@ -82,7 +82,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
     prefix = engine.template.prompt_ids("the young bird")
-    ties, noise = _near_ties(engine, [0], [prefix], [wrong], [right], sampling, 1)
+    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, 1)
     assert ties == 0 and noise is not None
 
 
@@ -92,5 +92,5 @@ def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
 
     gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
     monkeypatch.setattr(run, "_gaps", lambda *a: next(gaps))
-    ties, noise = _near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), 1)
+    ties, noise = near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), 1)
     assert ties == 1 and noise == pytest.approx(1e-6)

@@ -58,7 +58,7 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = (0, None)
     if promised:
-        ties, noise = _near_ties(engine, differing, ids, with_draft, without, sampling, batch)
+        ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, batch)
     fast, slow = ways.speed(name), ways.speed(BASELINE)
     return {
         "tau": tau([c.trace for c in with_draft]),
@@ -205,7 +205,7 @@ def _bytes_read(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in tables - heads)
 
 
-def _near_ties(
+def near_ties(
     engine: Engine,
     differing: list[int],
     ids: list[list[int]],
@@ -217,14 +217,14 @@ def _near_ties(
     """How many first differences are ties within the noise that another batch shape makes, and that noise.
 
     The noise is the largest change of the gap between the two best-ranked tokens when the same text goes through the
-    target one token at a time and in rounds, and where several prompts were decoded together alone and beside as many,
+    target one token at a time and in rounds, alone and, where several prompts were decoded together, beside as many,
     over all the text on which both runs agree.
     """
     gaps, noise = [], 0.0
     for i in differing:
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
-        shapes = {(1, batch), (engine.verified, batch), (1, 1)}
+        shapes = {(width, beside) for width in (1, engine.verified) for beside in (1, batch)}
         found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, Chooser(sampling, i)) for shape in sorted(shapes)]
         noise = max(noise, *(float((found[0] - other).abs().max()) for other in found[1:]))
         gaps.append(min(float(gap[agreed]) for gap in found))

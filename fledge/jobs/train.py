@@ -339,14 +339,14 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
 def _ways(
     options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Any, say: Callable[[str], None]
 ) -> Any:
-    """How steps are computed: as asked for, and on a GPU so that they fit, found out on short rows.
+    """How steps are computed: as asked for, and on a GPU so that they fit, found out by trying.
 
     Raises ValueError for what this device cannot do, or where no way fits.
     """
     import torch
 
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import MARGIN, choose, ladder, measure
+    from fledge.train.memory import choose, ladder, longest_row
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
@@ -367,9 +367,9 @@ def _ways(
     asked = ladder(ways, slots=options.slots, activations=options.activations)
     what = draft, rows[0, 0], rows.most_supervised(), step
     if options.longest_row:
-        memory = measure(*what, asked[-1], schedule.rows_per_step)
-        say(f"the longest row that fits is about {memory.longest(round(MARGIN * available)):,} tokens")
-        return memory.ways
+        longest = longest_row(*what, asked[-1], available, schedule.rows_per_step)
+        say(f"the longest row that fits is about {longest:,} tokens, with {asked[-1].slots:,} slots in flight")
+        return asked[-1]
     memory = choose(*what, asked, available, schedule.rows_per_step)
     say(
         f"about {memory.at(rows.row_length) / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of "

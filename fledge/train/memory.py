@@ -1,4 +1,4 @@
-"""How much memory a training step takes, found out on short rows before the first."""
+"""How much memory a training step takes, found out by trying before the first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUM = 4  # which is there throughout where several rows make a step
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training takes on the device: `held` whatever the row, and a line through the peaks of short rows."""
+    """Bytes that training takes on the device: `held` whatever the row, and a line through the peaks of two rows."""
 
     ways: Ways
     held: int
@@ -41,10 +41,12 @@ class Memory:
 
 
 def row_to_measure(row: Packed, tokens: int, supervised: float) -> Packed:
-    """The beginning of a row, with a share of it supervised, whatever was: the row that takes most is meant. At least
-    as much as makes a slot live, so that a step does all that it does."""
-    span = torch.where(torch.arange(tokens) < max(supervised * tokens, 3), row.doc_T[:tokens], -1)
-    return Packed(row.token_T[:tokens], span, row.position_T[:tokens], row.doc_T[:tokens])
+    """The beginning of a row, said over and over where it is shorter, with a share of it supervised, whatever was: the
+    row that takes most is meant. At least as much as makes a slot live, so that a step does all that it does."""
+    times = -(-tokens // row.token_T.numel())
+    token, position, doc = (x.repeat(times)[:tokens] for x in (row.token_T, row.position_T, row.doc_T))
+    doc = doc + torch.arange(times).repeat_interleave(row.doc_T.numel())[:tokens] * (1 + int(row.doc_T.max()))
+    return Packed(token, torch.where(torch.arange(tokens) < max(supervised * tokens, 3), doc, -1), position, doc)
 
 
 def measure(
@@ -54,22 +56,28 @@ def measure(
     step: Callable[[Packed, Ways], None],
     ways: Ways,
     rows_per_step: int = 1,
+    tokens: int | None = None,
 ) -> Memory:
-    """Runs `step`, a forward and backward pass, on a half and a quarter of the row; what it finds is thrown away."""
+    """Runs `step`, a forward and backward pass, on a row of so many tokens (None: the row's own) and on its half; what
+    it finds is thrown away. Raises torch.OutOfMemoryError where that is too much, leaving nothing behind."""
+    tokens = tokens or row.token_T.numel()
     parameters = [p for p in draft.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
     before = torch.cuda.memory_allocated(draft.device)
-    lengths = [row.token_T.numel() // 2, row.token_T.numel() // 4]
-    peaks = []
-    for tokens in (min(256, lengths[1]), *lengths):  # the first takes what a process takes once
+    half, peaks = tokens // 2, []
+    for n in (min(256, half), half, tokens):  # the first takes what a process takes once
         torch.cuda.reset_peak_memory_stats(draft.device)
-        step(row_to_measure(row, tokens, supervised), ways)
+        try:
+            step(row_to_measure(row, n, supervised), ways)
+        except torch.OutOfMemoryError:
+            draft.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            raise
         draft.zero_grad(set_to_none=True)
         peaks.append(torch.cuda.max_memory_allocated(draft.device) - before)
-    _, half, quarter = peaks
-    slope = max((half - quarter) / (lengths[0] - lengths[1]), 1.0)
+    slope = max((peaks[2] - peaks[1]) / (tokens - half), 1.0)
     held = before + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
-    return Memory(ways, held, half - slope * lengths[0], slope, UPDATE * count)
+    return Memory(ways, held, peaks[2] - slope * tokens, slope, UPDATE * count)
 
 
 def choose(
@@ -85,25 +93,49 @@ def choose(
 
     Raises ValueError with the longest row that fits where none does.
     """
-    tokens, memory = row.token_T.numel(), None
+    tokens = row.token_T.numel()
     for ways in asked:
         try:
             memory = measure(draft, row, supervised, step, ways, rows_per_step)
         except torch.OutOfMemoryError:
-            draft.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
             continue
         if memory.at(tokens) <= MARGIN * available:
             return memory
-    if memory is None:
-        raise ValueError(
-            f"not even half a row of {tokens:,} tokens fits on the device; make rows shorter (--row-length)"
-        )
+    longest = longest_row(draft, row, supervised, step, asked[-1], available, rows_per_step)
     raise ValueError(
-        f"a step over a row of {tokens:,} tokens takes about {memory.at(tokens) / 2**30:.1f} GiB, and the device has "
-        f"{available / 2**30:.1f}; rows of at most {memory.longest(round(MARGIN * available)):,} tokens fit "
-        "(--row-length)"
+        f"a step over a row of {tokens:,} tokens takes more than the {available / 2**30:.1f} GiB that the device has; "
+        f"make rows shorter: at most {longest:,} tokens fit (--row-length)"
     )
+
+
+def longest_row(
+    draft: Draft,
+    row: Packed,
+    supervised: float,
+    step: Callable[[Packed, Ways], None],
+    ways: Ways,
+    available: int,
+    rows_per_step: int = 1,
+) -> int:
+    """Tokens of the longest row that fits in so many bytes, 0 where not even one of 512 does. Rows made of this one are
+    tried, each twice as long as the one before, until one that fits is at least half the longest."""
+    room = round(MARGIN * available)
+
+    def tried(tokens: int) -> Memory | None:
+        try:
+            return measure(draft, row, supervised, step, ways, rows_per_step, tokens)
+        except torch.OutOfMemoryError:
+            return None
+
+    tokens = row.token_T.numel()
+    while (memory := tried(tokens)) is None:
+        tokens //= 2
+        if tokens < 512:
+            return 0
+    while memory is not None and memory.longest(room) >= 2 * tokens:
+        tokens *= 2
+        memory = tried(tokens)
+    return tokens // 2 if memory is None else memory.longest(room)
 
 
 def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
