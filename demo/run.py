@@ -15,7 +15,8 @@ from demo import data
 
 WORK = Path("build/demo")
 TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
-PROMPTS = 12
+PROMPTS = 16
+SHARE = 0.4  # of the text; the steps below read half of that
 TRAIN = (
     "--aux-layers 2,6,11 --fc-norm --norm-output --steps 680 --depth 2 --draft-vocab 2048 --max-length 256 "
     "--row-length 512 --lr 2e-3 --gamma 0.6 --eval-tokens 32"
@@ -31,10 +32,10 @@ def main() -> None:
     data.write(WORK, PROMPTS)
     run = fresh_directory(WORK / "run")
     say("Training a draft for the bundled model.")
-    fledge("train", "--target", TARGET, "--data", WORK / "train.jsonl", "--out", run, *TRAIN)
+    fledge("train", "--target", TARGET, "--data", f"{WORK / 'train.jsonl'}@{SHARE}", "--out", run, *TRAIN)
     drafts = {"trained just now": run / "draft", "shipped": SHIPPED}
     results = {}
-    for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 3)):
+    for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 4)):
         say(f"Decoding unseen files' continuations without a draft and with either, temperature {temperature}.")
         out = WORK / f"eval-{temperature}.json"
         fledge(

@@ -87,7 +87,8 @@ class Rows:
         epoch, i = place
         return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
 
-    def most_supervised(self) -> float:
-        """The largest share of a row of the first epoch that is supervised."""
+    def most_supervised(self) -> tuple[int, int]:
+        """The place of the first epoch's row with the most supervised tokens."""
         supervised = [int((d.spans >= 0).sum()) for d in self.documents]
-        return max(sum(supervised[j] for j in row) for row in self.epoch(0)) / self.row_length
+        sums = [sum(supervised[j] for j in row) for row in self.epoch(0)]
+        return 0, sums.index(max(sums))

@@ -43,7 +43,7 @@ def evaluate(
     ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
     ways.decode(prompts, options, batch, advance)
     alone = sampling.greedy and batch == 1
-    plain = compare_with_transformers(ways.plain, ways.ids[:4], max_new_tokens) if alone else None
+    plain = compare_with_transformers(ways.plain, ways.ids[:4], min(max_new_tokens, 64)) if alone else None
     records = {}
     for name, engine in engines.items():
         records[name] = _record(engine, ways, name, sampling, batch) | {"max_new_tokens": max_new_tokens}

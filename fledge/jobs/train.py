@@ -365,18 +365,17 @@ def _ways(
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
     asked = ladder(ways, slots=options.slots, activations=options.activations)
-    what = draft, rows[0, 0], rows.most_supervised(), step
+    what = draft, rows[rows.most_supervised()], step
     if options.longest_row:
         longest = longest_row(*what, asked[-1], available, schedule.rows_per_step)
         say(f"the longest row that fits is about {longest:,} tokens, with {asked[-1].slots:,} slots in flight")
         return asked[-1]
-    memory = choose(*what, asked, available, schedule.rows_per_step)
+    ways, taken = choose(*what, asked, available, schedule.rows_per_step)
     say(
-        f"about {memory.at(rows.row_length) / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of "
-        f"{rows.row_length:,} tokens, computed by {impl}, {memory.ways.slots:,} slots in flight"
-        + (", the MLP's activations computed again" if memory.ways.recompute else "")
+        f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
+        f"{impl}, {ways.slots:,} slots in flight" + (", the MLP's activations computed again" if ways.recompute else "")
     )
-    return memory.ways
+    return ways
 
 
 def _impl(options: TrainOptions, gpu: bool) -> str:

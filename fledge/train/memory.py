@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,125 +17,98 @@ MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cann
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
 UPDATE = 6  # and while it is updated: the gradient, and its float32 sum
 SUM = 4  # which is there throughout where several rows make a step
+LEAST = 512  # tokens of a row; none shorter is tried
+
+Try = Callable[[Packed, Ways], None]  # a forward and backward pass
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that training takes on the device: `held` whatever the row, and a line through the peaks of two rows."""
-
-    ways: Ways
-    held: int
-    fixed: float
-    per_token: float
-    update: int
-
-    def at(self, tokens: int) -> int:
-        """Peak bytes with rows of so many tokens."""
-        return self.held + max(round(self.fixed + self.per_token * tokens), self.update)
-
-    def longest(self, available: int) -> int:
-        """Tokens of the longest row that fits in so many bytes, in steps of 128."""
-        if available < self.held + self.update:
-            return 0
-        return max(int((available - self.held - self.fixed) / self.per_token), 0) // 128 * 128
-
-
-def row_to_measure(row: Packed, tokens: int, supervised: float) -> Packed:
-    """The beginning of a row, said over and over where it is shorter, with a share of it supervised, whatever was: the
-    row that takes most is meant. At least as much as makes a slot live, so that a step does all that it does."""
-    times = -(-tokens // row.token_T.numel())
-    token, position, doc = (x.repeat(times)[:tokens] for x in (row.token_T, row.position_T, row.doc_T))
-    doc = doc + torch.arange(times).repeat_interleave(row.doc_T.numel())[:tokens] * (1 + int(row.doc_T.max()))
-    return Packed(token, torch.where(torch.arange(tokens) < max(supervised * tokens, 3), doc, -1), position, doc)
-
-
-def measure(
-    draft: Draft,
-    row: Packed,
-    supervised: float,
-    step: Callable[[Packed, Ways], None],
-    ways: Ways,
-    rows_per_step: int = 1,
-    tokens: int | None = None,
-) -> Memory:
-    """Runs `step`, a forward and backward pass, on a row of so many tokens (None: the row's own) and on its half; what
-    it finds is thrown away. Raises torch.OutOfMemoryError where that is too much, leaving nothing behind."""
-    tokens = tokens or row.token_T.numel()
-    parameters = [p for p in draft.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in parameters)
-    before = torch.cuda.memory_allocated(draft.device)
-    half, peaks = tokens // 2, []
-    for n in (min(256, half), half, tokens):  # the first takes what a process takes once
-        torch.cuda.reset_peak_memory_stats(draft.device)
-        try:
-            step(row_to_measure(row, n, supervised), ways)
-        except torch.OutOfMemoryError:
-            draft.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            raise
+def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int = 1) -> int:
+    """Bytes on the device that training on such rows takes at its peak. Tries `step`; what it finds is thrown away.
+    Raises torch.OutOfMemoryError where it takes more than there is, leaving nothing behind."""
+    count = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    torch.cuda.reset_peak_memory_stats(draft.device)
+    try:
+        step(row, ways)
+    except torch.OutOfMemoryError:
         draft.zero_grad(set_to_none=True)
-        peaks.append(torch.cuda.max_memory_allocated(draft.device) - before)
-    slope = max((peaks[2] - peaks[1]) / (tokens - half), 1.0)
-    held = before + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
-    return Memory(ways, held, peaks[2] - slope * tokens, slope, UPDATE * count)
+        torch.cuda.empty_cache()
+        raise
+    draft.zero_grad(set_to_none=True)
+    peak = max(
+        torch.cuda.max_memory_allocated(draft.device), torch.cuda.memory_allocated(draft.device) + UPDATE * count
+    )
+    return peak + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
 
 
 def choose(
-    draft: Draft,
-    row: Packed,
-    supervised: float,
-    step: Callable[[Packed, Ways], None],
-    asked: Sequence[Ways],
-    available: int,
-    rows_per_step: int = 1,
-) -> Memory:
-    """The first of the ways asked for whose step fits in so many bytes.
+    draft: Draft, row: Packed, step: Try, asked: Sequence[Ways], available: int, rows_per_step: int = 1
+) -> tuple[Ways, int]:
+    """The first of the ways asked for whose step over the row fits in so many bytes, and the bytes it takes.
 
     Raises ValueError with the longest row that fits where none does.
     """
-    tokens = row.token_T.numel()
     for ways in asked:
         try:
-            memory = measure(draft, row, supervised, step, ways, rows_per_step)
+            taken = needed(draft, row, step, ways, rows_per_step)
         except torch.OutOfMemoryError:
             continue
-        if memory.at(tokens) <= MARGIN * available:
-            return memory
-    longest = longest_row(draft, row, supervised, step, asked[-1], available, rows_per_step)
+        if taken <= MARGIN * available:
+            return ways, taken
+    longest = longest_row(draft, row, step, asked[-1], available, rows_per_step)
     raise ValueError(
-        f"a step over a row of {tokens:,} tokens takes more than the {available / 2**30:.1f} GiB that the device has; "
-        f"make rows shorter: at most {longest:,} tokens fit (--row-length)"
+        f"a step over a row of {row.token_T.numel():,} tokens takes more than the {available / 2**30:.1f} GiB that the "
+        f"device has; make rows shorter: at most {longest:,} tokens fit (--row-length)"
     )
 
 
-def longest_row(
-    draft: Draft,
-    row: Packed,
-    supervised: float,
-    step: Callable[[Packed, Ways], None],
-    ways: Ways,
-    available: int,
-    rows_per_step: int = 1,
-) -> int:
-    """Tokens of the longest row that fits in so many bytes, 0 where not even one of 512 does. Rows made of this one are
-    tried, each twice as long as the one before, until one that fits is at least half the longest."""
-    room = round(MARGIN * available)
+def longest_row(draft: Draft, row: Packed, step: Try, ways: Ways, available: int, rows_per_step: int = 1) -> int:
+    """Tokens of the longest row that fits in so many bytes, in steps of 128; 0 where none does. Rows made of this one
+    are tried, each twice as long as the one before, until the line through the last two says that a row twice as long
+    as the last would not fit."""
 
-    def tried(tokens: int) -> Memory | None:
+    def tried(tokens: int) -> int | None:
         try:
-            return measure(draft, row, supervised, step, ways, rows_per_step, tokens)
+            return needed(draft, of_length(row, tokens), step, ways, rows_per_step)
         except torch.OutOfMemoryError:
             return None
 
-    tokens = row.token_T.numel()
-    while (memory := tried(tokens)) is None:
+    room, tokens = MARGIN * available, row.token_T.numel()
+    while (taken := tried(tokens)) is None or taken > room:
         tokens //= 2
-        if tokens < 512:
+        if tokens < LEAST:
             return 0
-    while memory is not None and memory.longest(room) >= 2 * tokens:
-        tokens *= 2
-        memory = tried(tokens)
-    return tokens // 2 if memory is None else memory.longest(room)
+    while True:
+        longer = tried(2 * tokens)
+        if longer is None:  # that is too long, and so is whatever the line below says beyond
+            below = tried(tokens // 2)
+            assert below is not None, "half of what fits"
+            return _crossing(tokens // 2, below, tokens, taken, room, most=2 * tokens - 1)
+        if (longest := _crossing(tokens, taken, 2 * tokens, longer, room)) < 4 * tokens:
+            return longest
+        tokens, taken = 2 * tokens, longer
+
+
+def _crossing(a: int, taken_a: int, b: int, taken_b: int, room: float, most: int | None = None) -> int:
+    """Where the line through two rows' bytes meets the room, in steps of 128 tokens."""
+    longest = int(b + (room - taken_b) * (b - a) / max(taken_b - taken_a, 1))
+    return (longest if most is None else min(longest, most)) // 128 * 128
+
+
+def of_length(row: Packed, tokens: int) -> Packed:
+    """The beginning of a row, as much of it supervised as of the whole, and a little so that a step does all that it
+    does; or the row said over and over."""
+    times = -(-tokens // row.token_T.numel())
+    token, span, position, doc = (
+        x.repeat(times)[:tokens] for x in (row.token_T, row.span_T, row.position_T, row.doc_T)
+    )
+    again = torch.arange(times).repeat_interleave(row.token_T.numel())[:tokens]
+    doc = doc + again * (1 + int(row.doc_T.max()))
+    if tokens < row.token_T.numel():
+        share = (row.span_T >= 0).float().mean().item()
+        span = torch.where(torch.arange(tokens) < max(share * tokens, 3), doc, -1)
+    else:
+        span = torch.where(span >= 0, span + again * (1 + int(row.span_T.max())), -1)
+    return Packed(token, span, position, doc)
 
 
 def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
