@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from fledge.config import DraftConfig
 from fledge.kernels.any_length import any_length
+from fledge.kernels.attention import grouped_attention
 from fledge.kernels.transfer import to_device
 
 LEAST = 256  # slots of a room
@@ -55,7 +56,6 @@ class DraftCache:
     def __init__(
         self, config: DraftConfig, device: torch.device, dtype: torch.dtype, requests: int = 1, capacity: int = LEAST
     ):
-        self.groups = config.num_attention_heads // config.num_key_value_heads
         shape = (config.num_hidden_layers, 2, requests, config.num_key_value_heads, capacity, config.head_dim)
         self.buffer = torch.zeros(shape, device=device, dtype=dtype)
         self.set_lengths([0] * requests)
@@ -130,15 +130,13 @@ class DraftCache:
             else:
                 room[torch.arange(B, device=room.device)[:, None], :, self.slot_Bn] = made
         keys, values = rooms[:, :, :, : self.end]
-        # the heads that share a key are the rows of one product
-        q = q_MHd.view(B, -1, keys.shape[1], self.groups, q_MHd.shape[-1]).permute(0, 2, 3, 1, 4)
-        S = q.shape[3]
+        q_BHSd = q_MHd.view(B, -1, *q_MHd.shape[1:]).transpose(1, 2)
+        S = q_BHSd.shape[2]
         if S not in self.masks:
-            mask = self._mask(S)
-            self.masks[S] = None if mask is None else mask.repeat(1, self.groups, 1)[:, None]
-        with any_length(q.device):
-            out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=self.masks[S])
-        return out.unflatten(2, (self.groups, S)).permute(0, 3, 1, 2, 4).reshape(q_MHd.shape)
+            self.masks[S] = self._mask(S)
+        with any_length(q_MHd.device):
+            out = grouped_attention(q_BHSd, keys, values, self.masks[S])
+        return out.transpose(1, 2).reshape(q_MHd.shape)
 
 
 class GrowingLayer(DynamicLayer):

@@ -1,0 +1,83 @@
+"""Attention of few queries to keys that heads share, against its definition and transformers' own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_target
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fledge.kernels.attention import QUERIES, for_transformers, grouped_attention, heads_as_rows
+
+
+def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v in float64, and a mask of which each query sees a part."""
+    generator = torch.Generator().manual_seed(queries * 100 + keys)
+    q, k, v = (
+        torch.randn(requests, h, n, 8, generator=generator, dtype=torch.float64)
+        for h, n in ((heads, queries), (key_heads, keys), (key_heads, keys))
+    )
+    mask = torch.rand(requests, queries, keys, generator=generator) < 0.6
+    mask[..., 0] = True
+    return q, k, v, mask
+
+
+def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            scores = q[b, h] @ k[b, h // groups].T * scale
+            out[b, h] = scores.masked_fill(~mask[b], -torch.inf).softmax(-1) @ v[b, h // groups]
+    return out
+
+
+@pytest.mark.parametrize("attend", [grouped_attention, heads_as_rows])
+@pytest.mark.parametrize("sizes", [(1, 1, 5, 4, 2), (2, 3, 7, 6, 2), (3, 4, 9, 4, 4), (1, 6, 6, 4, 1)])
+def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
+    q, k, v, mask = case(*sizes)
+    for scale in (8**-0.5, 0.7):
+        expected = by_definition(q, k, v, mask, scale)
+        assert torch.allclose(attend(q, k, v, mask, scale), expected)
+        added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        assert torch.allclose(attend(q, k, v, added, scale), expected)
+    everything = by_definition(q, k, v, torch.ones_like(mask), 8**-0.5)
+    assert torch.allclose(attend(q, k, v, None), everything)
+
+
+@pytest.mark.parametrize("queries", [1, 5, QUERIES + 1])
+def test_it_is_what_transformers_computes(queries: int) -> None:
+    """Few queries or many, with a mask or without."""
+    q, k, v, mask = case(2, queries, queries + 20, 6, 2)
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    for given in (mask[:, None], None) if queries > 1 else (mask[:, None],):
+        if given is None:
+            k, v = k[:, :, :queries], v[:, :, :queries]
+        ours, _ = for_transformers(module, q, k, v, given, 0.0, 0.4, is_causal=None)
+        theirs, _ = sdpa_attention_forward(module, q, k, v, given, 0.0, 0.4, is_causal=None)
+        assert ours.shape == theirs.shape and torch.allclose(ours, theirs)
+
+
+def test_what_it_does_not_know_is_left_to_transformers() -> None:
+    q, k, v, mask = case(1, 3, 9, 4, 2)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    with pytest.raises(ValueError, match="softcap"):
+        for_transformers(module, q, k, v, mask[:, None], softcap=30.0)
+
+
+def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a layer, unless its attention is another than torch's."""
+    seen = []
+
+    def attend(*of):
+        seen.append(of)
+        return grouped_attention(*of)
+
+    monkeypatch.setattr("fledge.kernels.attention.grouped_attention", attend)
+    for implementation in (None, "eager"):
+        target = tiny_target(attn_implementation=implementation)
+        _, _, cache = target.prefill([[1, 2, 3]], features=False)
+        target.forward(torch.tensor([[4, 5]]), cache, features=False)
+        assert len(seen) == target.num_layers
