@@ -60,11 +60,14 @@ def test_it_is_what_transformers_computes(queries: int) -> None:
         assert ours.shape == theirs.shape and torch.allclose(ours, theirs)
 
 
-def test_what_it_does_not_know_is_left_to_transformers() -> None:
+@pytest.mark.parametrize("unknown", [dict(softcap=30.0), dict(position_bias=0), dict(cache=0), dict(dropout=0.1)])
+def test_what_it_does_not_know_is_left_to_transformers(unknown: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", lambda *of, **more: "theirs")
     q, k, v, mask = case(1, 3, 9, 4, 2)
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    with pytest.raises(ValueError, match="softcap"):
-        for_transformers(module, q, k, v, mask[:, None], softcap=30.0)
+    assert for_transformers(module, q, k, v, mask[:, None], **unknown) == "theirs"
+    assert for_transformers(module, q, k, v, mask[:, None, :, :5]) == "theirs", "a mask of other keys"
+    assert for_transformers(module, q, k, v, mask[:, None]) != "theirs"
 
 
 def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
