@@ -29,11 +29,8 @@ def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int 
     torch.cuda.reset_peak_memory_stats(draft.device)
     try:
         step(row, ways)
-    except torch.OutOfMemoryError:
+    finally:
         draft.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        raise
-    draft.zero_grad(set_to_none=True)
     peak = max(
         torch.cuda.max_memory_allocated(draft.device), torch.cuda.memory_allocated(draft.device) + UPDATE * count
     )
