@@ -52,8 +52,10 @@ def main() -> None:
         data = [str(options.chats / f"{file}.jsonl") for file in files]
         trained = train_within(replace(base, data=data), options.work / name, seconds)
         sets = PROMPT_SETS[:1] if name == "sgd" else PROMPT_SETS
-        records[name] = {"training": trained, "eval": measure(options, options.work / name / "draft", sets)}
-        write_json(options.out, records)
+        records[name] = {"training": trained, "eval": {}}
+        for prompt_set in sets:
+            records[name]["eval"][prompt_set] = measure(options, options.work / name / "draft", prompt_set)
+            write_json(options.out, records)
         print(json.dumps({s: round(r["tau"], 3) for s, r in records[name]["eval"].items()}), flush=True)
 
 
@@ -79,21 +81,18 @@ def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict
     }
 
 
-def measure(options: argparse.Namespace, draft: Path, sets: tuple[str, ...]) -> dict:
-    """`fledge eval` of each set, in float32 as the known figure was: 32 dialogues and at most 64 tokens of sgd_dev."""
-    found = {}
-    for name in sets:
-        dialogues = name == "sgd_dev"
-        found[name] = evaluate.run(
-            evaluate.EvalOptions(
-                target=str(options.target), draft=[str(draft)], limit=32 if dialogues else options.limit,
-                prompts=[str((options.chats if dialogues else options.prompts) / f"{name}.jsonl")],
-                max_new_tokens=64 if dialogues else 128, device=options.device, dtype="float32",
-                batch=options.batch,
-            ),
-            Show(quiet=True),
-        )  # fmt: skip
-    return found
+def measure(options: argparse.Namespace, draft: Path, name: str) -> dict:
+    """`fledge eval` of a set, in float32 as the known figure was: 32 dialogues and at most 64 tokens of sgd_dev."""
+    dialogues = name == "sgd_dev"
+    return evaluate.run(
+        evaluate.EvalOptions(
+            target=str(options.target), draft=[str(draft)], limit=32 if dialogues else options.limit,
+            prompts=[str((options.chats if dialogues else options.prompts) / f"{name}.jsonl")],
+            max_new_tokens=64 if dialogues else 128, device=options.device, dtype="float32",
+            batch=options.batch,
+        ),
+        Show(quiet=True),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
