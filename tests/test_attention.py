@@ -9,7 +9,7 @@ import torch
 from conftest import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fledge.kernels.attention import QUERIES, for_transformers, grouped_attention, heads_as_rows
+from fledge.kernels.attention import _FOR_ROWS, QUERIES, for_transformers, grouped_attention, heads_as_rows
 
 
 def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
@@ -19,18 +19,18 @@ def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> 
         torch.randn(requests, h, n, 8, generator=generator, dtype=torch.float64)
         for h, n in ((heads, queries), (key_heads, keys), (key_heads, keys))
     )
-    mask = torch.rand(requests, queries, keys, generator=generator) < 0.6
+    mask = torch.rand(requests, 1, queries, keys, generator=generator) < 0.6
     mask[..., 0] = True
     return q, k, v, mask
 
 
 def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
-    out = torch.empty_like(q)
+    out = torch.empty_like(q).transpose(1, 2)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             scores = q[b, h] @ k[b, h // groups].T * scale
-            out[b, h] = scores.masked_fill(~mask[b], -torch.inf).softmax(-1) @ v[b, h // groups]
+            out[b, :, h] = scores.masked_fill(~mask[b, 0], -torch.inf).softmax(-1) @ v[b, h // groups]
     return out
 
 
@@ -38,7 +38,7 @@ def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 4, 2), (2, 3, 7, 6, 2), (3, 4, 9, 4, 4), (1, 6, 6, 4, 1)])
 def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
     q, k, v, mask = case(*sizes)
-    for scale in (8**-0.5, 0.7):
+    for scale in (8**-0.5, 0.7):  # one mask for both
         expected = by_definition(q, k, v, mask, scale)
         assert torch.allclose(attend(q, k, v, mask, scale), expected)
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
@@ -47,12 +47,34 @@ def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(attend(q, k, v, None), everything)
 
 
+def test_what_is_made_of_a_mask_goes_with_it() -> None:
+    q, k, v, mask = case(1, 3, 9, 4, 2)
+    for groups in (2, 4):  # of another target, say
+        assert torch.allclose(
+            heads_as_rows(q, k[:, : 4 // groups], v[:, : 4 // groups], mask),
+            by_definition(q, k[:, : 4 // groups], v[:, : 4 // groups], mask, 8**-0.5),
+        )
+    assert len(_FOR_ROWS) == 1
+    del mask
+    assert len(_FOR_ROWS) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 6, 37, 8, 2), (3, 32, 301, 8, 4), (2, 1, 64, 4, 4)])
+def test_it_is_attention_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v, mask = (x.cuda() for x in case(*sizes))
+    expected = by_definition(q, k, v, mask, 0.4)
+    found = grouped_attention(*(x.to(dtype) for x in (q, k, v)), mask, 0.4)
+    assert (found.double() - expected).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * expected.norm()
+
+
 @pytest.mark.parametrize("queries", [1, 5, QUERIES + 1])
 def test_it_is_what_transformers_computes(queries: int) -> None:
     """Few queries or many, with a mask or without."""
     q, k, v, mask = case(2, queries, queries + 20, 6, 2)
     module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    for given in (mask[:, None], None) if queries > 1 else (mask[:, None],):
+    for given in (mask, None) if queries > 1 else (mask,):
         if given is None:
             k, v = k[:, :, :queries], v[:, :, :queries]
         ours, _ = for_transformers(module, q, k, v, given, 0.0, 0.4, is_causal=None)
@@ -65,9 +87,9 @@ def test_what_it_does_not_know_is_left_to_transformers(unknown: dict, monkeypatc
     monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", lambda *of, **more: "theirs")
     q, k, v, mask = case(1, 3, 9, 4, 2)
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    assert for_transformers(module, q, k, v, mask[:, None], **unknown) == "theirs"
-    assert for_transformers(module, q, k, v, mask[:, None, :, :5]) == "theirs", "a mask of other keys"
-    assert for_transformers(module, q, k, v, mask[:, None]) != "theirs"
+    assert for_transformers(module, q, k, v, mask, **unknown) == "theirs"
+    assert for_transformers(module, q, k, v, mask[..., :5]) == "theirs", "a mask of other keys"
+    assert for_transformers(module, q, k, v, mask) != "theirs"
 
 
 def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,35 +5,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 QUERIES = 128  # up to here the mask, said again for each head that shares a key, is small beside the keys
 NAME = "fledge"  # of `for_transformers`, among transformers' attentions
 
 
 def grouped_attention(
-    q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_BSL: Tensor | None, scale: float | None = None
+    q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1SL: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """softmax(q kᵀ scale + mask) v, [B, H, S, d], of H query heads that share G key heads in order; `scale` None is
-    1/√d. The mask, of one request or each, is bool (seen) or is added; None where every query sees all.
+    """softmax(q kᵀ scale + mask) v, [B, S, H, d], of H query heads that share G key heads in order; `scale` None is
+    1/√d. The mask, of one request or each, is bool (seen) or is added; None where every query sees all. One mask may
+    serve many layers.
 
     No key is copied for each of the heads that share it: on the CPU torch's attention takes them as they are, and
     elsewhere, where beside a mask it would not, `heads_as_rows` does without.
     """
     if q_BHSd.device.type != "cpu":
-        return heads_as_rows(q_BHSd, k_BGLd, v_BGLd, mask_BSL, scale)
-    mask = None if mask_BSL is None else mask_BSL[:, None]
-    return F.scaled_dot_product_attention(q_BHSd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale, enable_gqa=True)
+        return heads_as_rows(q_BHSd, k_BGLd, v_BGLd, mask_B1SL, scale)
+    out = F.scaled_dot_product_attention(q_BHSd, k_BGLd, v_BGLd, attn_mask=mask_B1SL, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def heads_as_rows(
-    q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_BSL: Tensor | None, scale: float | None = None
+    q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1SL: Tensor | None, scale: float | None = None
 ) -> Tensor:
     """`grouped_attention` with the heads that share a key as the rows of one product."""
     B, H, S, d = q_BHSd.shape
     groups = H // k_BGLd.shape[1]
-    mask = None if mask_BSL is None else mask_BSL.repeat(1, groups, 1)[:, None]
+    mask = None
+    if mask_B1SL is not None:
+        made_for, mask = _FOR_ROWS.get(mask_B1SL, (None, None))
+        if made_for != (groups, q_BHSd.dtype):
+            mask = _for_rows(mask_B1SL, groups, q_BHSd.dtype)
+            _FOR_ROWS[mask_B1SL] = (groups, q_BHSd.dtype), mask
     q = q_BHSd.reshape(B, -1, groups * S, d)
-    return F.scaled_dot_product_attention(q, k_BGLd, v_BGLd, attn_mask=mask, scale=scale).reshape(B, H, S, -1)
+    out = F.scaled_dot_product_attention(q, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
+    return out.unflatten(2, (groups, S)).permute(0, 3, 1, 2, 4).reshape(B, S, H, -1)
+
+
+_FOR_ROWS = WeakIdKeyDictionary()  # masks that are in use, to what `heads_as_rows` makes of them
+
+
+def _for_rows(mask_B1SL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The mask to be added, [B, 1, groups S, L], in rows of a length that torch's attention need not copy."""
+    B, _, S, L = mask_B1SL.shape
+    added = torch.zeros(B, 1, groups, S, -(-L // 8) * 8, dtype=dtype, device=mask_B1SL.device)[..., :L]
+    if mask_B1SL.dtype == torch.bool:
+        added.masked_fill_(~mask_B1SL[:, :, None], float("-inf"))
+    else:
+        added.copy_(mask_B1SL[:, :, None])
+    return added.flatten(2, 3)
 
 
 def for_transformers(
@@ -54,8 +76,7 @@ def for_transformers(
     special = any(more.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if not (grouped and masked) or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
-    out = grouped_attention(query, key, value, attention_mask[:, 0], scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return grouped_attention(query, key, value, attention_mask, scaling).contiguous(), None
 
 
 def group_heads(model: torch.nn.Module) -> None:

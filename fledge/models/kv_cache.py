@@ -108,16 +108,16 @@ class DraftCache:
         return self.slot_Bn
 
     def _mask(self, S: int) -> Tensor | None:
-        """What S rows of each sequence see, bool [B, S, end]; None where it is all."""
+        """What S rows of each sequence see, bool [B, 1, S, end]; None where it is all."""
         (B, n), key = self.slot_Bn.shape, torch.arange(self.end, device=self.buffer.device)
         if self.seen_BSJ is not None:
             past = (key < self.length_B[:, None])[:, None].expand(-1, S, -1)
             own = self.length_B[:, None] + torch.arange(self.seen_BSJ.shape[2], device=key.device)
-            return past.scatter(2, own[:, None].expand_as(self.seen_BSJ), self.seen_BSJ)
+            return past.scatter(2, own[:, None].expand_as(self.seen_BSJ), self.seen_BSJ)[:, None]
         if B == 1 and S == 1:  # asked is the last
             return None
         slot_BS = self.slot_Bn if n == S else self.slot_Bn.gather(1, self.asked_BS)
-        return key <= slot_BS[..., None]
+        return (key <= slot_BS[..., None])[:, None]
 
     def attend(self, layer: int, q_MHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
         """Writes B x n slots where `open` said and attends with B x S queries, the requests one after the other.
@@ -135,8 +135,7 @@ class DraftCache:
         if S not in self.masks:
             self.masks[S] = self._mask(S)
         with any_length(q_MHd.device):
-            out = grouped_attention(q_BHSd, keys, values, self.masks[S])
-        return out.transpose(1, 2).reshape(q_MHd.shape)
+            return grouped_attention(q_BHSd, keys, values, self.masks[S]).reshape(q_MHd.shape)
 
 
 class GrowingLayer(DynamicLayer):
