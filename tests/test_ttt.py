@@ -19,7 +19,7 @@ from fledge.kernels.ttt_attention import Queries, document_blocks, ttt_attention
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.train.objective import Ways, ttt, walk, walk_rounds
+from fledge.train.objective import Ways, _chunks, ttt, walk, walk_rounds
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Document, Features, Packed, Step
 
@@ -169,6 +169,25 @@ def test_a_cut_gradient_is_noticed(
     torch.testing.assert_close(step.loss, whole.loss)
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
+
+
+def test_a_run_of_slots_ends_with_a_document() -> None:
+    """Where that leaves it three quarters full; a longer document is cut anywhere."""
+    row = row_of([document(n, (0, n)) for n in (10, 10, 3, 30)], filler=4)  # n tokens have n - 2 live slots
+    begins = torch.tensor([a for a, _ in row.documents()])
+
+    def sizes(slots: int | None) -> list[int]:
+        chunks = _chunks(row.live(2), slots, begins)
+        for k, live in enumerate(row.live(2)):
+            assert torch.equal(torch.cat([c[k] for c in chunks]), live)
+        return [c[0].numel() for c in chunks]
+
+    assert sizes(None) == [45] and sizes(100) == [45]
+    assert sizes(10) == [8, 9, 10, 10, 8]
+    assert sizes(20) == [17, 20, 8]
+    assert sizes(9) == [8, 9, 9, 9, 9, 1]
+    assert sizes(30) == [30, 15], "of 17 the next document would begin"
+    assert [c.tolist() for c in _chunks(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
 
 
 def test_many_chunks_lose_nothing() -> None:

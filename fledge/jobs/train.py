@@ -71,7 +71,9 @@ class TrainOptions:
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
     seed: int = opt("of initial weights, packing and held-out records", 0)
     impl: str | None = opt("how a step is computed: eager, flex or triton (default: triton on a GPU)", None)
-    slots: int | None = opt("slots in flight: fewer hold less memory (default: as many as fit, up to 8,192)", None)
+    slots: int | None = opt(
+        "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None
+    )
     activations: str = opt("the MLP's activations: keep, recompute, or auto, which recomputes only to fit", "auto")
     longest_row: bool = opt("find the longest row that fits this GPU, say it and stop", False)
     compile_target: bool = opt("compile the target's norms and MLPs: a slower start, quicker steps on a GPU", False)
@@ -122,7 +124,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
-    if schedule.ways.slots:  # a run resumed must not choose again: other chunks round otherwise
+    if device.startswith("cuda"):  # a run resumed must not choose again: other chunks round otherwise
         kept = "recompute" if schedule.ways.recompute else "keep"
         options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
@@ -346,14 +348,14 @@ def _ways(
     import torch
 
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import choose, ladder, longest_row
+    from fledge.train.memory import CPU_SLOTS, choose, ladder, longest_row
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
     fast = "eager" if impl == "eager" else "triton"
     ways = Ways(attention=impl, loss=fast, layers=fast)
     if draft.device.type != "cuda":
-        return replace(ways, slots=options.slots)
+        return replace(ways, slots=options.slots or CPU_SLOTS)
 
     def step(row: Any, ways: Ways) -> None:
         ttt(

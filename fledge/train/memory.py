@@ -13,6 +13,7 @@ from fledge.types import Packed
 
 # from quick to small: slots in flight, and whether the MLP's activations are computed again
 LADDER = ((8192, False), (4096, False), (2048, False), (2048, True), (1024, True))
+CPU_SLOTS = 256  # plain attention pays for every key in reach of a run of slots, so short runs cost less
 MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cannot use
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
 UPDATE = 6  # and while it is updated: the gradient, and its float32 sum

@@ -93,7 +93,7 @@ def ttt_queued(
     sums = _ManyChunks([p for p in draft.parameters() if p.requires_grad and p is not head])
     parts = []
     weights = [EAGLE1_CE] if draft.eagle1 else [gamma**k for k in range(steps)]
-    for chunk in _chunks(kept, ways.slots):
+    for chunk in _chunks(kept, ways.slots, first.begins):
         leaves = first.leaves(chunk[0])
         needed, rows = _followed(chunk, row.token_T.numel(), rounds=ways.rounds)
         words = _words(draft, row, needed, rows)
@@ -401,15 +401,23 @@ def _reach(slots: Tensor, begins: Tensor) -> tuple[int, int]:
     return int(begins[torch.searchsorted(begins, slots[:1], right=True) - 1]), int(slots[-1]) + 1
 
 
-def _chunks(live: Sequence[Tensor], slots: int | None) -> list[list[Tensor]]:
-    """The live slots of every step, in runs of at most `slots`; at least one run, which may be empty."""
+def _chunks(live: Sequence[Tensor], slots: int | None, begins: Tensor) -> list[list[Tensor]]:
+    """The live slots of every step, in runs of at most `slots`; at least one run, which may be empty. A run ends where
+    a document (they begin at `begins`) ends, if that leaves it three quarters full: it then reads no other's keys."""
     n = live[0].numel()
-    chunks = []
-    for a in range(0, max(n, 1), slots or max(n, 1)):
-        mine = live[0][a : a + (slots or n)]
+    slots = slots or max(n, 1)
+    firsts = torch.searchsorted(live[0], begins)  # each document's first slot, among all
+    chunks, a = [], 0
+    while a < n or not chunks:
+        b = min(a + slots, n)
+        whole = int(firsts[torch.searchsorted(firsts, b, right=True) - 1]) if n else 0
+        if b < n and whole - a >= 0.75 * slots:
+            b = whole
+        mine = live[0][a:b]
         ends = mine[[0, -1]] + torch.tensor([0, 1]) if mine.numel() else torch.tensor([0, 0])
         cuts = [torch.searchsorted(t, ends).tolist() for t in live]
         chunks.append([t[i:j] for t, (i, j) in zip(live, cuts, strict=True)])
+        a = b
     return chunks
 
 
