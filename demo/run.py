@@ -6,12 +6,12 @@ Every step is a `fledge` command, shown as it runs; the figures end up in build/
 """
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from demo import data
+from fledge import cli
 
 WORK = Path("build/demo")
 TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
@@ -33,6 +33,8 @@ def main() -> None:
     run = fresh_directory(WORK / "run")
     say("Training a draft for the bundled model.")
     fledge("train", "--target", TARGET, "--data", f"{WORK / 'train.jsonl'}@{SHARE}", "--out", run, *TRAIN)
+    if not (run / "draft").is_dir():
+        sys.exit(130)  # stopped; the command has said how to go on
     drafts = {"trained just now": run / "draft", "shipped": SHIPPED}
     results = {}
     for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 4)):
@@ -56,12 +58,16 @@ def fresh_directory(path: Path) -> Path:
 
 
 def fledge(*words: object) -> None:
-    """Runs a fledge command, shown first."""
+    """Runs a fledge command, shown first; one that fails ends the demo. All run in this process: a new one would take
+    seconds to import what this one has."""
     command = [str(w) for w in words]
     print("$ fledge " + " ".join(command), flush=True)
-    done = subprocess.run([sys.executable, "-m", "fledge.cli", *command])
-    if done.returncode:
-        sys.exit(done.returncode)
+    sys.argv = ["fledge", *command]
+    try:
+        cli.main()
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def say(line: str) -> None:
