@@ -9,6 +9,7 @@ that differs from the same prompt's alone is a near tie or, by `fledge eval`'s r
 """
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def main() -> None:
 def in_turn(files: list[str], limit: int) -> list[Any]:
     """So many first prompts, one of each file after the other."""
     of_each = [read_prompts(file, -(-limit // len(files))) for file in files]
-    return [first_prompt(p) for row in zip(*of_each, strict=True) for p in row][:limit]
+    return [first_prompt(p) for row in itertools.zip_longest(*of_each) for p in row if p is not None][:limit]
 
 
 def measure(engine: Engine, prompts: list[Any], draft: str, *, speculate: bool, options: argparse.Namespace) -> dict:
@@ -67,7 +68,8 @@ def measure(engine: Engine, prompts: list[Any], draft: str, *, speculate: bool, 
     one, many = made[1], made[options.batch]
     differing = [i for i, (a, b) in enumerate(zip(one, many, strict=True)) if a.tokens != b.tokens]
     ids = [engine.template.prompt_ids(p) for p in prompts]
-    ties, _ = near_ties(engine, differing, ids, many, one, Sampling(), options.batch)
+    widths = (1, engine.verified) if speculate else (1,)
+    ties, _ = near_ties(engine, differing, ids, many, one, Sampling(), widths, options.batch)
     row = {
         "draft": draft or None, "mode": engine.mode if speculate else None, "batch": options.batch,
         "tau": tau([c.trace for c in many]), "tokens": sum(len(c.tokens) for c in many),

@@ -9,7 +9,11 @@ import torch
 from conftest import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fledge.kernels.attention import _FOR_ROWS, QUERIES, for_transformers, grouped_attention, heads_as_rows
+from fledge.kernels import attention
+from fledge.kernels.attention import grouped_attention, heads_as_rows
+from fledge.models.attention import QUERIES, attend
+
+GROUPED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
 
 def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
@@ -47,16 +51,22 @@ def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(attend(q, k, v, None), everything)
 
 
-def test_what_is_made_of_a_mask_goes_with_it() -> None:
+def test_a_mask_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all layers; again for other heads or another dtype; and what was made goes with the mask."""
+    made, before = [], len(attention._FOR_ROWS)
+    make = attention._for_rows
+    monkeypatch.setattr(attention, "_for_rows", lambda *of: made.append(of[1:]) or make(*of))
     q, k, v, mask = case(1, 3, 9, 4, 2)
-    for groups in (2, 4):  # of another target, say
-        assert torch.allclose(
-            heads_as_rows(q, k[:, : 4 // groups], v[:, : 4 // groups], mask),
-            by_definition(q, k[:, : 4 // groups], v[:, : 4 // groups], mask, 8**-0.5),
-        )
-    assert len(_FOR_ROWS) == 1
-    del mask
-    assert len(_FOR_ROWS) == 0
+    for _ in range(2):
+        heads_as_rows(q, k, v, mask)
+    assert made == [(2, torch.float64)]
+    expected = by_definition(q, k[:, :1], v[:, :1], mask, 8**-0.5)
+    assert torch.allclose(heads_as_rows(q, k[:, :1], v[:, :1], mask), expected)
+    heads_as_rows(q.float(), k.float(), v.float(), mask)
+    assert made == [(2, torch.float64), (4, torch.float64), (2, torch.float32)]
+    assert len(attention._FOR_ROWS) == before + 1
+    del mask, made[:]
+    assert len(attention._FOR_ROWS) == before
 
 
 @pytest.mark.gpu
@@ -69,6 +79,13 @@ def test_it_is_attention_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) ->
     assert (found.double() - expected).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * expected.norm()
 
 
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What transformers' own attention now says."""
+    monkeypatch.setattr("fledge.models.attention.sdpa_attention_forward", lambda *of, **more: "theirs")
+    return "theirs"
+
+
 @pytest.mark.parametrize("queries", [1, 5, QUERIES + 1])
 def test_it_is_what_transformers_computes(queries: int) -> None:
     """Few queries or many, with a mask or without."""
@@ -77,32 +94,46 @@ def test_it_is_what_transformers_computes(queries: int) -> None:
     for given in (mask, None) if queries > 1 else (mask,):
         if given is None:
             k, v = k[:, :, :queries], v[:, :, :queries]
-        ours, _ = for_transformers(module, q, k, v, given, 0.0, 0.4, is_causal=None)
+        ours, _ = attend(module, q, k, v, given, 0.0, 0.4, is_causal=None)
         theirs, _ = sdpa_attention_forward(module, q, k, v, given, 0.0, 0.4, is_causal=None)
         assert ours.shape == theirs.shape and torch.allclose(ours, theirs)
 
 
 @pytest.mark.parametrize("unknown", [dict(softcap=30.0), dict(position_bias=0), dict(cache=0), dict(dropout=0.1)])
-def test_what_it_does_not_know_is_left_to_transformers(unknown: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", lambda *of, **more: "theirs")
+def test_what_it_does_not_know_is_left_to_transformers(unknown: dict, theirs: str) -> None:
     q, k, v, mask = case(1, 3, 9, 4, 2)
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    assert for_transformers(module, q, k, v, mask, **unknown) == "theirs"
-    assert for_transformers(module, q, k, v, mask[..., :5]) == "theirs", "a mask of other keys"
-    assert for_transformers(module, q, k, v, mask) != "theirs"
+    assert attend(GROUPED, q, k, v, mask) != theirs
+    assert attend(GROUPED, q, k, v, mask, **unknown) == theirs
+
+
+def test_other_masks_are_left_to_transformers(theirs: str) -> None:
+    """Of other keys, the same for every query, each head's own, or of other dimensions."""
+    q, k, v, mask = case(1, 3, 9, 4, 2)
+    for other in (mask[..., :5], mask[:, :, :1], mask.expand(1, 4, 3, 9), mask[0], mask[0, 0]):
+        assert attend(GROUPED, q, k, v, other) == theirs
+    assert attend(GROUPED, q, *(x.repeat_interleave(2, 1) for x in (k, v)), mask) == theirs, "no head shares a key"
 
 
 def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a layer, unless its attention is another than torch's."""
     seen = []
 
-    def attend(*of):
+    def counted(*of):
         seen.append(of)
         return grouped_attention(*of)
 
-    monkeypatch.setattr("fledge.kernels.attention.grouped_attention", attend)
+    monkeypatch.setattr("fledge.models.attention.grouped_attention", counted)
     for implementation in (None, "eager"):
         target = tiny_target(attn_implementation=implementation)
         _, _, cache = target.prefill([[1, 2, 3]], features=False)
         target.forward(torch.tensor([[4, 5]]), cache, features=False)
         assert len(seen) == target.num_layers
+
+
+def test_a_model_that_asks_for_sdpa_by_name_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some compute otherwise where it is called something else; some do not let it be chosen."""
+    monkeypatch.setattr("inspect.getsource", lambda module: 'if config._attn_implementation == "sdpa":')
+    assert tiny_target().config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    monkeypatch.setattr("transformers.PreTrainedModel._can_set_attn_implementation", lambda *_: False)
+    assert tiny_target().config._attn_implementation == "sdpa"

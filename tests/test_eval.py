@@ -82,7 +82,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
     prefix = engine.template.prompt_ids("the young bird")
-    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, 1)
+    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.verified), 1)
     assert ties == 0 and noise is not None
 
 
@@ -92,5 +92,17 @@ def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
 
     gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
     monkeypatch.setattr(run, "_gaps", lambda *a: next(gaps))
-    ties, noise = near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), 1)
+    ties, noise = near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), (1, 3), 1)
     assert ties == 1 and noise == pytest.approx(1e-6)
+
+
+def test_the_noise_is_of_the_shapes_that_the_runs_had(engine, monkeypatch):
+    """One token at a time and a round's, alone and beside as many; of the baseline alone, one token at a time."""
+    from fledge.eval import run
+
+    seen = set()
+    monkeypatch.setattr(run, "_gaps", lambda *a: seen.add(a[3:5]) or torch.ones(2))
+    for widths, shapes in (((1, 4), {(1, 1), (1, 2), (4, 1), (4, 2)}), ((1,), {(1, 1), (1, 2)})):
+        seen.clear()
+        near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), widths, 2)
+        assert seen == shapes

@@ -88,7 +88,7 @@ class Rows:
         return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
 
     def most_supervised(self) -> tuple[int, int]:
-        """The place of the first epoch's row with the most supervised tokens."""
+        """The place of the first epoch's row with the most supervised tokens; a later epoch may have one with more."""
         supervised = [int((d.spans >= 0).sum()) for d in self.documents]
         sums = [sum(supervised[j] for j in row) for row in self.epoch(0)]
         return 0, sums.index(max(sums))

@@ -43,6 +43,7 @@ def evaluate(
     ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
     ways.decode(prompts, options, batch, advance)
     alone = sampling.greedy and batch == 1
+    # a few are enough to show that the baseline is no slow one
     plain = compare_with_transformers(ways.plain, ways.ids[:4], min(max_new_tokens, 64)) if alone else None
     records = {}
     for name, engine in engines.items():
@@ -58,7 +59,8 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = (0, None)
     if promised:
-        ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, batch)
+        shapes = (1, engine.verified), batch
+        ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, *shapes)
     fast, slow = ways.speed(name), ways.speed(BASELINE)
     return {
         "tau": tau([c.trace for c in with_draft]),
@@ -212,21 +214,22 @@ def near_ties(
     with_draft: list[Completion],
     without: list[Completion],
     sampling: Sampling,
+    widths: Sequence[int],
     batch: int,
 ) -> tuple[int, float | None]:
     """How many first differences are ties within the noise that another batch shape makes, and that noise.
 
     The noise is the largest change of the gap between the two best-ranked tokens when the same text goes through the
-    target one token at a time and in rounds, alone and, where several prompts were decoded together, beside as many,
-    over all the text on which both runs agree.
+    target in passes of the `widths` that the runs had (one token at a time, a round's), alone and, where several
+    prompts were decoded together, beside as many, over all the text on which both runs agree.
     """
     gaps, noise = [], 0.0
     for i in differing:
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
-        shapes = {(width, beside) for width in (1, engine.verified) for beside in (1, batch)}
+        shapes = {(width, beside) for width in widths for beside in (1, batch)}
         found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, Chooser(sampling, i)) for shape in sorted(shapes)]
-        noise = max(noise, *(float((found[0] - other).abs().max()) for other in found[1:]))
+        noise = max([noise, *(float((found[0] - other).abs().max()) for other in found[1:])])
         gaps.append(min(float(gap[agreed]) for gap in found))
     return sum(gap <= noise for gap in gaps), noise if differing else None
 

@@ -124,9 +124,9 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
-    if device.startswith("cuda"):  # a run resumed must not choose again: other chunks round otherwise
-        kept = "recompute" if schedule.ways.recompute else "keep"
-        options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
+    kept = "recompute" if schedule.ways.recompute else "keep"
+    # a run resumed must not choose again: other chunks round otherwise
+    options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
     if not options.resume:
         directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
@@ -348,7 +348,7 @@ def _ways(
     import torch
 
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import CPU_SLOTS, choose, ladder, longest_row
+    from fledge.train.memory import CPU_SLOTS, LEAST, choose, ladder, longest_row, of_length
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
@@ -364,13 +364,17 @@ def _ways(
             drop=DropTokens(*schedule.drop) if schedule.drop else None,
         )  # fmt: skip
 
+    asked = ladder(ways, slots=options.slots, activations=options.activations)
+    row = rows[rows.most_supervised()]
+    step(of_length(row, LEAST), asked[-1])  # loads what a process loads once, before memory is short
+    draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
-    asked = ladder(ways, slots=options.slots, activations=options.activations)
-    what = draft, rows[rows.most_supervised()], step
+    what = draft, row, step
     if options.longest_row:
         longest = longest_row(*what, asked[-1], available, schedule.rows_per_step)
-        say(f"the longest row that fits is about {longest:,} tokens, with {asked[-1].slots:,} slots in flight")
+        slots = f"{asked[-1].slots:,} slots in flight"
+        say(f"with {slots} a row of {longest:,} tokens fits, and none that is a tenth longer")
         return asked[-1]
     ways, taken = choose(*what, asked, available, schedule.rows_per_step)
     say(

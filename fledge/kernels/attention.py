@@ -7,9 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-QUERIES = 128  # up to here the mask, said again for each head that shares a key, is small beside the keys
-NAME = "fledge"  # of `for_transformers`, among transformers' attentions
-
 
 def grouped_attention(
     q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1SL: Tensor | None, scale: float | None = None
@@ -56,35 +53,3 @@ def _for_rows(mask_B1SL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     else:
         added.copy_(mask_B1SL[:, :, None])
     return added.flatten(2, 3)
-
-
-def for_transformers(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more,
-) -> tuple[Tensor, None]:
-    """transformers' "sdpa" attention, but that of a few queries with a mask by `grouped_attention`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    grouped = query.shape[1] > key.shape[1] and query.shape[2] <= QUERIES and not dropout
-    masked = attention_mask is not None and attention_mask.shape[1] == 1 and attention_mask.shape[3] == key.shape[2]
-    special = any(more.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    if not (grouped and masked) or special:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
-    return grouped_attention(query, key, value, attention_mask, scaling).contiguous(), None
-
-
-def group_heads(model: torch.nn.Module) -> None:
-    """Has a transformers model that attends by "sdpa" attend by `for_transformers`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if getattr(model.config, "_attn_implementation", None) == "sdpa":
-        AttentionInterface.register(NAME, for_transformers)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)

@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fledge.config import RopeConfig, default_aux_layers
 from fledge.kernels.any_length import any_length
-from fledge.kernels.attention import group_heads
 from fledge.kernels.transfer import to_device
+from fledge.models.attention import group_heads
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
 from fledge.types import Features, Packed, Tree
@@ -32,7 +32,7 @@ class Target:
     `aux_layers` counts as transformers' `hidden_states` does (id i is the input of layer i; id n the input of the
     final norm). Features are taken by hooks on the running modules; nothing of the model is patched, except that
     longrope's choice of frequencies is made once, for `max_length`, and that its attention to a mask ("sdpa") and on
-    the CPU its `nn.Linear` modules become ours, which differ in the speed of few rows alone.
+    the CPU its `nn.Linear` modules become ours, which differ in speed, for few rows, and in rounding.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str = "", max_length: int | None = None):
@@ -55,7 +55,7 @@ class Target:
             for module in model.modules():
                 if type(module) is nn.Linear:
                     module.__class__ = Linear
-        group_heads(model)
+        group_heads(self.decoder)
         _fix_longrope(self.decoder, RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length))
 
     # -- what it is ---------------------------------------------------------------------------------------------

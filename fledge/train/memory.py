@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cann
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
 UPDATE = 6  # and while it is updated: the gradient, and its float32 sum
 SUM = 4  # which is there throughout where several rows make a step
-LEAST = 512  # tokens of a row; none shorter is tried
+LEAST = 128  # tokens of a row; none shorter is tried
+BETWEEN = 4  # rows tried between one that fits and one twice as long that does not
 
 Try = Callable[[Packed, Ways], None]  # a forward and backward pass
 
@@ -60,36 +62,32 @@ def choose(
 
 
 def longest_row(draft: Draft, row: Packed, step: Try, ways: Ways, available: int, rows_per_step: int = 1) -> int:
-    """Tokens of the longest row that fits in so many bytes, in steps of 128; 0 where none does. Rows made of this one
-    are tried, each twice as long as the one before, until the line through the last two says that a row twice as long
-    as the last would not fit."""
+    """Tokens of the longest row that fits in so many bytes, less a tenth at most. Rows made of this one are tried, each
+    twice as long as the one before or half as long, and then between one that fits and one that does not. Raises
+    ValueError where not even one of LEAST tokens fits."""
 
-    def tried(tokens: int) -> int | None:
+    @functools.cache
+    def fits(tokens: int) -> bool:
         try:
-            return needed(draft, of_length(row, tokens), step, ways, rows_per_step)
+            return needed(draft, of_length(row, tokens), step, ways, rows_per_step) <= MARGIN * available
         except torch.OutOfMemoryError:
-            return None
+            return False
 
-    room, tokens = MARGIN * available, row.token_T.numel()
-    while (taken := tried(tokens)) is None or taken > room:
+    tokens = row.token_T.numel()
+    while not fits(tokens):
         tokens //= 2
         if tokens < LEAST:
-            return 0
-    while True:
-        longer = tried(2 * tokens)
-        if longer is None:  # that is too long, and so is whatever the line below says beyond
-            below = tried(tokens // 2)
-            assert below is not None, "half of what fits"
-            return _crossing(tokens // 2, below, tokens, taken, room, most=2 * tokens - 1)
-        if (longest := _crossing(tokens, taken, 2 * tokens, longer, room)) < 4 * tokens:
-            return longest
-        tokens, taken = 2 * tokens, longer
-
-
-def _crossing(a: int, taken_a: int, b: int, taken_b: int, room: float, most: int | None = None) -> int:
-    """Where the line through two rows' bytes meets the room, in steps of 128 tokens."""
-    longest = int(b + (room - taken_b) * (b - a) / max(taken_b - taken_a, 1))
-    return (longest if most is None else min(longest, most)) // 128 * 128
+            raise ValueError(
+                f"not even a row of {LEAST} tokens fits in the {available / 2**30:.1f} GiB that the device has; fewer "
+                "--slots or a smaller --draft-vocab take less"
+            )
+    while fits(2 * tokens):
+        tokens *= 2
+    longer = 2 * tokens
+    for _ in range(BETWEEN):
+        middle = (tokens + longer) // 2
+        tokens, longer = (middle, longer) if fits(middle) else (tokens, middle)
+    return tokens
 
 
 def of_length(row: Packed, tokens: int) -> Packed:

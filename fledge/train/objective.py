@@ -403,7 +403,8 @@ def _reach(slots: Tensor, begins: Tensor) -> tuple[int, int]:
 
 def _chunks(live: Sequence[Tensor], slots: int | None, begins: Tensor) -> list[list[Tensor]]:
     """The live slots of every step, in runs of at most `slots`; at least one run, which may be empty. A run ends where
-    a document (they begin at `begins`) ends, if that leaves it three quarters full: it then reads no other's keys."""
+    a document (they begin at `begins`) ends, if that leaves it three quarters full, so that the next need not read the
+    beginning of one that was cut."""
     n = live[0].numel()
     slots = slots or max(n, 1)
     firsts = torch.searchsorted(live[0], begins)  # each document's first slot, among all
