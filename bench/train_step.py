@@ -81,7 +81,7 @@ def main() -> None:
         "flex": Ways("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
         "triton": Ways("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
     }
-    cases = recorded(ways) if not options.tokens else [
+    cases = [c for c in recorded(ways) if c.ways.attention in options.impls] if not options.tokens else [
         Case(T, share, ways[impl], teacher)
         for T in options.tokens for share in options.supervised for teacher in options.teachers
         for impl in options.impls

@@ -21,7 +21,7 @@ TRAIN = (
     "--aux-layers 2,6,11 --fc-norm --norm-output --steps 680 --depth 2 --draft-vocab 2048 --max-length 256 "
     "--row-length 512 --lr 2e-3 --gamma 0.6 --eval-tokens 32"
 ).split()
-DECODE = "--max-new-tokens 128 --depth 8 --confidence 0.12".split()
+DECODE = "--depth 8 --confidence 0.12".split()
 
 
 def main() -> None:
@@ -37,12 +37,13 @@ def main() -> None:
         sys.exit(130)  # stopped; the command has said how to go on
     drafts = {"trained just now": run / "draft", "shipped": SHIPPED}
     results = {}
-    for temperature, limit in ((0, PROMPTS), (1, PROMPTS // 4)):
+    for temperature, limit, length in ((0, PROMPTS, 128), (1, PROMPTS // 4, 64)):
         say(f"Decoding unseen files' continuations without a draft and with either, temperature {temperature}.")
         out = WORK / f"eval-{temperature}.json"
         fledge(
             "eval", "--target", TARGET, *(word for draft in drafts.values() for word in ("--draft", draft)),
-            "--prompts", WORK / "prompts.jsonl", "--limit", limit, "--temperature", temperature, "--out", out, *DECODE,
+            "--prompts", WORK / "prompts.jsonl", "--limit", limit, "--max-new-tokens", length,
+            "--temperature", temperature, "--out", out, *DECODE,
         )  # fmt: skip
         found = json.loads(out.read_text())
         results |= {f"{name}, temperature {temperature}": found[str(draft)] for name, draft in drafts.items()}

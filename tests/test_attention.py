@@ -53,9 +53,9 @@ def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
 
 def test_a_mask_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all layers; again for other heads or another dtype; and what was made goes with the mask."""
-    made, before = [], len(attention._FOR_ROWS)
-    make = attention._for_rows
-    monkeypatch.setattr(attention, "_for_rows", lambda *of: made.append(of[1:]) or make(*of))
+    made, before = [], len(attention._MADE)
+    make = attention._to_be_added
+    monkeypatch.setattr(attention, "_to_be_added", lambda *of: made.append(of[1:]) or make(*of))
     q, k, v, mask = case(1, 3, 9, 4, 2)
     for _ in range(2):
         heads_as_rows(q, k, v, mask)
@@ -64,9 +64,9 @@ def test_a_mask_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(heads_as_rows(q, k[:, :1], v[:, :1], mask), expected)
     heads_as_rows(q.float(), k.float(), v.float(), mask)
     assert made == [(2, torch.float64), (4, torch.float64), (2, torch.float32)]
-    assert len(attention._FOR_ROWS) == before + 1
+    assert len(attention._MADE) == before + 1
     del mask, made[:]
-    assert len(attention._FOR_ROWS) == before
+    assert len(attention._MADE) == before
 
 
 @pytest.mark.gpu

@@ -20,7 +20,8 @@ def grouped_attention(
     """
     if q_BHSd.device.type != "cpu":
         return heads_as_rows(q_BHSd, k_BGLd, v_BGLd, mask_B1SL, scale)
-    out = F.scaled_dot_product_attention(q_BHSd, k_BGLd, v_BGLd, attn_mask=mask_B1SL, scale=scale, enable_gqa=True)
+    mask = _made_once(mask_B1SL, 1, q_BHSd.dtype)
+    out = F.scaled_dot_product_attention(q_BHSd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -30,22 +31,29 @@ def heads_as_rows(
     """`grouped_attention` with the heads that share a key as the rows of one product."""
     B, H, S, d = q_BHSd.shape
     groups = H // k_BGLd.shape[1]
-    mask = None
-    if mask_B1SL is not None:
-        made_for, mask = _FOR_ROWS.get(mask_B1SL, (None, None))
-        if made_for != (groups, q_BHSd.dtype):
-            mask = _for_rows(mask_B1SL, groups, q_BHSd.dtype)
-            _FOR_ROWS[mask_B1SL] = (groups, q_BHSd.dtype), mask
+    mask = _made_once(mask_B1SL, groups, q_BHSd.dtype)
     q = q_BHSd.reshape(B, -1, groups * S, d)
     out = F.scaled_dot_product_attention(q, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
     return out.unflatten(2, (groups, S)).permute(0, 3, 1, 2, 4).reshape(B, S, H, -1)
 
 
-_FOR_ROWS = WeakIdKeyDictionary()  # masks that are in use, to what `heads_as_rows` makes of them
+_MADE = WeakIdKeyDictionary()  # masks that are in use, to what is made of them
 
 
-def _for_rows(mask_B1SL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """The mask to be added, [B, 1, groups S, L], in rows of a length that torch's attention need not copy."""
+def _made_once(mask_B1SL: Tensor | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+    """`_to_be_added`, made by the first layer that asks."""
+    if mask_B1SL is None:
+        return None
+    made_for, made = _MADE.get(mask_B1SL, (None, None))
+    if made_for != (groups, dtype):
+        made = _to_be_added(mask_B1SL, groups, dtype)
+        _MADE[mask_B1SL] = (groups, dtype), made
+    return made
+
+
+def _to_be_added(mask_B1SL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The mask to be added, [B, 1, groups S, L], in rows of a length that torch's attention need not copy; a bool one
+    it would make that of in every layer."""
     B, _, S, L = mask_B1SL.shape
     added = torch.zeros(B, 1, groups, S, -(-L // 8) * 8, dtype=dtype, device=mask_B1SL.device)[..., :L]
     if mask_B1SL.dtype == torch.bool:
