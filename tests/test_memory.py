@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -165,6 +168,27 @@ def test_what_cannot_be_done_is_refused(words: tuple[str, ...], reason: str, fle
     ran: Ran = fledge("train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, *words)
     assert ran.code != 0 and reason in ran.err
     assert not (tmp_path / "run" / "draft").exists()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_memory_is_kept(kept: bool) -> None:
+    """A block that was freed comes back with its pages; without `keep_freed` each is a page fault again."""
+    script = """
+import resource
+from fledge.train.heap import keep_freed
+assert KEPT is False or keep_freed()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+block = lambda: len(b"x" * (1 << 26))
+block()
+before = faults()
+block()
+print(faults() - before)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script.replace("KEPT", str(kept))], capture_output=True, text=True, check=True
+    )
+    assert (int(found.stdout) < 10) == kept
 
 
 @pytest.mark.parametrize("loss", ["kl", "accept", "mixed"])

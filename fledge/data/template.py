@@ -92,7 +92,7 @@ class ChatTemplate:
 
     def _document(self, record: Record, text: str, turns: list[tuple[int, int]]) -> Document:
         """`text` in tokens; `turns` are the [start, end) of the assistant's in characters."""
-        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
         spans = torch.full((len(ids),), -1, dtype=torch.int32)
         for span, (start, end) in enumerate(turns):
@@ -117,7 +117,8 @@ class ChatTemplate:
         return spaces if text[start - spaces : start] == " " * spaces and not text.startswith(" ", start) else 0
 
     def _plain(self, record: Record) -> Document:
-        ids = torch.tensor(self.tokenizer(record.text)["input_ids"], dtype=torch.int32)
+        # not verbose: it would warn of texts longer than the model reads, which are cut into windows
+        ids = torch.tensor(self.tokenizer(record.text, verbose=False)["input_ids"], dtype=torch.int32)
         if ids.numel() < 3:
             raise ValueError(f"{record.where}: a text of {ids.numel()} tokens has nothing to draft")
         spans = torch.zeros_like(ids)

@@ -93,6 +93,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     from fledge.models.target import load_target
     from fledge.models.weights import fit
     from fledge.train.checkpoint import RunDirectory
+    from fledge.train.heap import keep_freed
     from fledge.train.trainer import Source, train
 
     if options.resume and options.longest_row:
@@ -106,6 +107,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device).index or 0)  # where Triton launches
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
+    else:
+        keep_freed()
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
     if options.compile_target:

@@ -1,0 +1,66 @@
+"""Times training steps on this CPU with and without a heap that keeps what is freed (fledge/train/heap.py).
+
+    python bench/heap.py --target demo/target --data build/demo/train.jsonl --out bench/results/heap.json
+
+Each way in processes of its own, in turns; the median step of each process, the first steps left out, and the page
+faults of a step.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from fledge.eval.environment import environment
+from fledge.jobs import train
+from fledge.jobs.options import write_json
+from fledge.jobs.show import Show
+from fledge.train import heap
+
+FIRST = 10  # steps that are left out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/heap.json"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    rows = []
+    for kept in (False, True) * options.turns:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            rows.append(alone.submit(measure, kept, options).result())
+        print("{step_ms:.1f} ms a step, {faults:,.0f} page faults, freed memory kept: {kept}".format(**rows[-1]))
+    write_json(options.out, {"environment": environment("cpu", "float32"), "steps": options.steps, "rows": rows})
+
+
+def measure(kept: bool, options: argparse.Namespace) -> dict:
+    """The demo's training, some steps of it."""
+    if not kept:
+        heap.keep_freed = lambda: False
+    faults: list[int] = []
+    show = Show(quiet=True)
+    show.step = lambda steps, metrics: faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    with tempfile.TemporaryDirectory() as out:
+        asked = train.TrainOptions(
+            target=options.target, data=[options.data], out=out, steps=options.steps, depth=2, draft_vocab=2048,
+            max_length=256, row_length=512, aux_layers="2,6,11", fc_norm=True, norm_output=True, lr=2e-3, gamma=0.6,
+            eval_tokens=1, device="cpu",
+        )  # fmt: skip
+        train.run(asked, show.say, show)
+        steps = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "kept": kept,
+        "step_ms": 1e3 * statistics.median(m["seconds"] for m in steps[FIRST:]),
+        "faults": (faults[-1] - faults[FIRST - 1]) / (len(faults) - FIRST),
+    }
+
+
+if __name__ == "__main__":
+    main()
