@@ -18,7 +18,7 @@ TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
 PROMPTS = 16
 SHARE = 0.4  # of the text: more than twice what the steps below read
 TRAIN = (
-    "--aux-layers 2,6,11 --fc-norm --norm-output --steps 680 --depth 2 --draft-vocab 2048 --max-length 256 "
+    "--aux-layers 2,6,11 --fc-norm --norm-output --steps 680 --depth 2 --draft-vocab 1280 --max-length 256 "
     "--row-length 512 --lr 2e-3 --gamma 0.6 --eval-tokens 32"
 ).split()
 DECODE = "--depth 8 --confidence 0.12".split()
