@@ -1,4 +1,4 @@
-# make demo   sets everything up and trains and measures a draft for the bundled model (about six minutes on two cores)
+# make demo   sets everything up and trains and measures a draft for the bundled model (five to six minutes on two cores)
 # make test   sets everything up and passes the tests
 PYTHON ?= python3
 VENV := .venv
