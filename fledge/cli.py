@@ -14,6 +14,7 @@ import typer
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
+from fledge.jobs.options import flag_of
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.show import Show
 from fledge.jobs.train import TrainOptions
@@ -41,11 +42,10 @@ def _command(name: str, options: type) -> Callable[[Callable[[Any], None]], None
 
 
 def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
-    flag = "--" + f.name.replace("_", "-")
     if f.metadata["flag"] == "argument":
         info = typer.Argument(help=f.metadata["help"])
     else:
-        info = typer.Option(flag, help=f.metadata["help"])
+        info = typer.Option(flag_of(f.name), help=f.metadata["help"])
     if f.default_factory is not dataclasses.MISSING:
         default = f.default_factory()
     else:

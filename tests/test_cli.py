@@ -11,9 +11,11 @@ import torch
 from conftest import tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
+from fledge.eval.prompts import read_prompts
 from fledge.models.target import load_target
 
-TRAIN = "--max-length 64 --row-length 128 --steps 3 --depth 3 --draft-vocab 200 --device cpu".split()
+SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
+TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_train_refuses_to_write_over_a_run(made, draft, fledge):
 def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
     went = fledge(
         "train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "more",
-        "--init-from", draft, *TRAIN,
+        "--init-from", draft, *SAME_SHAPE,
     )  # fmt: skip
     assert went.code == 0, went.err
     config = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
@@ -87,7 +89,7 @@ def test_variants_train(made, fledge, tmp_path):
     for on, flag in (("kept", []), ("moved", ["--train-embeddings"])):  # its own embeddings learn where that is asked
         more = fledge(
             "train", "--target", made / "target", "--data", made / "chats.jsonl@0.5", "--init-from",
-            tmp_path / "run" / "draft", "--out", tmp_path / on, *TRAIN, *flag,
+            tmp_path / "run" / "draft", "--out", tmp_path / on, *SAME_SHAPE, *flag,
         )  # fmt: skip
         assert more.code == 0, more.err
         before, after = (load_file(tmp_path / d / "draft" / "model.safetensors") for d in ("run", on))
@@ -164,6 +166,75 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run"]
     went = fledge(*words, "--max-length", 64, *flags, *([draft] if flags[-1] == "--init-from" else []))
     assert went.code == 2 and re.search(reason, went.err), went.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--steps", 0], "--steps 0: it is at least 1"),
+        (["--epochs", 0], "--epochs 0.0: it is above 0"),
+        (["--lr", -0.1], "--lr -0.1: it is above 0"),
+        (["--lr", "nan"], "--lr nan: it is above 0"),
+        (["--warmup", 5], "--warmup 5.0: it is at least 0 and at most 1"),
+        (["--save-every", 0], "--save-every 0: it is at least 1"),
+        (["--layers", 0], "--layers 0: it is at least 1"),
+        (["--max-length", 0], "--max-length 0: it is at least 3"),
+        (["--max-length", 5000], "more than the 512 that the target reads"),
+        (["--device", "foo"], "--device foo is no device"),
+        (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),
+        (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
+        (["--out", "few.jsonl"], "is a file; choose another name"),
+        (["--out", "few.jsonl/run"], "few.jsonl is no directory"),
+        (["--init-from", "draft", "--layers", 2, "--qk-norm"], "vocabulary and shape; leave --qk-norm, --layers out"),
+        (["--init-from", "draft", "--target", "other"], "does not fit .*it was trained with another tokenizer"),
+    ],
+)
+def test_options_that_make_no_sense_train_nothing(made, draft, flags, reason, fledge, tmp_path):
+    few = tiny_chats(tmp_path / "few.jsonl", 20)
+    other = shutil.copytree(made / "target", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["Q"], words["S"] = words["S"], words["Q"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    at = {"few.jsonl": few, "few.jsonl/run": few / "run", "draft": draft, "other": other}
+    words = {"--target": made / "target", "--data": few, "--out": tmp_path / "run", "--max-length": 64, "--steps": 1}
+    words |= {"--device": "cpu"}
+    pairs = list(zip(flags[::2], flags[1::2], strict=False)) if "--qk-norm" not in flags else [("--init-from", draft)]
+    words |= {flag: at.get(value, value) for flag, value in pairs}
+    more = ["--layers", 2, "--qk-norm"] if "--qk-norm" in flags else []
+    went = fledge("train", *(w for pair in words.items() for w in pair), *more)
+    assert went.code == 2 and re.search(reason, went.err), went.err
+    assert not (tmp_path / "run").exists() and len(few.read_text().splitlines()) == 20
+
+
+def test_resuming_takes_no_other_options(made, draft, fledge):
+    went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
+    assert went.code == 2 and "leave --steps, --lr out" in went.err
+
+
+def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge, tmp_path):
+    words = "--max-length 64 --row-length 128 --steps 1 --device cpu".split()
+    (tmp_path / "few.jsonl").write_text("".join((made / "chats.jsonl").read_text().splitlines(keepends=True)[:20]))
+    went = fledge("train", "--target", made / "target", "--data", tmp_path / "few.jsonl", "--out", tmp_path / "more",
+                  "--init-from", draft, *words)  # fmt: skip
+    assert went.code == 0, went.err
+    ours = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())["fledge"]
+    assert ours["depth"] == 3 and 0 < ours["coverage"] <= 1 and f"{ours['coverage']:.2%}" in went.err
+
+
+def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path):
+    """EAGLE-1's noise moves the loss, P-EAGLE knows no gamma, and both draw the same again."""
+
+    def losses(name: str, *flags: object) -> list[float]:
+        went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,
+                      *SAME_SHAPE, "--eval-tokens", 1, *flags)  # fmt: skip
+        assert went.code == 0, went.err
+        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    noisy = losses("a", "--method", "eagle1", "--feature-noise", 0.5)
+    assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
+    dropped = losses("d", "--method", "peagle")
+    assert dropped == losses("e", "--method", "peagle", "--gamma", 0.5)
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):
@@ -286,6 +357,62 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     assert whole != out.read_text()
     (tmp_path / "sampled.jsonl").write_text("".join(whole.splitlines(keepends=True)[:3]))
     assert fledge(*sampled).code == 0 and (tmp_path / "sampled.jsonl").read_text() == whole
+
+
+def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": "the young bird"}]}, {"text": "it can fly"}]
+    prompts.write_text("\n".join(map(json.dumps, rows)))  # no line end after the last
+    words = ["regenerate", "--target", made / "target", "--data", prompts, "--max-new-tokens", 4, "--out"]
+    before = prompts.read_text()
+    went = fledge(*words, prompts)
+    assert went.code == 2 and "choose another --out" in went.err and prompts.read_text() == before
+    out = tmp_path / "own.jsonl"
+    assert fledge(*words, out).code == 0
+    made_rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [m["role"] for m in made_rows[0]["messages"]] == ["user", "assistant"] and made_rows[1]["text"]
+    written = out.read_text()
+    out.write_text(written.splitlines(keepends=True)[0])
+    for more in (["--temperature", 1], ["--max-new-tokens", 5]):
+        went = fledge(*words, out, *more)
+        assert went.code == 2 and "not of this --data and these options" in went.err
+    prompts.write_text(before.replace("young bird", "old bird"))
+    assert fledge(*words, out).code == 2
+    prompts.write_text(before)
+    assert fledge(*words, out).code == 0 and out.read_text() == written
+    assert fledge(*words, tmp_path).code == 2
+    prompts.write_text('{"text": " "}\n')
+    assert "an empty text" in fledge(*words, tmp_path / "none.jsonl").err
+    prompts.write_text(json.dumps({"text": "the bird"}) + "\n" + json.dumps(rows[0]).replace("bird", "bird " * 600))
+    went = fledge(*words, tmp_path / "long.jsonl")
+    assert went.code == 2 and "line 2" in went.err and "shorten it" in went.err
+
+
+def test_prompts_of_any_text_are_read_or_refused_with_their_place(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"turns": ["a\u2028b"]}\n{"turns": ["c"]}\n')
+    assert [p.turns for p in read_prompts(file)] == [("a\u2028b",), ("c",)]
+    file.write_text('{"turns": ["a"]}\n3\n')
+    with pytest.raises(ValueError, match="line 2 has neither"):
+        read_prompts(file)
+    file.write_bytes('{"turns": ["é"]}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        read_prompts(file)
+
+
+def test_generate_refuses_what_it_would_leave_out(made, draft, fledge):
+    words = ["generate", "--target", made / "target", "--prompt", "the young bird"]
+    for more, reason in (
+        (["--raw", "--system", "be kind"], "leave --system out"),
+        (["--draft-mode", "bush"], "none of chain, tree"),
+        (["--draft", made / "run"], f"the run's draft is {draft}"),
+        (["--draft", draft, "--depth", 0], "--depth 0: it is at least 1"),
+        (["--draft", draft, "--draft-device", "cuda"], "no CUDA device" if not torch.cuda.is_available() else ""),
+    ):
+        if reason:
+            went = fledge(*words, *more)
+            assert went.code == 2 and reason in went.err, went.err
+    assert "is a draft; the target is" in fledge("generate", "--target", draft, "--prompt", "the").err
 
 
 def _broken_json(made, tmp_path):

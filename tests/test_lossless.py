@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,7 +251,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     engine = engine_of(target, tiny_draft(target, draft_vocab_size=150), 3)
     rule, seen = batch.accept_rejection, []
 
-    def spy(chooser, prefix, drafted, q_KV, logits_NV):
+    def spy(chooser, prefix, drafted, q_KV, logits_NV, last):
         ids = engine.draft.target_ids()
         torch.testing.assert_close(q_KV.sum(-1), torch.ones(3, dtype=torch.float64))
         outside = torch.ones(400, dtype=torch.bool)
@@ -286,6 +287,48 @@ def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.Monkey
         assert fast.finish == plain.finish == "stop"
         inside.add((end - 2) % 7)
     assert len(inside) > 4, "stops were to fall all over a run"
+
+
+class Ends:
+    """A processor that can be asked for no token after an answer's last, as a grammar that has ended."""
+
+    def __init__(self, prompt: int, limit: int, stop: int = -1, text: Sequence[int] = ()):
+        self.places, self.stop, self.text = range(prompt, prompt + limit), stop, list(text)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        assert ids.shape[1] in self.places and self.stop not in ids[0, self.places[0] :]
+        assert not self.text or ids[0, -len(self.text) :].tolist() != self.text
+        return scores
+
+
+@pytest.mark.parametrize("drawn", ["greedy", "sample"])
+@pytest.mark.parametrize("end", ["limit", "stop", "string"])
+def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accepted run goes on beyond the answer's end, and they are let be there."""
+    target = tiny_target(dtype=torch.float64)
+    engine = engine_of(target, tiny_draft(target), 6)
+    sampling = Sampling(temperature=1.0, draft="sample") if drawn == "sample" else Sampling()
+    if drawn == "sample":  # whatever is drafted is accepted
+        monkeypatch.setattr(verify, "uniforms", lambda *of: torch.zeros(1, dtype=torch.float64))
+    prompt, whole = talkative(engine, 24, sampling=sampling)
+    if drawn == "sample":
+        whole = engine.generate(prompt, max_new_tokens=24, sampling=sampling)
+    else:
+        cheat(monkeypatch, [*prompt, *whole.tokens], 0.0)
+    tokens, limit, stop, more = whole.tokens, 24, -1, {}
+    if end == "limit":
+        limit = 10
+    elif end == "stop":
+        stop = tokens[next(i for i in range(9, 24) if tokens[i] not in tokens[:i])]
+        target.model.generation_config.eos_token_id = [stop]
+    else:
+        more = dict(stop=[target.tokenizer.decode(tokens[9:11])])
+    ends = Ends(len(prompt), limit, stop, tokens[9:11] if end == "string" else ())
+    asked = dict(max_new_tokens=limit, sampling=replace(sampling, processors=[ends]), **more)
+    done = engine.generate(prompt, **asked)
+    assert len(done.tokens) < 24 and max(r.accepted for r in done.trace.rounds) >= 3
+    if drawn == "greedy":
+        assert_same(done, engine.generate(prompt, speculate=False, **asked))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])

@@ -159,7 +159,7 @@ def test_the_longest_row(device: Device) -> None:
         (("--impl", "fast"), "--impl fast is none of eager, flex, triton"),
         (("--loss", "mse"), "--loss mse is none of ce, kl, accept, mixed"),
         (("--activations", "some"), "--activations some is none of keep, recompute, auto"),
-        (("--slots", "0"), "--slots is at least 1"),
+        (("--slots", "0"), "--slots 0: it is at least 1"),
         (("--activations", "recompute", "--device", "cpu"), "--activations recompute needs a CUDA GPU"),
     ],
 )

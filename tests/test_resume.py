@@ -20,13 +20,13 @@ from fledge.jobs.train import TrainOptions, run
 
 target, data, out, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 options = dict(target=target, data=[data], max_length=64, row_length=128, steps=100, depth=3, draft_vocab=200,
-               device="cpu", rows_per_step=2, eval_every=25, eval_tokens=4, save_every=4, seed=3)
+               device="cpu", rows_per_step=2, eval_every=25, eval_tokens=4, save_every=4, seed=3, out=out)
 show = Show(quiet=True)
 
-def child(**more):
+def child(**asked):
     pid = os.fork()
     if pid == 0:
-        run(TrainOptions(**{**options, **more}), show.say, show)
+        run(TrainOptions(**asked), show.say, show)
         os._exit(0)
     return pid
 
@@ -35,12 +35,12 @@ def lines():
     return open(path).read().count("\\n") if os.path.exists(path) else 0
 
 if kills == 0:
-    os.waitpid(child(out=out), 0)
+    os.waitpid(child(**options), 0)
 else:
     random.seed(kills)
     os.makedirs(out, exist_ok=True)
     died = 0
-    pid = child(out=out)
+    pid = child(**options)
     while died < kills:
         before = lines()
         while lines() == before:  # somewhere after its first step, be it in a step or while saving

@@ -51,7 +51,7 @@ def _split_share(source: str) -> tuple[str, float]:
     name, at, share = source.rpartition("@")
     if not at or "/" in share or Path(source).exists():
         return source, 1.0
-    if not re.fullmatch(r"\d+(\.\d+)?", share):
+    if not re.fullmatch(r"\d+(\.\d+)?", share) or not float(share):
         raise ValueError(f"{source}: what follows @ is the share to take, such as @0.5 or @2")
     return name, float(share)
 

@@ -21,6 +21,24 @@ def choose_vocabulary(
     """
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab {size} is outside 1..{vocab_size}, the target's vocabulary")
+    counts = _counts(documents, vocab_size)
+    rank = counts.clone()
+    rank[[i for i in keep if 0 <= i < vocab_size]] = counts.max() + 1
+    ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
+    return ids, _share(ids, counts)
+
+
+def coverage_of(ids_W: Tensor, documents: Iterable[Document], vocab_size: int) -> float:
+    """The share of supervised tokens that these target ids cover. Raises ValueError as `choose_vocabulary`."""
+    return _share(ids_W, _counts(documents, vocab_size))
+
+
+def _share(ids_W: Tensor, counts_V: Tensor) -> float:
+    return counts_V[ids_W].sum().item() / max(counts_V.sum().item(), 1)
+
+
+def _counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
+    """How often each target id is supervised, int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for d in documents:
         if d.tokens.max() >= vocab_size:
@@ -29,10 +47,7 @@ def choose_vocabulary(
                 "tokenizer belongs to another model"
             )
         counts += torch.bincount(d.tokens[d.spans >= 0], minlength=vocab_size)
-    rank = counts.clone()
-    rank[[i for i in keep if 0 <= i < vocab_size]] = counts.max() + 1
-    ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
-    return ids, counts[ids].sum().item() / max(counts.sum().item(), 1)
+    return counts
 
 
 def choose_mask_token(

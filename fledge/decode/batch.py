@@ -121,10 +121,11 @@ class Batch:
         self, tree: Tree, drafted: Sequence[Sequence[int]], logits_BNV: Tensor, parents: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         choosers, prefixes = [r.chooser for r in self.running], [r.prefix for r in self.running]
+        last = [r.last() if r.chooser.by_prefix else None for r in self.running]
         if tree.q_BKW is None:
-            return accept_walk(choosers, prefixes, drafted, logits_BNV, parents)
+            return accept_walk(choosers, prefixes, drafted, logits_BNV, parents, last if all(last) else None)
         q_BKV = [self._scatter(q_KW) for q_KW in tree.q_BKW]
-        return [accept_rejection(*of) for of in zip(choosers, prefixes, drafted, q_BKV, logits_BNV, strict=True)]
+        return [accept_rejection(*of) for of in zip(choosers, prefixes, drafted, q_BKV, logits_BNV, last, strict=True)]
 
     def _scatter(self, q_KW: Tensor) -> Tensor:
         """Draft distributions over the target's vocabulary: zeros outside the draft's."""

@@ -83,6 +83,10 @@ class Engine:
         template_kwargs: dict[str, Any] | None = None,
     ):
         check_drafting(mode, confidence, nodes, width)
+        if shape is not None and mode != "tree":
+            raise ValueError("a shape is a tree's; use mode tree with it")
+        if depth is not None and depth < 1:
+            raise ValueError(f"a depth of {depth} drafts nothing; 1 is least")
         self.mode, self.confidence, self.nodes, self.width, self.shape = mode, confidence, nodes, width, shape
         self.stable = stable
         self.target, self.draft = target, draft
@@ -196,6 +200,10 @@ class Engine:
         ids = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
         prefix = list(prompt if ids else self.template.prompt_ids(prompt))
         self._check_length(len(prefix), max_new_tokens)
+        vocabulary = self.target.embedding.shape[0]
+        if not 0 <= min(prefix) <= max(prefix) < vocabulary:
+            raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
+        stop = (stop,) if isinstance(stop, str) else stop
         return Request(
             number, prefix, Chooser(sampling or Sampling(), number), TextStream(self.target.tokenizer, stop),
             max_new_tokens, self.target.stop_ids, into if into is not None else Completion(),
@@ -219,6 +227,12 @@ class Engine:
             return
         drafts = speculate and self.draft is not None
         proposer = self._proposer(requests[0].chooser.sampling) if drafts else NoDrafter()
+        most = max(len(r.prefix) + r.limit for r in requests)
+        if drafts and not self.target.turns and most + self.depth > self.target.context:
+            raise ValueError(
+                f"{self.target.name or 'the target'} knows {self.target.context} positions and no more, and drafts of "
+                f"{self.depth} may go as many beyond the {most} tokens asked for; ask for fewer, or draft fewer"
+            )
         together = Batch(self.target, proposer, self.layers if drafts else None)
         waiting = deque(requests)
         while waiting or together.running:
@@ -254,7 +268,7 @@ def load(
     template_kwargs: dict[str, Any] | None = None,
     **drafting: Any,
 ) -> Engine:
-    """Loads a target (or takes one), and a draft for it, from directories or hub ids.
+    """Loads a target (or takes one), from a directory or hub id, and a draft for it from a directory.
 
     `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the
     CPU and the checkpoint's own elsewhere. `drafting` are `Engine`'s options. Raises ValueError with the cause where
@@ -268,8 +282,8 @@ def load(
         most = config.provenance.max_length if longrope else None
         loaded = load_target(target, device=device, dtype=dtype, max_length=most)
     if config is None:
-        return Engine(loaded, template_kwargs=template_kwargs)
-    made = load_draft(draft, device=draft_device or device, dtype=loaded.dtype)
+        return Engine(loaded, template_kwargs=template_kwargs, **drafting)
+    made = load_draft(draft, device=resolve_device(draft_device or device), dtype=loaded.dtype)
     return Engine(loaded, made, template_kwargs=template_kwargs, **drafting)
 
 
@@ -277,6 +291,12 @@ def resolve_device(device: str) -> str:
     """ "auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: this machine shows no CUDA device; use --device cpu")
+    try:
+        named = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"--device {device} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+    there = torch.cuda.device_count()
+    if named.type == "cuda" and (named.index or 0) >= there:
+        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use --device cpu"
+        raise ValueError(f"--device {device}: this machine shows {shows}")
     return device

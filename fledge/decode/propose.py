@@ -252,7 +252,7 @@ def checked_shape(draft: Draft, shape: TreeShape) -> TreeShape:
 
 class FixedTreeProposer(Drafter):
     """Drafts trees of a given shape, as EAGLE-1 does (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank
-    r is its parent's r-th likeliest token. Nothing waits for the device."""
+    r is its parent's r-th likeliest token. Nothing is read back from the device."""
 
     def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
         super().__init__(draft, stable)

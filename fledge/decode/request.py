@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -59,6 +60,16 @@ class Request:
             done.finish = "stop"
         done.trace.t_total = time.perf_counter() - self.began
         return piece
+
+    def last(self) -> Callable[[int], bool]:
+        """What says of each token that may be committed next, told one after the other, whether it is the last."""
+        text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
+
+        def ends(token: int) -> bool:
+            text.add([] if token in self.stop_ids else [token])
+            return next(left) <= 0 or token in self.stop_ids or text.stopped
+
+        return ends
 
     @property
     def over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ class TextStream:
         self.given = 0  # characters handed out
         self.stopped = False
         self._start = self._end = 0  # tokens[start:end] are decoded; start is kept for their context
+
+    def copy(self) -> TextStream:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other.tokens = list(self.tokens)
+        return other
 
     def add(self, tokens: Sequence[int]) -> str:
         """Takes tokens in and returns the text that is now certain. Sets `stopped` at a stop string."""

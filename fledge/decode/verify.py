@@ -7,7 +7,7 @@ node, and goes on while the draft had guessed it. Rejection (sampled drafts; Lev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -90,12 +90,15 @@ def accept_walk(
     drafted: Sequence[Sequence[int]],
     logits_BNV: Tensor,
     parents: Sequence[Sequence[int]] | None = None,
+    last: Sequence[Callable[[int], bool]] | None = None,
 ) -> list[list[int]]:
     """Commits each request's target's own tokens for as long as its draft had them; the last one is the bonus (never
     redrawn).
 
     `prefixes` are all that is committed, `logits_BNV` the target's after it (node 0) and after each of the drafted
-    (nodes 1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain).
+    (nodes 1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain). `last`, where it is
+    given, is told each request's tokens one by one and says whether one is its answer's last: processors are asked for
+    none after that, since token by token they would not be.
     """
     following = [children(d, p) for d, p in zip(drafted, parents or [range(len(d)) for d in drafted], strict=True)]
     own = logits_BNV.argmax(-1).tolist() if choosers[0].plain else None
@@ -109,7 +112,7 @@ def accept_walk(
         for b, token in zip(list(at), chosen, strict=True):
             paths[b].append(token)
             node = following[b][at.pop(b)].get(token)
-            if node is not None:
+            if not (last and last[b](token)) and node is not None:
                 at[b] = node
     return [path[len(prefix) :] for path, prefix in zip(paths, prefixes, strict=True)]
 
@@ -131,12 +134,13 @@ def accepted_path(committed: Sequence[int], drafted: Sequence[int], parents: Seq
 
 
 def accept_rejection(
-    chooser: Chooser, prefix: Sequence[int], drafted: Sequence[int], q_KV: Tensor, logits_NV: Tensor
-) -> list[int]:
+    chooser: Chooser, prefix: Sequence[int], drafted: Sequence[int], q_KV: Tensor, logits_NV: Tensor,
+    last: Callable[[int], bool] | None = None,
+) -> list[int]:  # fmt: skip
     """Commits drafted tokens by min(1, p/q); a rejected one is redrawn from the residual, else a bonus is drawn.
 
     q_KV holds exactly the distributions the tokens were drawn from, zero outside the draft's vocabulary; logits_NV the
-    target's before each of them and after the last.
+    target's before each of them and after the last. `last` is as in `accept_walk`.
     """
     path = list(prefix)
     for j, token in enumerate(drafted):
@@ -144,6 +148,8 @@ def accept_rejection(
         p, q = scores.softmax(-1), q_KV[j].to(scores.device)
         if float(uniforms(chooser.key(len(path), ACCEPT), 1)) * float(q[token]) < float(p[token]):
             path.append(token)
+            if last and last(token):
+                return path[len(prefix) :]
             continue
         path.append(gumbel_argmax(residual(p, q).log(), chooser.key(len(path), RESIDUAL)))
         return path[len(prefix) :]

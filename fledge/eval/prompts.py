@@ -26,16 +26,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[EvalPrompt]
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; --prompts takes a JSON lines file")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{path} does not exist; prompts are read from JSON lines")
     try:
-        first = json.loads(lines[0])
-    except ValueError as e:
-        raise ValueError(f"{path}, line 1 is not JSON: {e}") from e
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8 text ({e}); convert it first") from e
+    numbered = [(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} is empty")
+    first = _parse(*numbered[0])
     if isinstance(first, dict) and ("turns" in first or "prompt" in first):
-        prompts = [_from_row(line, f"{path}, line {i + 1}") for i, line in enumerate(lines)]
+        prompts = [_from_row(_parse(line, where), where) for line, where in numbered]
     else:
         prompts = [prompt_of(record) for record in read_records([str(path)])]
     return spread(prompts, limit)
@@ -59,11 +60,15 @@ def prompt_of(record: Record) -> EvalPrompt:
     return EvalPrompt(messages=tuple(messages[: answers[len(answers) // 2]]))
 
 
-def _from_row(line: str, where: str) -> EvalPrompt:
+def _parse(line: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}") from e
+
+
+def _from_row(row: Any, where: str) -> EvalPrompt:
+    row = row if isinstance(row, dict) else {}
     if isinstance(row.get("prompt"), str):
         return EvalPrompt(text=row["prompt"])
     turns = row.get("turns")

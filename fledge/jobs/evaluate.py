@@ -23,8 +23,8 @@ class EvalOptions(DecodeOptions):
         "compare", many=True
     )  # fmt: skip
     prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
-    limit: int | None = opt("at most this many prompts of each file, spread over it", None)
-    max_new_tokens: int = opt("new tokens a prompt", 128)
+    limit: int | None = opt("at most this many prompts of each file, spread over it", None, least=1)
+    max_new_tokens: int = opt("new tokens a prompt", 128, least=1)
     batch: int = opt("prompts decoded together, with and without the draft", 1)
     out: str | None = opt("also write the JSON here", None)
     json: bool = opt("print the JSON alone", False)
@@ -37,13 +37,15 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     from fledge.decode.engine import check_drafting, mode_of
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
-    from fledge.jobs.options import write_json
+    from fledge.jobs.options import place_of, write_json
     from fledge.models.weights import read_draft_config
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
     if not options.draft:
         raise ValueError("give --draft DIR")
+    if options.out:
+        place_of(options.out, "--out")
     modes, sampling = options.draft_mode or [None], options.sampling()
     for flag, values in (
         ("--draft", options.draft), ("--draft-mode", options.draft_mode),

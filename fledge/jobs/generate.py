@@ -17,7 +17,7 @@ class GenerateOptions(DecodeOptions):
     prompt: str | None = opt("what to say to it (default: standard input)", None)
     system: str | None = opt("a system message before it", None)
     raw: bool = opt("continue the prompt as plain text, without the chat template", False)
-    max_new_tokens: int = opt("most tokens to generate", 256)
+    max_new_tokens: int = opt("most tokens to generate", 256, least=1)
     stop: list[str] = opt("end the text before this string; repeatable", many=True)
     stats: bool = opt("print speed and acceptance to standard error afterwards", False)
 
@@ -27,8 +27,14 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     from fledge.decode.engine import Completion
     from fledge.eval.metrics import alpha, tau
 
+    if options.raw and options.system:
+        raise ValueError("--raw goes on with the prompt alone, without a chat template; leave --system out")
     sampling, engine = options.sampling(), options.engine(options.draft, options.draft_mode)
     text = options.prompt if options.prompt is not None else sys.stdin.read()
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:  # how Python stands for bytes that were no text
+        raise ValueError("the prompt is not UTF-8 text; convert it first") from e
     done = Completion()
     stream = engine.stream(
         _prompt(options, text, engine.target.tokenizer.chat_template is not None),

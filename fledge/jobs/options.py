@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, field
+import math
+import os
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,36 @@ if TYPE_CHECKING:
     from fledge.types import Sampling
 
 
-def opt(help: str, default: Any = MISSING, *, many: bool = False, flag: str | None = None) -> Any:
-    """A field that is a command-line flag: required without a default, repeatable with `many`."""
-    metadata = {"help": help, "flag": flag}
+def opt(
+    help: str, default: Any = MISSING, *, many: bool = False, flag: str | None = None, least: float | None = None,
+    above: float | None = None, most: float | None = None,
+) -> Any:  # fmt: skip
+    """A field that is a command-line flag: required without a default, repeatable with `many`; a number in bounds."""
+    metadata = {"help": help, "flag": flag, "least": least, "above": above, "most": most}
     if many:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """How an option is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A job's options. Raises ValueError for a number outside its bounds, or none at all."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, (least, above, most) = getattr(self, f.name), (f.metadata[k] for k in ("least", "above", "most"))
+            if value is None or least is above is most is None:
+                continue
+            inside = (least is None or value >= least, above is None or value > above, most is None or value <= most)
+            if not (all(inside) and math.isfinite(value)):
+                wanted = ((least, "at least"), (above, "above"), (most, "at most"))
+                bounds = " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
+                raise ValueError(f"{flag_of(f.name)} {value}: it is {bounds}")
 
 
 def template_kwargs(text: str | None) -> dict[str, Any] | None:
@@ -32,6 +58,19 @@ def template_kwargs(text: str | None) -> dict[str, Any] | None:
     if not isinstance(kwargs, dict):
         raise ValueError("--template-kwargs must be a JSON object such as '{\"enable_thinking\": false}'")
     return kwargs
+
+
+def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
+    """Where a job will write a file or a directory. Raises ValueError, before the work, where it cannot."""
+    path = Path(path)
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if there == path and path.is_dir() != directory:
+        raise ValueError(f"{flag} {path} is {'a directory' if path.is_dir() else 'a file'}; choose another name")
+    if there != path and not there.is_dir():
+        raise ValueError(f"{flag} {path} cannot be made: {there} is no directory; choose another name")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written: {there} is not yours to write to; choose another name")
+    return path
 
 
 def dtype_named(name: str | None):
@@ -56,7 +95,7 @@ def write_json(path: str | Path, record: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(Options):
     """What every command that decodes lets its user choose."""
 
     target: str = opt("the model that speaks: a directory or hub id")
@@ -72,7 +111,7 @@ class DecodeOptions:
         "chain or parallel, as the draft is)", None
     )  # fmt: skip
     depth: int | None = opt(
-        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None
+        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None, least=1
     )
     tree_nodes: int = opt("nodes of a tree, its root included", 60)
     tree_width: int = opt("most children of a tree's node", 10)

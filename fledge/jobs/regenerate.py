@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import dtype_named, opt, template_kwargs
+from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs
 
 if TYPE_CHECKING:
     from fledge.data.read import Record
@@ -17,19 +18,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateOptions:
+class RegenerateOptions(Options):
     """Have the target answer the data's prompts itself, for training on its own words."""
 
     target: str = opt("the model that answers: a directory or hub id")
     draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
-    max_new_tokens: int = opt("most tokens of an answer", 512)
-    prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64)
+    max_new_tokens: int = opt("most tokens of an answer", 512, least=1)
+    prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
     temperature: float = opt("0 is greedy", 0.0)
     top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
     batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
-    limit: int | None = opt("at most this many records", None)
+    limit: int | None = opt("at most this many records", None, least=1)
     template_kwargs: str | None = opt("JSON passed to the chat template", None)
     seed: int = opt("of sampling", 0)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
@@ -47,8 +48,10 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch} answers nothing; 1 is least")
     records = read_records(options.data, options.seed)[: options.limit]
-    out = Path(options.out)
-    done = _finished(out, records)
+    if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
+        raise ValueError(f"{empty.where}: an empty text has nothing to go on with; remove it")
+    out = place_of(options.out, "--out")
+    done = _finished(out, records, options)
     if done == len(records):
         say(f"{out} is complete: {done:,} records")
         return
@@ -66,26 +69,45 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             batch = records[start : start + together]
             rows, unfinished = _answer(batch, engine, options, start)
             cut += unfinished
-            f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            f.flush()
+            try:
+                f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                f.flush()
+            except OSError as e:
+                cure = "make room and give the same command to go on"
+                raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
             advance(len(batch))
     say(f"wrote {len(records):,} records to {out}")
     if cut:
         say(f"{cut:,} answers reached --max-new-tokens {options.max_new_tokens}; they are kept as far as they go")
 
 
-def _finished(out: Path, records: list[Record]) -> int:
-    """Whole lines already there; a torn last line is cut off. Raises ValueError where they answer other records."""
+def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
+    """Whole lines already there; a torn last line is cut off. Raises ValueError, and leaves the file alone, where they
+    are not what these records and options make."""
     if not out.exists():
         return 0
     text = out.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) != len(text):
-        out.write_bytes(whole)
-    lines = whole.splitlines()
-    if len(lines) > len(records) or (lines and json.loads(lines[0]).get("source") != records[0].where):
-        raise ValueError(f"{out} answers other records than --data holds; choose another --out")
+    *lines, torn = text.split(b"\n")
+    begins = json.dumps(_head(records[0], options))[: len('{"source": "')].encode()
+    ours = len(lines) <= len(records) and torn[: len(begins)] == begins[: len(torn)]
+    for line, record in zip(lines, records, strict=False):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        ours = ours and isinstance(row, dict) and row.items() >= _head(record, options).items()
+    if not ours:
+        raise ValueError(f"{out} is there, and not of this --data and these options; choose another --out")
+    if torn:
+        out.write_bytes(text[: -len(torn)])
     return len(lines)
+
+
+def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
+    """What a line begins with: where its record is from, and a hash of all that decides its answers."""
+    asked = [record.messages, record.text, record.tools, options.target, options.max_new_tokens, options.prompt_tokens]
+    asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
+    return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
 def _answer(
@@ -98,6 +120,12 @@ def _answer(
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
     def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
+        room = engine.target.context - options.max_new_tokens
+        if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
+            raise ValueError(
+                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {options.max_new_tokens}, "
+                f"and the target reads at most {engine.target.context}; shorten it, or lower --max-new-tokens"
+            )
         done = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
@@ -105,13 +133,13 @@ def _answer(
         return [(c.text, c.finish == "length") for c in done]
 
     told: list[list[dict[str, Any]]] = [[] for _ in batch]
-    rows: list[dict[str, Any]] = [{"source": r.where} for r in batch]
+    rows: list[dict[str, Any]] = [_head(r, options) for r in batch]
     cut = 0
     prompts = {i: template.prompt_ids(r.text)[: options.prompt_tokens] for i, r in enumerate(batch) if r.text}
     for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
         rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
         cut += unfinished
-    waiting = {i: list(r.messages) for i, r in enumerate(batch) if r.messages}
+    waiting = {i: _with_answer(r.messages) for i, r in enumerate(batch) if r.messages}
     for turn in itertools.count(1):
         for i in list(waiting):
             while waiting[i] and waiting[i][0]["role"] != "assistant":
@@ -130,6 +158,11 @@ def _answer(
             rows[i]["messages"] = _without_open_end(told[i])
             rows[i] |= {"tools": record.tools} if record.tools else {}
     return rows, cut
+
+
+def _with_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, and a place for the answer to a prompt that has none."""
+    return [*messages, *([] if any(m["role"] == "assistant" for m in messages) else [{"role": "assistant"}])]
 
 
 def _without_open_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import dtype_named, opt, template_kwargs
+from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs
 
 if TYPE_CHECKING:
     from fledge.data.read import Record
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
     target: str | None = opt("the model to speed up: a directory or hub id", None)
@@ -32,18 +32,23 @@ class TrainOptions:
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
     init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
     method: str | None = opt("eagle3 (the default), eagle3.1, peagle or eagle1", None)
-    epochs: float = opt("passes over the data", 1.0)
-    steps: int | None = opt("optimizer steps, instead of --epochs", None)
-    depth: int = opt("draft steps trained (TTT; EAGLE-1 trains one), and drafted by default", 5)
-    draft_vocab: int | None = opt("tokens the draft can propose (default: at most 32,000 of the target's)", None)
-    max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048)
+    epochs: float = opt("passes over the data", 1.0, above=0)
+    steps: int | None = opt("optimizer steps, instead of --epochs", None, least=1)
+    depth: int | None = opt(
+        "draft steps trained (TTT; EAGLE-1 trains one), and drafted by default (default: 5, or as --init-from was)",
+        None, least=1,
+    )  # fmt: skip
+    draft_vocab: int | None = opt(
+        "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=1
+    )
+    max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048, least=3)
     row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None)
-    rows_per_step: int = opt("rows accumulated for each optimizer step", 1)
-    lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None)
-    warmup: float = opt("share of the steps that the learning rate rises for", 0.05)
-    weight_decay: float = opt("AdamW's, on matrices", 0.01)
-    clip: float = opt("largest gradient norm", 1.0)
-    gamma: float = opt("weight of step k is gamma^k (P-EAGLE: 1)", 0.8)
+    rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1)
+    lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
+    warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
+    weight_decay: float = opt("AdamW's, on matrices", 0.01, least=0)
+    clip: float = opt("largest gradient norm", 1.0, above=0)
+    gamma: float = opt("weight of step k is gamma^k (P-EAGLE: 1)", 0.8, above=0, most=1)
     loss: str = opt("ce, kl, accept (-log α) or mixed (kl while α is low, then 1 - α)", "ce")
     keep_unseen: bool = opt("also learn from slots whose target token the draft cannot say", False)
     fc_norm: bool = opt("EAGLE-3.1: an RMSNorm on each captured layer", False)
@@ -52,7 +57,7 @@ class TrainOptions:
     norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
     qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
     aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3)", None)
-    layers: int = opt("decoder layers of the draft", 1)
+    layers: int = opt("decoder layers of the draft", 1, least=1)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
     cod_rate: float | None = opt(
@@ -60,19 +65,19 @@ class TrainOptions:
     )
     cod_least: float | None = opt("P-EAGLE: but no smaller share than this (default: 0.2)", None)
     feature_noise: float = opt(
-        "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0
+        "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0, least=0
     )
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
     skip_bad: bool = opt("count and leave out conversations the template refuses", False)
     eval_prompts: str | None = opt("held-out prompts for τ while training (default: 16 records of the data)", None)
-    eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0)
-    eval_tokens: int = opt("new tokens for each of those prompts", 64)
-    save_every: int = opt("steps between checkpoints", 200)
+    eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
+    eval_tokens: int = opt("new tokens for each of those prompts", 64, least=1)
+    save_every: int = opt("steps between checkpoints", 200, least=1)
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
     seed: int = opt("of initial weights, packing and held-out records", 0)
     impl: str | None = opt("how a step is computed: eager, flex or triton (default: triton on a GPU)", None)
     slots: int | None = opt(
-        "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None
+        "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None, least=1
     )
     activations: str = opt("the MLP's activations: keep, recompute, or auto, which recomputes only to fit", "auto")
     longest_row: bool = opt("find the longest row that fits this GPU, say it and stop", False)
@@ -82,6 +87,11 @@ class TrainOptions:
 
 
 EVAL_RECORDS = 16
+# options that a draft to go on with has settled
+SHAPE = (
+    "draft_vocab", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "aux_layers",
+    "layers",
+)  # fmt: skip
 
 
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
@@ -96,12 +106,14 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     from fledge.train.heap import keep_freed
     from fledge.train.trainer import Source, train
 
-    if options.resume and options.longest_row:
-        raise ValueError("--longest-row is asked of a new run; leave --resume out")
     directory = RunDirectory(options.resume or options.out)
     if options.resume:
-        options = _saved_options(directory, options.resume)
+        options = _saved_options(directory, options)
+    else:
+        place_of(options.out, "--out", directory=True)
+        directory.check_free()
     _check(options)
+    options = replace(options, depth=options.depth or _depth_begun(options) or 5)
     device = resolve_device(options.device)
     _impl(options, device.startswith("cuda"))
     if device.startswith("cuda"):
@@ -110,6 +122,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     else:
         keep_freed()
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
+    if options.max_length > target.context:
+        raise ValueError(f"--max-length {options.max_length} is more than the {target.context} that the target reads")
     target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
     if options.compile_target:
         target.compile()
@@ -131,6 +145,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     # a run resumed must not choose again: other chunks round otherwise
     options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
+    if evaluate is None:
+        say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
     if not options.resume:
         directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
@@ -160,10 +176,18 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     return metrics
 
 
-def _saved_options(directory: Any, resume: str) -> TrainOptions:
+def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
+    """The options that a run was started with. Raises ValueError where others are asked for."""
+    defaults = TrainOptions(resume=asked.resume)
+    given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
+    if given:
+        raise ValueError(
+            f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
+        )
     saved = directory.read_config()["options"]
     known = {f.name for f in fields(TrainOptions)}
-    return TrainOptions(**{**{k: v for k, v in saved.items() if k in known}, "resume": resume, "out": resume})
+    saved = {k: v for k, v in saved.items() if k in known}
+    return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
 
 
 def _check(options: TrainOptions) -> None:
@@ -172,8 +196,6 @@ def _check(options: TrainOptions) -> None:
 
     if not options.target or not options.data:
         raise ValueError("give --target and --data (or --resume RUN)")
-    if options.depth < 1 or options.rows_per_step < 1:
-        raise ValueError("--depth and --rows-per-step are at least 1")
     if options.row_length is not None and options.row_length < options.max_length:
         raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
     for flag, value, known in (
@@ -184,10 +206,12 @@ def _check(options: TrainOptions) -> None:
         if value not in known:
             raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
     _method(options)
-    if options.slots is not None and options.slots < 1:
-        raise ValueError("--slots is at least 1")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
+    if options.log and importlib.util.find_spec(options.log) is None:
+        raise ValueError(
+            f"--log {options.log} needs a package that is not installed: pip install fledge[{options.log}]"
+        )
 
 
 def _method(options: TrainOptions) -> str:
@@ -204,9 +228,13 @@ def _method(options: TrainOptions) -> str:
         raise ValueError(f"--method {method}, but {options.init_from} is a draft of {begun.method}")
     if begun and method == "eagle3.1" and not (begun.fc_norm and begun.norm_output):
         raise ValueError(f"--method eagle3.1, but {options.init_from} was begun without its norms; leave --method out")
+    shape = [n for n in SHAPE if options.init_from and getattr(options, n) != getattr(TrainOptions(), n)]
+    if shape:
+        given = ", ".join(map(flag_of, shape))
+        raise ValueError(f"--init-from keeps the draft's own vocabulary and shape; leave {given} out")
     if method != "eagle1" and (options.fc_bias or options.feature_noise):
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
-    if method == "peagle" and options.depth < 2:
+    if method == "peagle" and options.depth == 1:
         raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
     if method != "peagle" and (options.cod_rate is not None or options.cod_least is not None):
         raise ValueError("--cod-rate and --cod-least are P-EAGLE's; use --method peagle")
@@ -220,6 +248,13 @@ def _method(options: TrainOptions) -> str:
             "--aux-layers and --train-embeddings out"
         )
     return method
+
+
+def _depth_begun(options: TrainOptions) -> int | None:
+    """The depth that the draft to go on with was trained to, where it says so."""
+    from fledge.models.weights import read_draft_config
+
+    return read_draft_config(options.init_from).provenance.depth if options.init_from else None
 
 
 def _drop(options: TrainOptions) -> tuple[float, float]:
@@ -273,10 +308,10 @@ def _draft(
 ) -> Draft:
     """A new draft that starts from the target's own weights, or the one to go on with."""
     from fledge.config import DraftConfig
-    from fledge.data.vocab import choose_mask_token, choose_vocabulary
+    from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
     from fledge.models.draft import Draft
     from fledge.models.init import start_from_target
-    from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
+    from fledge.models.weights import load_draft, mismatch, template_sha256, tokenizer_sha256
 
     known = dict(
         target=target.name,
@@ -290,7 +325,11 @@ def _draft(
     vocab = target.embedding.shape[0]
     if options.init_from:
         draft = load_draft(options.init_from)
-        draft.config = draft.config.with_provenance(**known)
+        if problem := mismatch(draft.config, target):
+            raise ValueError(f"--init-from {options.init_from} does not fit {target.name}: {problem}")
+        covered = coverage_of(draft.target_ids(), documents, vocab)
+        say(f"the draft can say {covered:.2%} of the assistant's words")
+        draft.config = draft.config.with_provenance(coverage=covered, **known)
         mask = draft.config.mask_token_id
         if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
             raise ValueError(
@@ -430,6 +469,11 @@ def _evaluator(
         starts = [ids[: min(len(ids) // 2, options.max_length // 2, room)] for ids in texts]
         prompts = [EvalPrompt(text=target.tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
         prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if fits(p)]
+    if not prompts and options.eval_every:
+        raise ValueError(
+            f"--eval-every needs prompts that are held out, and data of under {10 * EVAL_RECORDS} records are all "
+            "trained on; give --eval-prompts"
+        )
     if not prompts:
         return None
 
@@ -451,17 +495,14 @@ def _loggers(name: str | None, path: Any) -> list[Callable[[dict[str, Any]], Non
         lists = {f"{k}/{i}": x for k, v in metrics.items() if isinstance(v, list) for i, x in enumerate(v)}
         return lists | {k: v for k, v in metrics.items() if not isinstance(v, list)}
 
-    try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(path / "tensorboard"))
-            return [lambda m: [writer.add_scalar(k, v, m["step"]) for k, v in scalars(m).items()]]
-        if name == "wandb":
-            import wandb
+        writer = SummaryWriter(str(path / "tensorboard"))
+        return [lambda m: [writer.add_scalar(k, v, m["step"]) for k, v in scalars(m).items()]]
+    if name == "wandb":
+        import wandb
 
-            board = wandb.init(project="fledge", dir=str(path))
-            return [lambda m: board.log(scalars(m), step=m["step"])]
-    except ImportError as e:
-        raise ValueError(f"--log {name} needs a package that is not installed: pip install fledge[{name}]") from e
+        board = wandb.init(project="fledge", dir=str(path))
+        return [lambda m: board.log(scalars(m), step=m["step"])]
     return []

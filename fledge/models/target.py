@@ -92,6 +92,11 @@ class Target:
         self.aux_layers = layers
 
     @property
+    def turns(self) -> bool:
+        """Whether positions are angles, which go on beyond its context."""
+        return any(hasattr(module, "rotary_emb") for module in self.decoder.modules())
+
+    @property
     def context(self) -> int:
         """Most tokens it reads: its positions, or those that longrope's chosen factors are for."""
         rope = RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length)
@@ -357,6 +362,8 @@ def load_target(
         raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
+    if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
+        raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -368,7 +375,8 @@ def load_target(
     except Exception as e:
         if isinstance(e, ValueError) and "RoPE" in str(e):
             raise
-        raise ValueError(f"the target {path} cannot be loaded: {_first_line(e)}{_cure(e)}") from e
+        hub = "" if Path(path).exists() else "it is no directory here, and as a hub id: "
+        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_cure(e)}") from e
     finally:
         if shown:
             enable_progress_bar()

@@ -158,7 +158,9 @@ def read_draft_config(directory: str | Path) -> DraftConfig:
     recover(directory)
     file = directory / CONFIG
     if not file.is_file():
-        raise ValueError(f"{directory} holds no {CONFIG}; a draft is a directory with {CONFIG} and {WEIGHTS}")
+        run = directory / "draft"
+        cure = f"the run's draft is {run}" if run.is_dir() else f"a draft is a directory with {CONFIG} and {WEIGHTS}"
+        raise ValueError(f"{directory} holds no {CONFIG}; {cure}")
     try:
         hf = json.loads(file.read_text())
     except ValueError as e:

@@ -20,12 +20,16 @@ class RunDirectory:
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
         self.config, self.metrics = self.path / "train.json", self.path / "metrics.jsonl"
 
-    def start(self, config: dict[str, Any]) -> None:
-        """Makes the directory for a new run. Raises ValueError where one has already been."""
+    def check_free(self) -> None:
+        """Raises ValueError where a run has already been."""
         if self.config.exists():
             raise ValueError(
                 f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
             )
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Makes the directory for a new run. Raises ValueError where one has already been."""
+        self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
         _replace_text(self.config, json.dumps(config, indent=2) + "\n")
 
@@ -33,9 +37,12 @@ class RunDirectory:
         if not self.config.is_file():
             raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
         try:
-            return json.loads(self.config.read_text())
+            config = json.loads(self.config.read_text())
         except ValueError as e:
             raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
+        if not isinstance(config, dict) or not {"options", "data_sha256"} <= config.keys():
+            raise ValueError(f"{self.config} lacks the run's options; it is damaged, start a new run")
+        return config
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""

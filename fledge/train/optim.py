@@ -19,8 +19,8 @@ class MasterAdamW:
     def __init__(self, parameters: Iterable[nn.Parameter], betas: tuple[float, float], weight_decay: float):
         self.parameters = [p for p in parameters if p.requires_grad]
         self.masters = [p.detach().float().clone() for p in self.parameters]
-        decays = [m for m in self.masters if m.dim() > 1]
-        rest = [m for m in self.masters if m.dim() <= 1]
+        decays = [m for m in self.masters if sum(n > 1 for n in m.shape) > 1]
+        rest = [m for m in self.masters if sum(n > 1 for n in m.shape) <= 1]
         groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
         gpu = any(m.is_cuda for m in self.masters)  # there in one pass, which holds nothing besides
         way = dict(fused=True) if gpu else dict(foreach=True)
