@@ -181,6 +181,7 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--max-length", 0], "--max-length 0: it is at least 3"),
         (["--max-length", 5000], "more than the 512 that the target reads"),
         (["--device", "foo"], "--device foo is no device"),
+        (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
         (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),
         (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
         (["--out", "few.jsonl"], "is a file; choose another name"),

@@ -289,6 +289,17 @@ def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.Monkey
     assert len(inside) > 4, "stops were to fall all over a run"
 
 
+def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles go on beyond a target's context, as a round's drafts may; positions learnt one by one do not."""
+    engine = engine_of(exact_target(), tiny_draft(exact_target()), 6)
+    prompt = [5] * 500
+    assert len(engine.generate(prompt, max_new_tokens=12).tokens) <= 12
+    monkeypatch.setattr(Target, "rotary", False)
+    with pytest.raises(ValueError, match="knows 512 positions and no more"):
+        engine.generate(prompt, max_new_tokens=12)
+    assert engine.generate(prompt, max_new_tokens=6).tokens
+
+
 class Ends:
     """A processor that can be asked for no token after an answer's last, as a grammar that has ended."""
 

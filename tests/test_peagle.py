@@ -183,7 +183,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
         for doc in set(row.doc_T.tolist()):
             mine = [t for t in pool if row.doc_T[t] == doc]
             n = sum(row.doc_T[live[d]] == doc)
-            wanted = min(len(mine), int(n.item() * max(rate**d, least)))
+            wanted = min(len(mine), int(int(n) * max(rate**d, least)))
             assert sum(row.doc_T[kept[d]] == doc) == wanted
     again = DropTokens(rate, least, key).keep(row, live)
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))

@@ -228,7 +228,7 @@ class Engine:
         drafts = speculate and self.draft is not None
         proposer = self._proposer(requests[0].chooser.sampling) if drafts else NoDrafter()
         most = max(len(r.prefix) + r.limit for r in requests)
-        if drafts and not self.target.turns and most + self.depth > self.target.context:
+        if drafts and not self.target.rotary and most + self.depth > self.target.context:
             raise ValueError(
                 f"{self.target.name or 'the target'} knows {self.target.context} positions and no more, and drafts of "
                 f"{self.depth} may go as many beyond the {most} tokens asked for; ask for fewer, or draft fewer"

@@ -184,9 +184,11 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
         raise ValueError(
             f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
         )
-    saved = directory.read_config()["options"]
+    config = directory.read_config()
+    if not {"options", "data_sha256"} <= config.keys():
+        raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
     known = {f.name for f in fields(TrainOptions)}
-    saved = {k: v for k, v in saved.items() if k in known}
+    saved = {k: v for k, v in config["options"].items() if k in known}
     return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
 
 
@@ -209,9 +211,7 @@ def _check(options: TrainOptions) -> None:
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
     if options.log and importlib.util.find_spec(options.log) is None:
-        raise ValueError(
-            f"--log {options.log} needs a package that is not installed: pip install fledge[{options.log}]"
-        )
+        raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
 
 
 def _method(options: TrainOptions) -> str:
@@ -265,9 +265,12 @@ def _drop(options: TrainOptions) -> tuple[float, float]:
 
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
     try:
-        return tuple(sorted(int(i) for i in text.split(","))) if text else None
+        layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
     except ValueError as e:
         raise ValueError(f"--aux-layers {text} is not a list of layer numbers such as 2,16,29") from e
+    if layers and len(set(layers)) < len(layers):
+        raise ValueError(f"--aux-layers {text} names a layer twice")
+    return layers
 
 
 def _template(options: TrainOptions, target: Target) -> ChatTemplate:

@@ -92,8 +92,8 @@ class Target:
         self.aux_layers = layers
 
     @property
-    def turns(self) -> bool:
-        """Whether positions are angles, which go on beyond its context."""
+    def rotary(self) -> bool:
+        """Whether its positions are angles, which go on beyond its context."""
         return any(hasattr(module, "rotary_emb") for module in self.decoder.modules())
 
     @property

@@ -37,12 +37,9 @@ class RunDirectory:
         if not self.config.is_file():
             raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
         try:
-            config = json.loads(self.config.read_text())
+            return json.loads(self.config.read_text())
         except ValueError as e:
             raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
-        if not isinstance(config, dict) or not {"options", "data_sha256"} <= config.keys():
-            raise ValueError(f"{self.config} lacks the run's options; it is damaged, start a new run")
-        return config
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
