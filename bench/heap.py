@@ -1,6 +1,6 @@
 """Times training steps on this CPU with and without a heap that keeps what is freed (fledge/train/heap.py).
 
-    python bench/heap.py --target demo/target --data build/demo/train.jsonl --out bench/results/heap.json
+    python bench/heap.py --target demo/target --data build/demo/train.jsonl@0.1 --out bench/results/heap.json
 
 Each way in processes of its own, in turns; the median step of each process, the first steps left out, and the page
 faults of a step.
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(kept: bool, options: argparse.Namespace) -> dict:
-    """The demo's training, some steps of it."""
+    """Some steps of training as the demo does, with a larger vocabulary."""
     if not kept:
         heap.keep_freed = lambda: False
     faults: list[int] = []
