@@ -116,6 +116,9 @@ class ParallelFixedProposer(ParallelDrafter):
     def __init__(self, draft: Draft, shape: TreeShape):
         super().__init__(draft, len(shape.levels()) - 1)
         self.shape = checked_shape(draft, shape)
+        level = {n: depth for depth, nodes in enumerate(shape.levels()) for n in nodes}
+        made = [level[n] - 1 for n in range(1, len(level))], shape.ranks, (-1, *shape.parents)
+        self.depth_N, self.rank_N, self.parent_N = (torch.tensor(x, device=draft.device) for x in made)
 
     @torch.inference_mode()
     def propose(
@@ -123,9 +126,6 @@ class ParallelFixedProposer(ParallelDrafter):
     ) -> Tree:
         """As `ChainProposer.propose`."""
         root_B, logits_BKW = self.pass_over(tokens, aux)
-        levels = {n: level for level, nodes in enumerate(self.shape.levels()) for n in nodes}
-        at = [levels[n] - 1 for n in range(1, len(levels))]
-        chosen = logits_BKW.topk(max(self.shape.ranks) + 1).indices[:, at, list(self.shape.ranks)]
+        chosen = logits_BKW.topk(max(self.shape.ranks) + 1).indices[:, self.depth_N, self.rank_N]
         token_BN = torch.cat([root_B[:, None], self.draft.to_target(chosen)], dim=1)
-        parent_BN = torch.tensor([-1, *self.shape.parents], device=root_B.device).expand_as(token_BN)
-        return Tree(token_BN, parent_BN, self.depth)
+        return Tree(token_BN, self.parent_N.expand_as(token_BN), self.depth)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -250,45 +251,74 @@ def checked_shape(draft: Draft, shape: TreeShape) -> TreeShape:
     return shape
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of a fixed tree, its indices on the device: the F nodes it drafts on from, the places of their parents
+    in the pass before and what they see of the nodes drafted on from so far [F, J]; and the nodes it gives, their
+    parents' places in it, and their ranks, at most `most` - 1. Nothing is above the first pass, which is the root's."""
+
+    front: Tensor
+    above: Tensor
+    seen_FJ: Tensor
+    nodes: Tensor
+    parent: Tensor
+    rank: Tensor
+    most: int
+
+
+def _passes(shape: TreeShape, device: torch.device) -> list[_Pass]:
+    parents, ranks, levels = (-1, *shape.parents), (0, *shape.ranks), shape.levels()
+    paths: list[set[int]] = []
+    for n, parent in enumerate(parents):
+        paths.append({n} | (paths[parent] if n else set()))
+    passes, before, drafted = [], [-1], []
+    for level in levels[1:]:
+        front = sorted({parents[n] for n in level})
+        drafted += front if passes else []  # the root's slot is none of the scratch
+        made = [front, [before.index(parents[n]) for n in front], [[m in paths[n] for m in drafted] for n in front]]
+        made += [level, [front.index(parents[n]) for n in level], [ranks[n] for n in level]]
+        passes.append(_Pass(*(torch.tensor(x, device=device) for x in made), max(ranks[n] for n in level) + 1))
+        before = front
+    return passes
+
+
 class FixedTreeProposer(Drafter):
     """Drafts trees of a given shape, as EAGLE-1 does (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank
-    r is its parent's r-th likeliest token. Nothing is read back from the device."""
+    r is its parent's r-th likeliest token. Nothing waits for the device."""
 
     def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
         super().__init__(draft, stable)
         self.shape = checked_shape(draft, shape)
+        self.passes = _passes(shape, draft.device)
+        self.parent_N = torch.tensor([-1, *shape.parents], device=draft.device)
+        expanded = [n for p in self.passes[1:] for n in p.front.tolist()]  # they have slots in the cache, in this order
+        self.slot_N = torch.full((self.parent_N.numel(),), -1)
+        self.slot_N[expanded] = torch.arange(len(expanded))
+        self.room = len(expanded)
 
     @torch.inference_mode()
     def propose(
         self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]] = ()
     ) -> Tree:
         """As `ChainProposer.propose`."""
-        draft, cache, levels = self.draft, self.cache, self.shape.levels()
-        parents, ranks = (0, *self.shape.parents), (0, *self.shape.ranks)
-        expanded = [sorted({parents[n] for n in level}) for level in levels[1:]]  # nodes that a pass is made of
-        root_B, out = self.take_in(tokens, aux, paths, sum(map(len, expanded[1:])))
+        draft, cache = self.draft, self.cache
+        root_B, out = self.take_in(tokens, aux, paths, self.room)
         B = root_B.numel()
-        token_BN = root_B[:, None].repeat(1, len(parents))
-        parent_BN = torch.tensor([-1, *self.shape.parents], device=draft.device).expand(B, -1)
-        tree = Tree(token_BN, parent_BN, len(levels) - 1)
-        ancestors = tree.ancestors()
+        token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
         fed_back, normed = draft.read(out)
-        drafted: list[int] = []  # nodes that have slots in the cache
-        for depth, (passed, level) in enumerate(zip(expanded, levels[1:], strict=True)):
+        for depth, p in enumerate(self.passes):
             if depth:
-                drafted += passed
-                cache.open(len(passed), seen_BSJ=ancestors[:, passed][:, :, drafted])
-                position = (cache.length_B - 1 + depth)[:, None].expand(B, len(passed))
-                hidden = fed_back.unflatten(0, (B, -1))[:, [expanded[depth - 1].index(parents[n]) for n in passed]]
+                F = p.front.numel()
+                cache.open(F, seen_BSJ=p.seen_FJ.expand(B, -1, -1))
+                position = (cache.length_B - 1 + depth)[:, None].expand(B, F)
+                hidden = fed_back.unflatten(0, (B, -1))[:, p.above]
                 out = draft.step(
-                    token_BN[:, passed].flatten(), hidden.flatten(0, 1), position.flatten(), cache.attend
+                    token_BN[:, p.front].flatten(), hidden.flatten(0, 1), position.flatten(), cache.attend
                 )  # fmt: skip
                 fed_back, normed = draft.read(out)
-                cache.scratch += len(passed)
-            likeliest = draft.logits(normed).topk(max(ranks[n] for n in level) + 1).indices.unflatten(0, (B, -1))
-            chosen = likeliest[:, [passed.index(parents[n]) for n in level], [ranks[n] for n in level]]
-            token_BN[:, level] = draft.to_target(chosen)
+                cache.scratch += F
+            likeliest = draft.logits(normed).topk(p.most).indices.unflatten(0, (B, -1))
+            token_BN[:, p.nodes] = draft.to_target(likeliest[:, p.parent, p.rank])
         cache.scratch = 0
-        slots = [drafted.index(n) if n in drafted else -1 for n in range(len(parents))]
-        self.drafted_BN = torch.tensor([slots]).expand(B, -1)
-        return tree
+        self.drafted_BN = self.slot_N.expand(B, -1)
+        return Tree(token_BN, self.parent_N.expand(B, -1), len(self.passes))
