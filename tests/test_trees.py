@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, propose_one, tiny_draft, tiny_target
+from conftest import break_on_purpose, on_device, propose_one, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, Remembers, assert_same, both, exact_target, fit_head, prompts, spoken
@@ -440,3 +440,27 @@ def test_drafting_wrongly_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     break_on_purpose(monkeypatch, propose.TreeProposer, "propose", *DRAFTING[name])
     tree = propose_one(TreeProposer(draft, 4, 40, 4), *slots)
     assert paths_of(tree) != tree_by_force(draft, *slots, 4, 40, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("way", [dict(), dict(mode="tree", nodes=20, width=4), dict(mode="tree", shape=SHAPES["mixed"])])
+def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
+    """A round of drafting, for two requests that take in different numbers of slots, is queued from end to end."""
+    target = tiny_target()
+    draft = tiny_draft(target, **(dict(method="peagle", mask_token_id=399) if method == "peagle" else {}))
+    on_device(target, draft)
+    proposer = Engine(target, draft, depth=4, **way)._proposer(Sampling())
+    states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size
+    aux = [torch.randn(n, *states, device="cuda") for n in (3, 1)]
+    proposer.admit([(i, [], x[:0]) for i, x in enumerate(aux)])
+    asked = [[5, 6, 7], [8]], aux, [[], []]
+    first = proposer.propose(*asked)  # what libraries do once is done
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tree = proposer.propose(*asked)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            tree.token_BN.tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tree.token_BN.shape == first.token_BN.shape and tree.token_BN[:, 0].tolist() == [7, 8]
