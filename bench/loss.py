@@ -17,6 +17,7 @@ from train_step import ceiling, profile, seconds
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
+from fledge.kernels.linear import WideSum
 from fledge.kernels.loss import loss_and_gradients
 
 SIZES = ((8192, 32_000), (16_384, 32_000), (8192, 64_000))
@@ -59,10 +60,10 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
             loss = apart(h @ head.T, last @ target_head.T)
             loss.backward()
             return loss.detach()
-        dhead = torch.zeros_like(head, dtype=torch.float32)
+        dhead = WideSum(head)
         loss, _, _ = loss_and_gradients(
             [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=options.chunk, impl=impl,
-            dhead_WE=dhead,
+            dhead=dhead,
         )  # fmt: skip
         return loss
 

@@ -11,13 +11,16 @@ work, K0/V0 and fc.
 
 Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a
 target of the shape with random weights and 32 layers in the same process: its forward pass, full-vocabulary teacher,
-draft step and AdamW; tokens/s.
+draft step and AdamW; tokens/s. Then the same steps with the target's pass of the next row on a second stream beside
+this row's step.
 """
 
 import argparse
 import itertools
 import statistics
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from fledge.train.objective import Ways, ttt_queued
 from fledge.types import Features, Packed
 
 SPAN = 256
+LONGER = ((8192, 1.0, "V"), (32_768, 0.25, "W"), (131_072, 0.25, "W"))  # T, supervised, teacher
 SHAPES = {
     "8b": dict(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -101,7 +105,8 @@ def main() -> None:
         write_json(options.out, record)
     if options.online:
         record["online"] = online(Case(4096, 1.0, ways[options.impls[-1]]), options)
-        print("T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s".format(**record["online"]), flush=True)
+        said = "T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s; {overlapped_ms:.1f} ms overlapped"
+        print(said.format(**record["online"]), flush=True)
         write_json(options.out, record)
 
 
@@ -110,8 +115,10 @@ def recorded(ways: dict[str, Ways]) -> list[Case]:
     fast = ways["triton"]
     beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
     small = [Case(2048, 1.0, ways) for ways in (replace(fast, slots=1024, chunk=300), replace(fast, recompute=True))]
-    long = [Case(T, 0.25, fast) for T in (32_768, 131_072)]
-    return [*beside, *small, Case(8192, 1.0, fast, "V"), *long]
+    # plain torch holds what many slots need at once; fewer in flight let it stand beside longer rows
+    plain = replace(ways["eager"], slots=1024)
+    more = [Case(T, share, w, t) for T, share, t in LONGER for w in (plain, fast)]
+    return [*beside, *small, Case(8192, 1.0, plain), *more]
 
 
 def show(row: dict, ceiling: float) -> None:
@@ -264,6 +271,31 @@ class OneRow:
         return place
 
 
+def ahead(features: Callable[[Packed], Features]) -> Callable[[Packed], Features]:
+    """The same features, made on a second stream while the step before the one that asks for them runs; of rows that
+    are all the same, so that the next is known."""
+    stream, waiting = torch.cuda.Stream(), deque()
+
+    def begin(row: Packed) -> None:
+        with torch.cuda.stream(stream):
+            made = features(row)
+            done = torch.cuda.Event()
+            done.record()
+        waiting.append((made, done))
+
+    def ask(row: Packed) -> Features:
+        if not waiting:
+            begin(row)
+        made, done = waiting.popleft()
+        done.wait()
+        for x in (made.aux_TAD, made.last_TD):
+            x.record_stream(torch.cuda.current_stream())
+        begin(row)
+        return made
+
+    return ask
+
+
 def online(case: Case, options: argparse.Namespace) -> dict:
     """Tokens a second of the trainer's own step, the target's forward pass included."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -299,18 +331,32 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     )
 
     def step():
-        _step(draft, rows, source, schedule, optimizer, Progress())
+        _step(draft, rows, source, schedule, optimizer, Progress())  # `source` is the last one set
 
-    for _ in range(3):
-        step()
-    took = statistics.median(seconds(step, device) for _ in range(max(options.repeats, 5)))
+    def mean(repeats: int = max(options.repeats, 10)) -> float:
+        for _ in range(3):
+            step()
+        synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        synchronize()
+        return (time.perf_counter() - began) / repeats
+
+    took = mean()
     forward = statistics.median(seconds(lambda: target.features(rows.row), device) for _ in range(5))
+    overlapped = float("nan")
+    if device != "cpu":
+        source = Source(ahead(target.features), target.logits)
+        overlapped = mean()
     if options.profile:
         profile(step)
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
         "compiled": options.compile_target,
         "ways": asdict(case.ways), "ms": took * 1e3, "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took,
+        "overlapped_ms": overlapped * 1e3,
     }  # fmt: skip
 
 

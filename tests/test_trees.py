@@ -444,7 +444,7 @@ def test_drafting_wrongly_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
-@pytest.mark.parametrize("way", [dict(), dict(mode="tree", nodes=20, width=4), dict(mode="tree", shape=SHAPES["mixed"])])
+@pytest.mark.parametrize("way", [{}, dict(mode="tree", nodes=20, width=4), dict(mode="tree", shape=SHAPES["mixed"])])
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     """A round of drafting, for two requests that take in different numbers of slots, is queued from end to end."""
     target = tiny_target()

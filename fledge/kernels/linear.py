@@ -35,6 +35,36 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return out if bias_O is None else out + bias_O
 
 
+def zeros_wide(x: Tensor) -> Tensor:
+    """Where sums of x's kind belong: its shape in float32, or in float64 for that."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class WideSum:
+    """A sum of products in the shape of a weight, in float32, or in float64 for that. The first product makes it: a
+    sum so large costs by how often it goes through memory."""
+
+    def __init__(self, weight_OI: Tensor):
+        self.weight_OI = weight_OI
+        self.made: Tensor | None = None
+
+    def add_product(self, a_OS: Tensor, b_SI: Tensor) -> None:
+        """Adds a b; that of 16-bit factors on a GPU is summed on in the product itself."""
+        wide = torch.promote_types(a_OS.dtype, torch.float32)
+        fused = a_OS.dtype != wide and a_OS.device.type == "cuda"
+        if not fused:
+            a_OS, b_SI = a_OS.to(wide), b_SI.to(wide)
+        if self.made is None:
+            self.made = torch.mm(a_OS, b_SI, out_dtype=wide) if fused else a_OS @ b_SI
+        elif fused:
+            torch.ops.aten.addmm.dtype_out(self.made, a_OS, b_SI, wide, out=self.made)
+        else:
+            self.made.addmm_(a_OS, b_SI)
+
+    def total(self) -> Tensor:
+        return zeros_wide(self.weight_OI) if self.made is None else self.made
+
+
 def accumulating_products(x_SI: Tensor, *weights_OI: Tensor, onto_SO: Tensor | None = None) -> tuple[Tensor, ...]:
     """x Wᵀ for each weight, or onto + x Wᵀ for one; of weights with more columns than x, the first. The backward pass
     adds the weights' gradients to their `grad`, and x's to each other, within the products that make them, so that a

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear import rounded
+from fledge.kernels.linear import WideSum, rounded
 from fledge.kernels.precision import at_least_float32
 from fledge.kernels.transfer import to_device
 
@@ -55,14 +55,14 @@ def soft_target_loss(
 ) -> tuple[Tensor, Scores]:
     """Σ_k weights[k] Σ_scored loss, differentiable in `hidden` and `head_WE`; see `loss_and_gradients`."""
     grads = torch.is_grad_enabled() and (head_WE.requires_grad or any(h.requires_grad for h in hidden))
-    dhead = zeros_wide(head_WE) if grads else None
+    dhead = WideSum(head_WE) if grads else None
     with torch.no_grad():
         loss, scores, dhidden = loss_and_gradients(
-            hidden, head_WE, rows, teacher, ids_W, weights, dhead_WE=dhead, gradients=grads, **options
+            hidden, head_WE, rows, teacher, ids_W, weights, dhead=dhead, gradients=grads, **options
         )
     if not grads:
         return loss, scores
-    return _Made.apply(loss, [dhead.to(head_WE.dtype), *dhidden], head_WE, *hidden), scores
+    return _Made.apply(loss, [dhead.total().to(head_WE.dtype), *dhidden], head_WE, *hidden), scores
 
 
 class _Made(torch.autograd.Function):
@@ -101,11 +101,11 @@ def loss_and_gradients(
     keep_unseen: bool = False,
     chunk: int | None = None,
     impl: str = "eager",
-    dhead_WE: Tensor | None = None,
+    dhead: WideSum | None = None,
     gradients: bool = True,
 ) -> tuple[Tensor, Scores, list[Tensor]]:
     """Σ_k weights[k] Σ_scored loss, what it found, and its gradients for `hidden` (without `gradients`, none); the
-    head's is added to `dhead_WE` (at least float32) where one is given.
+    head's is added to `dhead` where one is given.
 
     hidden: K tensors of S_k rows, [.., E]; rows beyond those are left out, and get zeros. rows: K ascending int64 CPU
     tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
@@ -157,8 +157,8 @@ def loss_and_gradients(
         z = h @ head_WE.T
         for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
             taught(tile, part)
-        if dhead_WE is not None:
-            _add_product(dhead_WE, z.T, h)
+        if dhead is not None:
+            dhead.add_product(z.T, h)
         if gradients:
             found = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
             into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
@@ -171,11 +171,6 @@ def loss_and_gradients(
     scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
     loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
     return loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhidden
-
-
-def zeros_wide(x: Tensor) -> Tensor:
-    """Where sums of x's kind belong: its shape in float32, or in float64 for that."""
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -234,16 +229,6 @@ def _tile_loss(
     sums.loss_S[tile.place] = torch.where(scored, loss, 0)
     sums.accept_S[tile.place] = alpha
     z_MW.copy_(dz * (scored * weight_S[tile.place])[:, None])
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, with float32 sums of 16-bit factors made in one product."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.device.type == "cuda":
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
-        total += a.to(total.dtype) @ b.to(total.dtype)
 
 
 def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fledge.kernels.linear import rounded
-from fledge.kernels.loss import Scores, loss_and_gradients, zeros_wide
+from fledge.kernels.linear import WideSum, rounded, zeros_wide
+from fledge.kernels.loss import Scores, loss_and_gradients
 from fledge.kernels.precision import at_least_float32
 from fledge.kernels.rows import take_rows
 from fledge.kernels.transfer import to_device
@@ -89,7 +89,7 @@ def ttt_queued(
     live = row.live(steps)
     kept = drop.keep(row, live) if drop else live
     head = draft.head
-    dhead = zeros_wide(head) if first.learns and head.requires_grad else None
+    dhead = WideSum(head) if first.learns and head.requires_grad else None
     sums = _ManyChunks([p for p in draft.parameters() if p.requires_grad and p is not head])
     parts = []
     weights = [EAGLE1_CE] if draft.eagle1 else [gamma**k for k in range(steps)]
@@ -110,7 +110,7 @@ def ttt_queued(
             keep_unseen=keep_unseen,
             chunk=ways.chunk,
             impl=ways.loss,
-            dhead_WE=dhead,
+            dhead=dhead,
             gradients=first.learns,
         )
         if draft.eagle1:
@@ -128,7 +128,8 @@ def ttt_queued(
         first.backward()
         sums.finish()
         if dhead is not None:
-            head.grad = dhead.to(head.dtype) if head.grad is None else head.grad.add_(dhead)
+            made = dhead.total()
+            head.grad = made.to(head.dtype) if head.grad is None else head.grad.add_(made)
     return Found(parts, kept, whole=kept is live)
 
 
