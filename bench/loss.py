@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from train_step import ceiling, profile, seconds
+from train_step import ceiling, in_turn, profile, seconds
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
@@ -41,7 +41,10 @@ def main() -> None:
                 continue
             row = {"T": T, "W": W, "impl": impl, **measure(impl, T, W, options)}
             record["rows"].append(row)
-            print(f"({T}, {W}) {impl:7} {row['ms']:8.2f} ms {row['gib']:6.2f} GiB, loss {row['loss']:.4f}", flush=True)
+            print(
+                f"({T}, {W}) {impl:7} {row['ms']:8.2f} ms ({row['idle_ms']:.2f}) {row['gib']:6.2f} GiB, loss {row['loss']:.4f}",
+                flush=True,
+            )
             write_json(options.out, record)
 
 
@@ -76,9 +79,10 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
         loss = work()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    ms = 1e3 * statistics.median(seconds(work, device) for _ in range(7))
+    ms = 1e3 * statistics.median(in_turn(work, 9, device))
+    idle_ms = 1e3 * statistics.median(seconds(work, device) for _ in range(7))
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
-    return {"ms": ms, "gib": (peak - before) / 2**30, "loss": loss.item() / T}
+    return {"ms": ms, "idle_ms": idle_ms, "gib": (peak - before) / 2**30, "loss": loss.item() / T}
 
 
 def plain(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -50,11 +50,14 @@ def test_the_most_supervised_row() -> None:
 def test_what_is_tried() -> None:
     """All rungs, those that keep or recompute, or the one that was asked for."""
     ways = Ways("triton", "triton", "triton")
-    assert [(w.slots, w.recompute) for w in ladder(ways, slots=None, activations="auto")] == list(LADDER)
-    assert all(not w.recompute for w in ladder(ways, slots=None, activations="keep"))
-    assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="recompute")] == [(77, True)]
-    assert not any(w.recompute for w in ladder(Ways(), slots=None, activations="auto"))
-    assert [(w.slots, w.recompute) for w in ladder(ways, slots=77, activations="auto")] == [(77, False), (77, True)]
+
+    def tried(ways: Ways, slots: int | None, activations: str) -> list[tuple[int, bool, bool]]:
+        return [(w.slots, w.recompute, w.ahead) for w in ladder(ways, slots=slots, activations=activations)]
+
+    assert tried(ways, None, "auto") == list(LADDER)
+    assert not any(again for _, again, _ in tried(ways, None, "keep") + tried(Ways(), None, "recompute"))
+    assert tried(ways, 77, "recompute") == [(77, True, True), (77, True, False)]
+    assert tried(ways, 77, "auto") == [(77, False, True), (77, False, False), (77, True, False)]
 
 
 class Device:
@@ -112,14 +115,14 @@ def test_what_is_needed(device: Device) -> None:
 def test_the_first_that_fits(device: Device) -> None:
     asked = ladder(Ways(layers="triton"), slots=None, activations="auto")
 
-    def chosen(available: int) -> tuple[int, bool]:
+    def chosen(available: int) -> tuple[int, bool, bool]:
         ways, taken = choose(device.draft, ROW, device.step, asked, available)
         assert taken == device.peak + 120 <= MARGIN * available
-        return ways.slots, ways.recompute
+        return ways.slots, ways.recompute, ways.ahead
 
     assert chosen(10**12) == LADDER[0]
-    assert chosen(3 * 4096 * 2300) == (2048, False)
-    assert chosen(3 * 4096 * 2100) == (2048, True)
+    assert chosen(3 * 4096 * 2300) == (2048, False, True)
+    assert chosen(3 * 4096 * 2100) == (2048, True, False)
     with pytest.raises(ValueError, match=r"at most 2,\d\d\d tokens fit \(--row-length\)"):
         choose(device.draft, ROW, device.step, asked, 3 * 4096 * 300)
 

@@ -392,6 +392,7 @@ def _ways(
     """
     import torch
 
+    from fledge.train.ahead import with_features
     from fledge.train.cod import DropTokens
     from fledge.train.memory import CPU_SLOTS, LEAST, choose, ladder, longest_row, of_length
     from fledge.train.objective import Ways, ttt
@@ -402,12 +403,15 @@ def _ways(
     if draft.device.type != "cuda":
         return replace(ways, slots=options.slots or CPU_SLOTS)
 
-    def step(row: Any, ways: Ways) -> None:
+    def step(row: Any, ways: Ways) -> Any:
+        upcoming = with_features([row, row], source.features, draft.device, ahead=ways.ahead)
+        row, features = next(upcoming)
         ttt(
-            draft, row, source.features(row), source.logits, steps=schedule.depth, gamma=schedule.gamma,
+            draft, row, features, source.logits, steps=schedule.depth, gamma=schedule.gamma,
             kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
             drop=DropTokens(*schedule.drop) if schedule.drop else None,
         )  # fmt: skip
+        return features, upcoming
 
     asked = ladder(ways, slots=options.slots, activations=options.activations)
     row = rows[rows.most_supervised()]
@@ -424,7 +428,9 @@ def _ways(
     ways, taken = choose(*what, asked, available, schedule.rows_per_step)
     say(
         f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
-        f"{impl}, {ways.slots:,} slots in flight" + (", the MLP's activations computed again" if ways.recompute else "")
+        f"{impl}, {ways.slots:,} slots in flight"
+        + (", the MLP's activations computed again" if ways.recompute else "")
+        + (", the target one row ahead" if ways.ahead else "")
     )
     return ways
 

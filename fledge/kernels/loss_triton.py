@@ -154,5 +154,5 @@ def tile_loss(
     _student_rows[(M,)](
         z_MW, kept, tile.row, tile.place, weight_S, lse, mass, top,
         sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
-        KIND=kind, KEEP=keep_unseen, LEAST=LEAST_ALPHA, BLOCK=1024, num_warps=4,
+        KIND=kind, KEEP=keep_unseen, LEAST=LEAST_ALPHA, BLOCK=4096, num_warps=8,
     )  # fmt: skip

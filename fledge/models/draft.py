@@ -145,7 +145,7 @@ class Draft(nn.Module):
     def masked(self) -> tuple[Tensor, Tensor]:
         """What a P-EAGLE draft reads where neither token nor state is known: int64 [1] and [1, E], for every depth."""
         states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
-        return torch.tensor([self.config.mask_token_id], device=self.device), self.fuse(states)
+        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states)
 
     def step(
         self,

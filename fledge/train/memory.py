@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,8 +13,12 @@ from fledge.models.draft import Draft
 from fledge.train.objective import Ways
 from fledge.types import Packed
 
-# from quick to small: slots in flight, and whether the MLP's activations are computed again
-LADDER = ((8192, False), (4096, False), (2048, False), (2048, True), (1024, True))
+# from quick to small: slots in flight, whether the MLP's activations are computed again, and whether the next row's
+# features are made beside a row's step
+LADDER = (
+    (8192, False, True), (4096, False, True), (2048, False, True), (2048, False, False), (2048, True, False),
+    (1024, True, False),
+)  # fmt: skip
 CPU_SLOTS = 256  # plain attention pays for every key in reach of a run of slots, so short runs cost less
 MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cannot use
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
@@ -22,7 +27,7 @@ SUM = 4  # which is there throughout where several rows make a step
 LEAST = 128  # tokens of a row; none shorter is tried
 BETWEEN = 4  # rows tried between one that fits and one twice as long that does not
 
-Try = Callable[[Packed, Ways], None]  # a forward and backward pass
+Try = Callable[[Packed, Ways], Any]  # a forward and backward pass; returns what is held until the draft is updated
 
 
 def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int = 1) -> int:
@@ -31,12 +36,13 @@ def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int 
     count = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     torch.cuda.reset_peak_memory_stats(draft.device)
     try:
-        step(row, ways)
+        held = step(row, ways)
     finally:
         draft.zero_grad(set_to_none=True)
     peak = max(
         torch.cuda.max_memory_allocated(draft.device), torch.cuda.memory_allocated(draft.device) + UPDATE * count
     )
+    del held
     return peak + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
 
 
@@ -109,9 +115,8 @@ def of_length(row: Packed, tokens: int) -> Packed:
 
 def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
     """The ways to try: those asked for, or from quick to small ("auto"). Plain torch recomputes nothing."""
-    if ways.layers == "eager":
-        rungs = [(n, False) for n, _ in LADDER]
-    else:
-        rungs = [(n, again) for n, again in LADDER if activations == "auto" or again == (activations == "recompute")]
-    chosen = [(slots or n, again) for n, again in rungs]
-    return [replace(ways, slots=n, recompute=again) for n, again in dict.fromkeys(chosen)]
+    keeps = ways.layers == "eager" or activations == "keep"
+    rungs = [(slots or n, again, ahead) for n, again, ahead in LADDER if not (keeps and again)]
+    if activations == "recompute" and not keeps:
+        rungs = [(n, True, ahead) for n, _, ahead in rungs]
+    return [replace(ways, slots=n, recompute=again, ahead=ahead) for n, again, ahead in dict.fromkeys(rungs)]

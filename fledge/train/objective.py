@@ -36,7 +36,8 @@ EAGLE1_CE = 0.1  # weight of EAGLE-1's soft cross-entropy beside its regression 
 class Ways:
     """How the step is computed; every way gives the same values and gradients to rounding. The first three name
     implementations; `slots` is the most slots in flight (None: all), `recompute` makes the MLP's activations again in
-    the backward pass, `chunk` is how many teacher rows the loss takes at a time."""
+    the backward pass, `chunk` is how many teacher rows the loss takes at a time. `ahead` is for a trainer on a GPU: the
+    next row's features are made beside this row's step."""
 
     attention: str = "eager"
     loss: str = "eager"
@@ -44,6 +45,7 @@ class Ways:
     slots: int | None = None
     recompute: bool = False
     chunk: int | None = None
+    ahead: bool = False
 
     @property
     def rounds(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
+from fledge.train.ahead import with_features
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Ways, ttt_queued
@@ -99,10 +100,14 @@ def train(
         state = {"optimizer": optimizer.state_dict(), "progress": vars(progress)}
         run.save_checkpoint(draft, save_dtype, state)
 
+    left = (schedule.steps - progress.step) * schedule.rows_per_step
+    upcoming = with_features(
+        _from(rows, progress.place, left), source.features, draft.device, ahead=schedule.ways.ahead
+    )  # fmt: skip
     with _interruptible() as interrupted, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
             began = time.perf_counter()
-            total, tokens, lr, norm = _step(draft, rows, source, schedule, optimizer, progress)
+            total, tokens, lr, norm = _step(draft, rows, upcoming, source, schedule, optimizer, progress)
             seconds = time.perf_counter() - began
             progress.step += 1
             progress.seconds += seconds
@@ -129,21 +134,29 @@ def train(
     return progress
 
 
+def _from(rows: Rows, place: tuple[int, int], count: int) -> Iterator[Packed]:
+    for _ in range(count):
+        yield rows[place]
+        place = rows.next(place)
+
+
 def _step(
-    draft: Draft, rows: Rows, source: Source, schedule: Schedule, optimizer: MasterAdamW, progress: Progress
-) -> tuple[Step, int, float, float]:
-    """One optimizer step over `rows_per_step` rows. Returns their sums, token count, learning rate, gradient norm."""
+    draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: Source, schedule: Schedule,
+    optimizer: MasterAdamW, progress: Progress,
+) -> tuple[Step, int, float, float]:  # fmt: skip
+    """One optimizer step over the next `rows_per_step` rows. Returns their sums, token count, learning rate, gradient
+    norm."""
     draft.train()
     found, tokens = [], 0
     for i in range(schedule.rows_per_step):
-        row = rows[progress.place]
+        row, features = next(upcoming)
         tokens += rows.tokens(progress.place)
         progress.place = rows.next(progress.place)
         found.append(
             ttt_queued(
                 draft,
                 row,
-                source.features(row),
+                features,
                 source.logits,
                 steps=schedule.depth,
                 gamma=schedule.gamma,
