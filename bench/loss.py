@@ -5,7 +5,9 @@
 Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
 teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
 all logits, then calls the plain loss in float32 (compiled where there is a GPU), with autograd, and has the head's
-gradient in bf16; ours is in float32. Memory is the peak above the inputs, gradients included.
+gradient in bf16; ours is in float32. `ms` is the median of several queued one after the other, as in training, and
+`idle_ms` of one that begins on an idle GPU, which waits for the host first. Memory is the peak above the inputs,
+gradients included.
 """
 
 import argparse
@@ -28,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
@@ -41,10 +43,8 @@ def main() -> None:
                 continue
             row = {"T": T, "W": W, "impl": impl, **measure(impl, T, W, options)}
             record["rows"].append(row)
-            print(
-                f"({T}, {W}) {impl:7} {row['ms']:8.2f} ms ({row['idle_ms']:.2f}) {row['gib']:6.2f} GiB, loss {row['loss']:.4f}",
-                flush=True,
-            )
+            say = "({T}, {W}) {impl:7} {ms:8.2f} ms ({idle_ms:.2f} from idle) {gib:6.2f} GiB, loss {loss:.4f}"
+            print(say.format(**row), flush=True)
             write_json(options.out, record)
 
 

@@ -28,6 +28,7 @@ from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
 from fledge.models.draft import Draft
 from fledge.train.ahead import with_features
+from fledge.train.memory import SMALL
 from fledge.train.objective import Ways, ttt_queued
 from fledge.types import Features, Packed
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight of the fast ways")
     parser.add_argument("--recompute", action="store_true", help="compute the MLP's activations again")
-    parser.add_argument("--chunk", type=int, default=512, help="teacher rows of the loss at a time")
+    parser.add_argument("--chunk", type=int, help="teacher rows of the loss at a time (default: the loss's own)")
     parser.add_argument("--teachers", nargs="*", default=["W"], choices=["W", "V"])
     parser.add_argument("--online", action="store_true", help="whole training steps, target included")
     parser.add_argument("--target-layers", type=int, default=32)
@@ -112,7 +113,8 @@ def recorded(ways: dict[str, Ways]) -> list[Case]:
     """The cases of bench/results/train_step.json."""
     fast = ways["triton"]
     beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
-    small = [Case(2048, 1.0, ways) for ways in (replace(fast, slots=1024, chunk=300), replace(fast, recompute=True))]
+    less = replace(fast, slots=1024, chunk=300), replace(fast, recompute=True, chunk=SMALL)
+    small = [Case(2048, 1.0, ways) for ways in less]
     # plain torch holds what many slots need at once; fewer in flight let it stand beside longer rows
     plain = replace(ways["eager"], slots=1024)
     more = [Case(T, share, w, t) for T, share, t in LONGER for w in (plain, fast)]

@@ -32,6 +32,10 @@ KINDS = ("ce", "kl", "accept", "mixed")
 IMPLS = ("eager", "triton")
 LEAST_ALPHA = 1e-6
 PRODUCT = 2048  # slots whose part of the head's gradient is made at once
+# logits of a chunk where nobody says, the teacher's and its slots' ("eager" has some copies of them); on a CPU so few of
+# the teacher's that they stay in its caches, if those are many rows
+LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
+CACHED = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,8 @@ def loss_and_gradients(
     tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
     ids_W: target id of every draft id. A slot is scored where the teacher's argmax is among them, or always with
     `keep_unseen`; elsewhere it counts as a miss. α has p over all of V. Memory: the teacher's logits of `chunk` rows
-    at a time (None: about 64M logits, or on a CPU half a million, where so few are many rows and stay in its caches),
-    and those of the slots they teach, of PRODUCT slots at least. `impl` "triton" needs a GPU, or Triton's
-    interpreter. Raises ValueError for a kind or impl that there is not.
+    at a time (None: as LOGITS has it) and those of the slots they teach, of PRODUCT slots at least. `impl` "triton"
+    needs a GPU, or Triton's interpreter. Raises ValueError for a kind or impl that there is not.
     """
     if kind not in KINDS:
         raise ValueError(f"loss {kind!r} is none of {', '.join(KINDS)}")
@@ -121,8 +124,8 @@ def loss_and_gradients(
         raise ValueError(f"loss implementation {impl!r} is none of {', '.join(IMPLS)}")
     if chunk is None:
         V = max(teacher(slice(0, 1)).shape[-1], 1)
-        cached = (1 << 19) // V if head_WE.device.type == "cpu" else 0
-        chunk = cached if cached >= 64 else max(64, (1 << 26) // V)
+        cached = CACHED // V if head_WE.device.type == "cpu" else 0
+        chunk = cached if cached >= 64 else max(64, LOGITS[impl] // (V + len(rows) * ids_W.numel()) // 64 * 64)
     if impl == "triton":
         from fledge.kernels.loss_triton import tile_loss
     else:
@@ -152,14 +155,22 @@ def loss_and_gradients(
     def multiplied(group: list[_Tile]) -> None:  # what it holds is gone before the next group
         heights = [t.place.numel() for t in group]
         beyond = rounded(sum(heights)) - sum(heights) if impl == "triton" else 0
-        h = [x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)]
-        h = torch.cat([*h, h[0].new_zeros(beyond, h[0].shape[1])])
+        spans = [(a, b) for (a, _), (_, b) in zip(group[0].spans, group[-1].spans, strict=True)]
+        only = [k for k, (a, b) in enumerate(spans) if a < b]
+        there = None if beyond or len(only) > 1 else (only[0], slice(*spans[only[0]]))  # slots of one step, as they are
+        if there:
+            h = hidden[there[0]][there[1]]
+        else:
+            h = [x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)]
+            h = torch.cat([*h, h[0].new_zeros(beyond, h[0].shape[1])])
         z = h @ head_WE.T
         for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
             taught(tile, part)
         if dhead is not None:
             dhead.add_product(z.T, h)
-        if gradients:
+        if gradients and there:
+            torch.mm(z, head_WE, out=dhidden[there[0]][there[1]])
+        elif gradients:
             found = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
             into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
             for whole, made in zip(into, found, strict=True):

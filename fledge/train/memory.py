@@ -19,6 +19,7 @@ LADDER = (
     (8192, False, True), (4096, False, True), (2048, False, True), (2048, False, False), (2048, True, False),
     (1024, True, False),
 )  # fmt: skip
+SMALL = 512  # teacher rows of the loss at a time, where activations are computed again
 CPU_SLOTS = 256  # plain attention pays for every key in reach of a run of slots, so short runs cost less
 MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cannot use
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
@@ -119,4 +120,7 @@ def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
     rungs = [(slots or n, again, ahead) for n, again, ahead in LADDER if not (keeps and again)]
     if activations == "recompute" and not keeps:
         rungs = [(n, True, ahead) for n, _, ahead in rungs]
-    return [replace(ways, slots=n, recompute=again, ahead=ahead) for n, again, ahead in dict.fromkeys(rungs)]
+    return [
+        replace(ways, slots=n, recompute=again, ahead=ahead, chunk=SMALL if again else ways.chunk)
+        for n, again, ahead in dict.fromkeys(rungs)
+    ]
