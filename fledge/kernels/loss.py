@@ -32,7 +32,7 @@ KINDS = ("ce", "kl", "accept", "mixed")
 IMPLS = ("eager", "triton")
 LEAST_ALPHA = 1e-6
 PRODUCT = 2048  # slots whose part of the head's gradient is made at once
-# logits of a chunk where nobody says, the teacher's and its slots' ("eager" has some copies of them); on a CPU so few of
+# logits of a chunk where nobody says, the teacher's and its slots' ("eager" has copies of them); on a CPU so few of
 # the teacher's that they stay in its caches, if those are many rows
 LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
 CACHED = 1 << 19
