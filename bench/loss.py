@@ -4,10 +4,10 @@
 
 Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
 teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
-all logits, then calls the plain loss in float32 (compiled where there is a GPU), with autograd, and has the head's
-gradient in bf16; ours is in float32. `ms` is the median of several queued one after the other, as in training, and
-`idle_ms` of one that begins on an idle GPU, which waits for the host first. Memory is the peak above the inputs,
-gradients included.
+all logits, then calls the plain loss (compiled where there is a GPU), with autograd, and has the head's gradient in
+bf16; ours is in float32. "apart32" hands that loss float32 logits, as losses that are kernels of their own take them.
+`ms` is the median of several queued one after the other, as in training, and `idle_ms` of one that begins on an idle
+GPU, which waits for the host first. Memory is the peak above the inputs, gradients included.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": ceiling(options.device)}
     record |= {"width": options.width, "chunk": options.chunk, "rows": []}
     for T, W in sizes:
-        for impl in ("apart", "eager", "triton"):
+        for impl in ("apart32", "apart", "eager", "triton"):
             if impl == "triton" and options.device == "cpu":
                 continue
             row = {"T": T, "W": W, "impl": impl, **measure(impl, T, W, options)}
@@ -59,8 +59,9 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
 
     def work() -> torch.Tensor:
         h.grad = head.grad = None
-        if impl == "apart":
-            loss = apart(h @ head.T, last @ target_head.T)
+        if impl.startswith("apart"):
+            logits = h @ head.T, last @ target_head.T
+            loss = apart(*(x.float() for x in logits) if impl == "apart32" else logits)
             loss.backward()
             return loss.detach()
         dhead = WideSum(head)
