@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from conftest import break_on_purpose, document, row_of
+from conftest import Ran, break_on_purpose, document, row_of, tiny_chats, tiny_target_directory
 
-from fledge.train import ahead
+from fledge.train import ahead, memory
 from fledge.types import Features, Packed
 
 ROWS = [row_of([document(8, seed=i)]) for i in range(9)]
@@ -53,3 +55,23 @@ def test_one_row_ahead(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     assert (sums("cuda", begun, one_ahead=True) == EXPECTED) != bool(without)
     assert begun == [2, 3, 4, 5, 6, 7, 8, 9, 9]
+
+
+@pytest.mark.gpu
+def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradients and τ, with the target one row ahead and without, where it decodes in between too."""
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
+    found = []
+    for one_ahead in (False, True):
+        monkeypatch.setattr(memory, "LADDER", ((1024, False, one_ahead),))
+        ran: Ran = fledge(
+            "train", "--target", target, "--data", chats, "--out", tmp_path / str(one_ahead), "--steps", 6,
+            "--rows-per-step", 2, "--max-length", 128, "--eval-every", 2, "--eval-tokens", 8,
+        )  # fmt: skip
+        assert ran.code == 0, ran.err
+        assert ("the target one row ahead" in ran.out + ran.err) == one_ahead
+        lines = (tmp_path / str(one_ahead) / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines])
+    for a, b in zip(*found, strict=True):
+        for name in ("loss", "grad_norm", "eval_tau"):
+            assert a.get(name) == pytest.approx(b.get(name), rel=1e-4), (a["step"], name)
