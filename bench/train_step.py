@@ -328,8 +328,9 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
         "compiled": options.compile_target,
-        "ways": asdict(case.ways), "ms": took[device != "cpu"] * 1e3, "target_ms": forward * 1e3,
-        "tokens_per_s": case.tokens / took[device != "cpu"], "one_stream_ms": took[False] * 1e3,
+        "ways": asdict(replace(case.ways, ahead=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
+        "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took[device != "cpu"],
+        "one_stream_ms": took[False] * 1e3,
     }  # fmt: skip
 
 

@@ -35,12 +35,15 @@ LONG = [document(300, (2, 280), seed=1), document(1), document(90, (5, 60), (60,
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that is asked for without a value holds NaN, or an integer's largest: what a kernel leaves out shows."""
+    """Memory that is asked for without a value holds NaN, or an integer's largest: what a kernel leaves out shows.
+    (torch's own operations run in their deterministic ways meanwhile, which training does not ask for.)"""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1, device=DEVICE).isnan() and torch.empty_like(torch.ones(1, device=DEVICE)).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.empty(1, device=DEVICE).isnan() and torch.empty_like(torch.ones(1, device=DEVICE)).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def on_device(queries: Queries) -> Queries:

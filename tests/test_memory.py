@@ -48,14 +48,17 @@ def test_the_most_supervised_row() -> None:
 
 
 def test_what_is_tried() -> None:
-    """All rungs, those that keep or recompute, or the one that was asked for."""
+    """All rungs, those that keep or recompute, or those of the slots that were asked for."""
     ways = Ways("triton", "triton", "triton")
 
     def tried(ways: Ways, slots: int | None, activations: str) -> list[tuple[int, bool, bool]]:
         return [(w.slots, w.recompute, w.ahead) for w in ladder(ways, slots=slots, activations=activations)]
 
     assert tried(ways, None, "auto") == list(LADDER)
-    assert not any(again for _, again, _ in tried(ways, None, "keep") + tried(Ways(), None, "recompute"))
+    assert tried(ways, None, "keep") == [rung for rung in LADDER if not rung[1]]
+    assert [n for n, again, _ in tried(ways, None, "recompute") if again] == [8192, 4096, 2048, 2048, 1024]
+    plain = tried(Ways(), None, "auto")
+    assert [n for n, again, _ in plain if not again] == [8192, 4096, 2048, 2048, 1024], "it recomputes nothing"
     assert tried(ways, 77, "recompute") == [(77, True, True), (77, True, False)]
     assert tried(ways, 77, "auto") == [(77, False, True), (77, False, False), (77, True, False)]
 
@@ -64,7 +67,7 @@ class Device:
     """A device that holds `held` bytes, on which a step takes 3 bytes for every token and slot in flight; half of them
     where activations are computed again. Rows over `fits` tokens are too much for it."""
 
-    held, peak, fits = 50, 0, 10**9
+    held, peak, fits, apart = 50, 0, 10**9, 0
 
     def __init__(self) -> None:
         self.tried: list[int] = []
@@ -95,6 +98,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         ("memory_allocated", lambda *_: device.held),
         ("reset_peak_memory_stats", lambda *_: None),
         ("max_memory_allocated", lambda *_: device.peak),
+        ("max_memory_reserved", lambda *_: device.peak + device.apart),
     ):
         monkeypatch.setattr(torch.cuda, name, answer)
     return device
@@ -123,6 +127,8 @@ def test_the_first_that_fits(device: Device) -> None:
     assert chosen(10**12) == LADDER[0]
     assert chosen(3 * 4096 * 2300) == (2048, False, True)
     assert chosen(3 * 4096 * 2100) == (2048, True, False)
+    device.apart = 10**12
+    assert chosen(10**12) == (2048, False, False), "two streams take more than is allocated at once"
     with pytest.raises(ValueError, match=r"at most 2,\d\d\d tokens fit \(--row-length\)"):
         choose(device.draft, ROW, device.step, asked, 3 * 4096 * 300)
 
@@ -218,12 +224,13 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
         return ways, taken
 
     monkeypatch.setattr(memory, "choose", chosen)
-    for slots, activations in ((1024, "keep"), (1024, "recompute"), (3000, "keep"), (8192, "keep")):
+    cases = (1024, "keep", 1), (1024, "recompute", 2), (3000, "keep", 1), (8192, "keep", 2)
+    for slots, activations, rows in cases:
         out = tmp_path / f"run-{slots}-{activations}"
         ran: Ran = fledge(
             "train", "--target", target, "--data", chats, "--out", out, "--steps", 4, "--max-length", 512,
             "--row-length", 8192, "--slots", slots, "--activations", activations, "--eval-tokens", 4,
-            "--dtype", "bfloat16",
+            "--dtype", "bfloat16", "--rows-per-step", rows,
         )  # fmt: skip
         assert ran.code == 0, ran.err
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

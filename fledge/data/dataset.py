@@ -65,13 +65,15 @@ class Rows:
 
     def __init__(self, documents: list[Document], row_length: int, seed: int):
         self.documents, self.row_length, self.seed = documents, row_length, seed
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._epochs: dict[int, list[list[int]]] = {}  # the last, and the one before while it is asked for too
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The documents of each row of an epoch."""
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch))
-        return self._epoch[1]
+        if epoch not in self._epochs:
+            before = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
+            packed = pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch)
+            self._epochs = before | {epoch: packed}
+        return self._epochs[epoch]
 
     def __getitem__(self, place: tuple[int, int]) -> Packed:
         epoch, i = place

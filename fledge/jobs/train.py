@@ -142,7 +142,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     if options.longest_row:
         return {}
     kept = "recompute" if schedule.ways.recompute else "keep"
-    # a run resumed must not choose again: other chunks round otherwise
+    # a run resumed must not choose slots again: other chunks round otherwise
     options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
     if evaluate is None:

@@ -115,8 +115,8 @@ def loss_and_gradients(
     tensors [S_k], the teacher row of each slot; they index the P rows that `teacher(slice)` gives logits [n, V] of.
     ids_W: target id of every draft id. A slot is scored where the teacher's argmax is among them, or always with
     `keep_unseen`; elsewhere it counts as a miss. α has p over all of V. Memory: the teacher's logits of `chunk` rows
-    at a time (None: as LOGITS has it) and those of the slots they teach, of PRODUCT slots at least. `impl` "triton"
-    needs a GPU, or Triton's interpreter. Raises ValueError for a kind or impl that there is not.
+    at a time (None: as LOGITS and CACHED have it) and those of the slots they teach, of PRODUCT slots at least. `impl`
+    "triton" needs a GPU, or Triton's interpreter. Raises ValueError for a kind or impl that there is not.
     """
     if kind not in KINDS:
         raise ValueError(f"loss {kind!r} is none of {', '.join(KINDS)}")

@@ -21,7 +21,7 @@ def with_features(
 ) -> Iterator[tuple[Packed, Features]]:
     """Each row with its features. `ahead` (on a GPU) begins the next row's before it gives one away, on a stream of
     their own: the target's pass then runs beside what is done with this row, and one fills what the other leaves idle.
-    It takes the memory of two rows' features and of a pass at once.
+    It takes the memory of two rows' features; who asks for the next row while holding this one's has those of three.
     """
     if not ahead:
         for row in rows:
@@ -39,7 +39,7 @@ def with_features(
 
     upcoming = begin()
     while upcoming is not None:
-        this = upcoming
+        given = [upcoming]
         torch.cuda.current_stream(device).wait_stream(stream)
         upcoming = begin()
-        yield this
+        yield given.pop()  # and holds it no longer

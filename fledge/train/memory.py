@@ -35,6 +35,8 @@ def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int 
     """Bytes on the device that training on such rows takes at its peak. Tries `step`; what it finds is thrown away.
     Raises torch.OutOfMemoryError where it takes more than there is, leaving nothing behind."""
     count = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    if ways.ahead:
+        torch.cuda.empty_cache()  # for `kept_apart`
     torch.cuda.reset_peak_memory_stats(draft.device)
     try:
         held = step(row, ways)
@@ -45,6 +47,13 @@ def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int 
     )
     del held
     return peak + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
+
+
+def kept_apart(draft: Draft, ways: Ways) -> int:
+    """Bytes more that a step just tried by `needed` takes because a stream's freed memory is not another's."""
+    if not ways.ahead:
+        return 0
+    return torch.cuda.max_memory_reserved(draft.device) - torch.cuda.max_memory_allocated(draft.device)
 
 
 def choose(
@@ -59,7 +68,7 @@ def choose(
             taken = needed(draft, row, step, ways, rows_per_step)
         except torch.OutOfMemoryError:
             continue
-        if taken <= MARGIN * available:
+        if taken + kept_apart(draft, ways) <= MARGIN * available:
             return ways, taken
     longest = longest_row(draft, row, step, asked[-1], available, rows_per_step)
     raise ValueError(
@@ -116,10 +125,13 @@ def of_length(row: Packed, tokens: int) -> Packed:
 
 def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
     """The ways to try: those asked for, or from quick to small ("auto"). Plain torch recomputes nothing."""
-    keeps = ways.layers == "eager" or activations == "keep"
-    rungs = [(slots or n, again, ahead) for n, again, ahead in LADDER if not (keeps and again)]
-    if activations == "recompute" and not keeps:
+    rungs = [(slots or n, again, ahead) for n, again, ahead in LADDER]
+    if ways.layers == "eager":
+        rungs = [(n, False, ahead) for n, _, ahead in rungs]
+    elif activations == "recompute":
         rungs = [(n, True, ahead) for n, _, ahead in rungs]
+    elif activations == "keep":
+        rungs = [rung for rung in rungs if not rung[1]]
     return [
         replace(ways, slots=n, recompute=again, ahead=ahead, chunk=SMALL if again else ways.chunk)
         for n, again, ahead in dict.fromkeys(rungs)

@@ -167,6 +167,7 @@ def _step(
                 ways=schedule.ways,
             )
         )
+        del features  # before the row after the next is begun
         optimizer.accumulate()
     discounts = to_device([torch.tensor([schedule.gamma**k for k in range(schedule.depth)])], draft.device)[0]
     scored = sum((f.scored_K() * discounts).sum() for f in found)
