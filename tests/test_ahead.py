@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import weakref
 
 import pytest
 import torch
@@ -47,6 +49,40 @@ def test_one_after_the_other() -> None:
     begun: list[int] = []
     assert sums("cpu", begun, one_ahead=False) == EXPECTED
     assert begun == list(range(1, 10)), "none is made before it is asked for"
+
+
+def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By streams that only tell: a pass waits for what was queued before, a row is given when its pass is done and the
+    next one's is queued, and the generator holds no features that it gave away."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(ahead, "_beside", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(told.append(f"on {stream.name}")))
+
+    def features(row: Packed) -> Features:
+        told.append("pass")
+        return Features(row.token_T.clone(), row.token_T)
+
+    given = ahead.with_features(ROWS[:2], features, torch.device("cpu"), ahead=True)
+    row, first = next(given)
+    assert row is ROWS[0]
+    queued = ["side waits for main", "on side", "pass"]
+    assert told == [*queued, "main waits for side", *queued]
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    told.clear()
+    assert next(given)[0] is ROWS[1] and told == ["main waits for side"]
+    assert next(given, None) is None
 
 
 MADE = "torch.cuda.current_stream(device).wait_stream(stream)"
