@@ -302,6 +302,18 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     assert refused.code == 2 and "none of chain, tree" in refused.err
 
 
+def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
+    """Before anything is decoded; or the turn that earlier answers have made too long."""
+    words = ["eval", "--target", made / "target", "--draft", draft, "--max-new-tokens", 16]
+    for line, where in (
+        ({"turns": ["the young bird " * 400]}, "line 2: the prompt has"),
+        ({"turns": ["the young bird", "it can fly " * 400]}, "line 2, turn 2: the prompt has"),
+    ):
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ({"turns": ["it can fly"]}, line)))
+        went = fledge(*words, "--prompts", tmp_path / "p.jsonl")
+        assert went.code == 2 and f"p.jsonl, {where}" in went.err and "reads at most" in went.err, went.err
+
+
 def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
     words = [
         "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl", "--json",

@@ -199,7 +199,7 @@ class Engine:
     ) -> Request:  # fmt: skip
         ids = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
         prefix = list(prompt if ids else self.template.prompt_ids(prompt))
-        self._check_length(len(prefix), max_new_tokens)
+        self.check_length(len(prefix), max_new_tokens)
         vocabulary = self.target.embedding.shape[0]
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
@@ -209,7 +209,8 @@ class Engine:
             max_new_tokens, self.target.stop_ids, into if into is not None else Completion(),
         )  # fmt: skip
 
-    def _check_length(self, prompt: int, new: int) -> None:
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raises ValueError where so many tokens and so many new ones are not what the target reads."""
         limit = self.target.context
         if prompt == 0:
             raise ValueError("the prompt is empty")

@@ -12,11 +12,13 @@ from fledge.data.read import Record, read_records
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """Either a raw `text`, or user `turns` to be answered one after another behind fixed `messages`."""
+    """Either a raw `text`, or user `turns` to be answered one after another behind fixed `messages`; and `where` it
+    stands."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     turns: tuple[str, ...] = ()
+    where: str = "a prompt"
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[EvalPrompt]:
@@ -52,12 +54,12 @@ def spread(items: list[Any], limit: int | None) -> list[Any]:
 def prompt_of(record: Record) -> EvalPrompt:
     """A record cut where a decoder could go on: before its middle assistant turn, or in the middle of its text."""
     if record.text is not None:
-        return EvalPrompt(text=record.text[: max(len(record.text) // 2, 1)])
+        return EvalPrompt(text=record.text[: max(len(record.text) // 2, 1)], where=record.where)
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not answers:
         raise ValueError(f"{record.where} has no assistant turn to be decoded")
-    return EvalPrompt(messages=tuple(messages[: answers[len(answers) // 2]]))
+    return EvalPrompt(messages=tuple(messages[: answers[len(answers) // 2]]), where=record.where)
 
 
 def _parse(line: str, where: str) -> Any:
@@ -70,8 +72,8 @@ def _parse(line: str, where: str) -> Any:
 def _from_row(row: Any, where: str) -> EvalPrompt:
     row = row if isinstance(row, dict) else {}
     if isinstance(row.get("prompt"), str):
-        return EvalPrompt(text=row["prompt"])
+        return EvalPrompt(text=row["prompt"], where=where)
     turns = row.get("turns")
     if isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns):
-        return EvalPrompt(turns=tuple(turns))
+        return EvalPrompt(turns=tuple(turns), where=where)
     raise ValueError(f"{where} has neither `turns`, a list of user messages, nor a `prompt`")

@@ -36,9 +36,12 @@ def evaluate(
 
     Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
     allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
-    same run, and is counted under `near_ties` (SPEC: verification is lossless).
+    same run, and is counted under `near_ties` (SPEC: verification is lossless). Raises ValueError for a prompt that
+    does not fit, before any is decoded, or when earlier answers have made it too long.
     """
     ways = _AllWays(engines)
+    for prompt in prompts:
+        ways.ids_of(prompt, (), max_new_tokens)
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
     ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
     ways.decode(prompts, options, batch, advance)
@@ -124,6 +127,15 @@ class _AllWays:
         engine = self.engines.get(way, self.plain)
         return engine.generate_all(asked, batch=batch, speculate=way is not BASELINE, **options)
 
+    def ids_of(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
+        """Token ids of the prompt's next turn. Raises ValueError, naming it, where so many more do not fit."""
+        ids = list(self.plain.template.prompt_ids(_prompt(prompt, answers)))
+        try:
+            self.plain.check_length(len(ids), new)
+        except ValueError as e:
+            raise ValueError(f"{prompt.where}" + f", turn {len(answers) + 1}" * bool(answers) + f": {e}") from e
+        return ids
+
     def warm(self, asked: list[Any], options: dict[str, Any], batch: int) -> None:
         """First calls pay for memory, threads and kernels."""
         for way in self.made:
@@ -138,7 +150,7 @@ class _AllWays:
             asking = [i for i, p in enumerate(prompts) if turn < max(len(p.turns), 1)]
             together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
             for group in (asking[i : i + together] for i in range(0, len(asking), together)):
-                asked = [list(self.plain.template.prompt_ids(_prompt(prompts[i], answers[i]))) for i in group]
+                asked = [self.ids_of(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
                 first = len(self.ids) % len(self.made)
                 for way in [*self.made][first:] + [*self.made][:first]:
                     began = time.perf_counter()
