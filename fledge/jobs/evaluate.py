@@ -99,12 +99,13 @@ def table(record: dict[str, Any], show: Callable[[Any], None]) -> None:
 
     records = {"": record} if "tau" in record else record
     out = Table(box=box.SIMPLE_HEAD)
-    for column in ("prompts", "τ", "α by position", "tokens/s", "baseline", "speedup", "identical", "8-grams again"):
-        out.add_column(column, justify="right")
+    out.add_column("prompts", overflow="fold")
+    for column in ("τ", "tokens/s", "baseline", "speedup", "identical", "repeats"):
+        out.add_column(column, justify="right", no_wrap=True)
     for name, r in records.items():
         out.add_row(
-            f"{name} {r['prompts']}".strip(), f"{r['tau']:.2f}", " ".join(f"{a:.2f}" for a in r["alpha"]),
-            f"{r['tokens_per_s']:.0f}", f"{r['baseline_tokens_per_s']:.0f}", f"{r['speedup']:.2f}x",
+            f"{name} {r['prompts']}".strip(), f"{r['tau']:.2f}", f"{r['tokens_per_s']:.0f}",
+            f"{r['baseline_tokens_per_s']:.0f}", f"{r['speedup']:.2f}x",
             "-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}", f"{r['repeated_8grams']:.0%}",
         )  # fmt: skip
     show(out)
@@ -114,7 +115,7 @@ def table(record: dict[str, Any], show: Callable[[Any], None]) -> None:
 
 
 def _sentences(r: dict[str, Any]) -> list[str]:
-    lines = []
+    lines = [f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}."]
     if split := r["round"]:
         lines.append(
             f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
@@ -122,7 +123,10 @@ def _sentences(r: dict[str, Any]) -> list[str]:
             f"the bytes of its weights do, the speedup would be {split['ceiling']:.2f}."
         )
     straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["not_looping"] else ""
-    lines.append(f"{r['not_looping']} of {r['prompts']} answers do not loop{straight}.")
+    lines.append(
+        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers do "
+        f"not loop{straight}."
+    )
     if r["identical"] is None:
         lines.append("Sampled drafts keep the target's distribution, not its draws: outputs are not compared.")
     elif r["different"]:
