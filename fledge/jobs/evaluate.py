@@ -124,8 +124,8 @@ def _sentences(r: dict[str, Any]) -> list[str]:
         )
     straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["not_looping"] else ""
     lines.append(
-        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers do "
-        f"not loop{straight}."
+        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
+        f"do not loop{straight}."
     )
     if r["identical"] is None:
         lines.append("Sampled drafts keep the target's distribution, not its draws: outputs are not compared.")
