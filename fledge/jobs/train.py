@@ -411,7 +411,7 @@ def _ways(
             kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
             drop=DropTokens(*schedule.drop) if schedule.drop else None,
         )  # fmt: skip
-        return features, upcoming
+        return upcoming  # which holds the next row's features
 
     asked = ladder(ways, slots=options.slots, activations=options.activations)
     row = rows[rows.most_supervised()]
