@@ -28,7 +28,7 @@ from fledge.eval.environment import environment
 from fledge.jobs.options import write_json
 from fledge.models.draft import Draft
 from fledge.train.ahead import with_features
-from fledge.train.memory import SMALL
+from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import Ways, ttt_queued
 from fledge.types import Features, Packed
 
@@ -113,7 +113,7 @@ def recorded(ways: dict[str, Ways]) -> list[Case]:
     """The cases of bench/results/train_step.json."""
     fast = ways["triton"]
     beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
-    less = replace(fast, slots=1024, chunk=300), replace(fast, recompute=True, chunk=SMALL)
+    less = replace(fast, slots=1024, chunk=300), replace(fast, recompute=True, chunk=SMALL_CHUNK)
     small = [Case(2048, 1.0, ways) for ways in less]
     # with few slots in flight plain torch fits beside longer rows; the longest would take it minutes
     plain = replace(ways["eager"], slots=256)

@@ -288,8 +288,7 @@ class FixedTreeProposer(Drafter):
 
     def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
         super().__init__(draft, stable)
-        self.shape = checked_shape(draft, shape)
-        self.passes = _passes(shape, draft.device)
+        self.passes = _passes(checked_shape(draft, shape), draft.device)
         self.parent_N = torch.tensor([-1, *shape.parents], device=draft.device)
         expanded = [n for p in self.passes[1:] for n in p.front.tolist()]  # they have slots in the cache, in this order
         self.slot_N = torch.full((self.parent_N.numel(),), -1)

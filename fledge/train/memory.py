@@ -19,7 +19,7 @@ LADDER = (
     (8192, False, True), (4096, False, True), (2048, False, True), (2048, False, False), (2048, True, False),
     (1024, True, False),
 )  # fmt: skip
-SMALL = 512  # teacher rows of the loss at a time, where activations are computed again
+SMALL_CHUNK = 512  # teacher rows of the loss at a time, where activations are computed again
 CPU_SLOTS = 256  # plain attention pays for every key in reach of a run of slots, so short runs cost less
 MARGIN = 0.93  # of the device's memory; the rest is for what the allocator cannot use
 OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
@@ -133,6 +133,6 @@ def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
     elif activations == "keep":
         rungs = [rung for rung in rungs if not rung[1]]
     return [
-        replace(ways, slots=n, recompute=again, ahead=ahead, chunk=SMALL if again else ways.chunk)
+        replace(ways, slots=n, recompute=again, ahead=ahead, chunk=SMALL_CHUNK if again else ways.chunk)
         for n, again, ahead in dict.fromkeys(rungs)
     ]
