@@ -144,20 +144,33 @@ def test_the_first_that_fits(device: Device) -> None:
         choose(device.draft, ROW, hungry, asked, 10**12)
 
 
-def test_the_longest_row(device: Device) -> None:
-    """Longer and longer rows are tried, or shorter ones, each once; what is said has been tried."""
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("fitting", [200, 700, 1500, 4095, 4097, 50_000, 600_000])
+def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
+    """It has been tried and fits, and one a tenth longer would not; few rows are tried, for long ones take minutes."""
+    told: list[tuple[int, int | None]] = []
 
-    def longest(available: float, fits: int = 10**9) -> int:
-        device.tried, device.fits = [], fits
-        return longest_row(device.draft, ROW, device.step, Ways(slots=1), available)
+    def longest() -> int:
+        device.tried, told[:] = [], []
+        available = (3 * slots * fitting + 170) / MARGIN
+        return longest_row(
+            device.draft, ROW, device.step, Ways(slots=slots), available, report=lambda *t: told.append(t)
+        )
 
-    assert longest((3 * 50_000 + 170) / MARGIN) == 49_152 and max(device.tried) == 65_536
-    assert longest((3 * 5000 + 170) / MARGIN) == 4864
-    assert longest((3 * 1500 + 170) / MARGIN) == 1472
-    assert device.tried == [4096, 2048, 1024, 1536, 1280, 1408, 1472]
-    assert longest(10**9, fits=3000) == 2944, "the device runs out before its memory is full"
+    found = longest()
+    assert found in device.tried and found <= fitting < 1.1 * found
+    assert sum(device.tried) <= 3 * found or fitting < 4096, "beside the two that prove it, it tries short ones"
+    assert told == [(n, 3 * slots * n + 170) for n in device.tried]
+    device.fits = fitting * 2 // 3
+    found = longest()
+    assert found <= device.fits < 1.1 * found, "the device runs out before its memory is full"
+    assert {n for n, taken in told if taken is None} == {n for n in device.tried if n > device.fits}
+
+
+def test_no_row_fits(device: Device) -> None:
+    device.fits = 100
     with pytest.raises(ValueError, match=r"not even a row of 128 tokens fits in the 0\.9 GiB"):
-        longest(10**9, fits=100)
+        longest_row(device.draft, ROW, device.step, Ways(slots=1), 10**9)
 
 
 @pytest.mark.parametrize(

@@ -420,12 +420,16 @@ def _ways(
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
     what = draft, row, step
+
+    def tried(tokens: int, taken: int | None) -> None:
+        say(f"a row of {tokens:,} tokens " + ("is too much" if taken is None else f"takes {taken / 2**30:.1f} GiB"))
+
     if options.longest_row:
-        longest = longest_row(*what, asked[-1], available, schedule.rows_per_step)
+        longest = longest_row(*what, asked[-1], available, schedule.rows_per_step, report=tried)
         slots = f"{asked[-1].slots:,} slots in flight"
         say(f"with {slots} a row of {longest:,} tokens fits, and none that is a tenth longer")
         return asked[-1]
-    ways, taken = choose(*what, asked, available, schedule.rows_per_step)
+    ways, taken = choose(*what, asked, available, schedule.rows_per_step, report=tried)
     say(
         f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
         f"{impl}, {ways.slots:,} slots in flight"

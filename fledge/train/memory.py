@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,9 +25,11 @@ OPTIMIZER = 12  # bytes a parameter: the float32 master and two moments
 UPDATE = 6  # and while it is updated: the gradient, and its float32 sum
 SUM = 4  # which is there throughout where several rows make a step
 LEAST = 128  # tokens of a row; none shorter is tried
-BETWEEN = 4  # rows tried between one that fits and one twice as long that does not
+NEAR = 0.1  # the longest row that fits is found to within so much of it
+FARTHEST = 8  # times the longest row tried is the next, however much memory is left
 
 Try = Callable[[Packed, Ways], Any]  # a forward and backward pass; returns what is held until the draft is updated
+Report = Callable[[int, "int | None"], None]  # tokens of a row that was tried, and the bytes it takes
 
 
 def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int = 1) -> int:
@@ -57,11 +58,18 @@ def kept_apart(draft: Draft, ways: Ways) -> int:
 
 
 def choose(
-    draft: Draft, row: Packed, step: Try, asked: Sequence[Ways], available: int, rows_per_step: int = 1
+    draft: Draft,
+    row: Packed,
+    step: Try,
+    asked: Sequence[Ways],
+    available: int,
+    rows_per_step: int = 1,
+    *,
+    report: Report = lambda *_: None,
 ) -> tuple[Ways, int]:
     """The first of the ways asked for whose step over the row fits in so many bytes, and the bytes it takes.
 
-    Raises ValueError with the longest row that fits where none does.
+    Raises ValueError with the longest row that fits where none does; `report` hears of its search.
     """
     for ways in asked:
         try:
@@ -70,40 +78,56 @@ def choose(
             continue
         if taken + kept_apart(draft, ways) <= MARGIN * available:
             return ways, taken
-    longest = longest_row(draft, row, step, asked[-1], available, rows_per_step)
+    longest = longest_row(draft, row, step, asked[-1], available, rows_per_step, report=report)
     raise ValueError(
         f"a step over a row of {row.token_T.numel():,} tokens takes more than the {available / 2**30:.1f} GiB that the "
         f"device has; make rows shorter: at most {longest:,} tokens fit (--row-length)"
     )
 
 
-def longest_row(draft: Draft, row: Packed, step: Try, ways: Ways, available: int, rows_per_step: int = 1) -> int:
-    """Tokens of the longest row that fits in so many bytes, less a tenth at most. Rows made of this one are tried, each
-    twice as long as the one before or half as long, and then between one that fits and one that does not. Raises
-    ValueError where not even one of LEAST tokens fits."""
-
-    @functools.cache
-    def fits(tokens: int) -> bool:
-        try:
-            return needed(draft, of_length(row, tokens), step, ways, rows_per_step) <= MARGIN * available
-        except torch.OutOfMemoryError:
-            return False
-
+def longest_row(
+    draft: Draft,
+    row: Packed,
+    step: Try,
+    ways: Ways,
+    available: int,
+    rows_per_step: int = 1,
+    *,
+    report: Report = lambda *_: None,
+) -> int:
+    """Tokens of the longest row that fits in so many bytes, less a tenth at most: one that fits, and a tenth more does
+    not. Rows made of this one are tried, and `report` hears of each its tokens and the bytes it takes, None where the
+    device ran out. Raises ValueError where not even one of LEAST tokens fits."""
+    limit = MARGIN * available
+    bytes_of: dict[int, int | None] = {}
     tokens = row.token_T.numel()
-    while not fits(tokens):
-        tokens //= 2
+    while True:
+        try:
+            bytes_of[tokens] = needed(draft, of_length(row, tokens), step, ways, rows_per_step)
+        except torch.OutOfMemoryError:
+            bytes_of[tokens] = None
+        report(tokens, bytes_of[tokens])
+        fit = [n for n, taken in bytes_of.items() if taken is not None and taken <= limit]
+        too_long = min(bytes_of.keys() - fit, default=None)
+        if fit and too_long is not None and too_long <= (1 + NEAR) * max(fit):
+            return max(fit)
+        tokens = _next_length(bytes_of, max(fit), too_long, limit) if fit else too_long // 2
         if tokens < LEAST:
             raise ValueError(
                 f"not even a row of {LEAST} tokens fits in the {available / 2**30:.1f} GiB that the device has; fewer "
                 "--slots or a smaller --draft-vocab take less"
             )
-    while fits(2 * tokens):
-        tokens *= 2
-    longer = 2 * tokens
-    for _ in range(BETWEEN):
-        middle = (tokens + longer) // 2
-        tokens, longer = (middle, longer) if fits(middle) else (tokens, middle)
-    return tokens
+
+
+def _next_length(bytes_of: dict[int, int | None], fits: int, too_long: int | None, limit: float) -> int:
+    """The length to try after the longest that fits, and the shortest that is too long if there is one: where the line
+    through them, or through the two longest, meets the limit. Few are to be tried, for long rows take minutes. So first
+    one that should just fit, then one that is longer by as little as proves it."""
+    other = too_long if bytes_of.get(too_long) else max((n for n in bytes_of if n < fits), default=0)
+    each = (bytes_of[fits] - bytes_of.get(other, 0)) / (fits - other)
+    foretold = fits + (limit - bytes_of[fits]) / max(each, 1)
+    length = min(max(int(foretold / (1 + NEAR / 3)), int((1 + NEAR) * fits)), FARTHEST * fits)
+    return length if too_long is None or length < too_long else (fits + too_long) // 2
 
 
 def of_length(row: Packed, tokens: int) -> Packed:
