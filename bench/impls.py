@@ -4,7 +4,7 @@
 
 Each implementation with several seeds (initial weights and order of the data); τ by the real decoder, greedy, on the
 same 32 prompts. They agree where the difference of two means is within two standard errors of it. Rows that --out
-already holds, of as many steps, are kept and not trained again.
+already holds of the same training are kept and not trained again.
 """
 
 import argparse
@@ -29,12 +29,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/impls.json"))
     parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--draft-vocab", type=int, default=4096)
+    parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
 
+    paths = dict(target=options.target, data=[options.data], eval_prompts=options.prompts)
+    sizes = dict(steps=options.steps, depth=5, draft_vocab=options.draft_vocab, max_length=512, row_length=8192)
+    names = (options.target, options.data, options.prompts)
+    trained = dict(zip(paths, (Path(name).name for name in names), strict=True)) | sizes
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    if record.get("steps") != options.steps:
-        record = {"environment": environment("cuda", "bfloat16"), "steps": options.steps, "rows": []}
+    if record.get("trained") != trained:
+        record = {"environment": environment(options.device, "bfloat16"), "trained": trained, "rows": []}
     done = {(row["seed"], row["impl"]) for row in record["rows"]}
     for seed, impl in itertools.product(options.seeds, options.impls):
         if (seed, impl) in done:
@@ -42,9 +48,8 @@ def main() -> None:
         out = options.work / f"{impl}-{seed}"
         shutil.rmtree(out, ignore_errors=True)
         asked = train.TrainOptions(
-            target=options.target, data=[options.data], out=str(out), eval_prompts=options.prompts, steps=options.steps,
-            depth=5, draft_vocab=4096, max_length=512, row_length=8192, save_every=10**6, seed=seed, impl=impl,
-        )  # fmt: skip
+            **paths, **sizes, out=str(out), save_every=10**6, seed=seed, impl=impl, device=options.device
+        )
         show = Show(quiet=True)
         last = train.run(asked, show.say, show)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

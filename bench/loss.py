@@ -1,11 +1,13 @@
 """Times the loss from hidden states to their gradients and the head's, beside head product and loss apart.
 
     python bench/loss.py --out bench/results/loss.json
+    python bench/loss.py --device cpu --width 64 --sizes 300 500      # a dry run anywhere
 
 Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
 teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
 all logits, then calls the plain loss (compiled where there is a GPU), with autograd, and has the head's gradient in
-bf16; ours is in float32. "apart32" hands that loss float32 logits, as losses that are kernels of their own take them.
+bf16; ours is in float32, with `chunk` teacher rows at a time: few, or as many as training takes where nobody says
+(null). "apart32" hands that loss float32 logits, as losses that are kernels of their own take them.
 `ms` is the median of several queued one after the other, as in training, and `idle_ms` of one that begins on an idle
 GPU, which waits for the host first. Memory is the peak above the inputs, gradients included.
 """
@@ -30,25 +32,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=1024, help="teacher rows at a time where memory is to be small")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
+    if options.device == "cpu" and not options.sizes:
+        parser.error("the record's sizes are for a GPU; --sizes chooses others")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
     record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": ceiling(options.device)}
-    record |= {"width": options.width, "chunk": options.chunk, "rows": []}
+    record |= {"width": options.width, "rows": []}
+    ways = [("apart32", None), ("apart", None), ("eager", options.chunk)]
+    if options.device != "cpu":
+        ways += [("triton", options.chunk), ("triton", None)]
     for T, W in sizes:
-        for impl in ("apart32", "apart", "eager", "triton"):
-            if impl == "triton" and options.device == "cpu":
-                continue
-            row = {"T": T, "W": W, "impl": impl, **measure(impl, T, W, options)}
+        for impl, chunk in ways:
+            row = {"T": T, "W": W, "impl": impl, "chunk": chunk, **measure(impl, T, W, chunk, options)}
             record["rows"].append(row)
-            say = "({T}, {W}) {impl:7} {ms:8.2f} ms ({idle_ms:.2f} from idle) {gib:6.2f} GiB, loss {loss:.4f}"
-            print(say.format(**row), flush=True)
+            memory = "" if row["gib"] is None else f" {row['gib']:6.3f} GiB"
+            say = "({T}, {W}) {impl:7} chunk {chunk!s:5}{ms:8.2f} ms ({idle_ms:.2f} from idle)"
+            print(say.format(**row) + memory + f", loss {row['loss']:.4f}", flush=True)
             write_json(options.out, record)
 
 
-def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
+def measure(impl: str, T: int, W: int, chunk: int | None, options: argparse.Namespace) -> dict:
     device, dtype = options.device, torch.bfloat16
     torch.manual_seed(0)
     h, last = (torch.randn(T, options.width, device=device, dtype=dtype) for _ in range(2))
@@ -66,7 +72,7 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
             return loss.detach()
         dhead = WideSum(head)
         loss, _, _ = loss_and_gradients(
-            [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=options.chunk, impl=impl,
+            [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=chunk, impl=impl,
             dhead=dhead,
         )  # fmt: skip
         return loss
@@ -83,7 +89,8 @@ def measure(impl: str, T: int, W: int, options: argparse.Namespace) -> dict:
     ms = 1e3 * statistics.median(in_turn(work, 9, device))
     idle_ms = 1e3 * statistics.median(seconds(work, device) for _ in range(7))
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
-    return {"ms": ms, "idle_ms": idle_ms, "gib": (peak - before) / 2**30, "loss": loss.item() / T}
+    gib = (peak - before) / 2**30 if device != "cpu" else None
+    return {"ms": ms, "idle_ms": idle_ms, "gib": gib, "loss": loss.item() / T}
 
 
 def plain(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
         took = statistics.median(in_turn(step, options.repeats, device))
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}
-    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else float("nan")
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else None
     return row | {"ms": took * 1e3, "gib": gib, "slots": first.live_K.tolist(), "loss": first.loss.item()}
 
 

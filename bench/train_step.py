@@ -1,17 +1,18 @@
 """Times a training step of an EAGLE-3 draft, forward and backward, beside its plain-torch definition.
 
     python bench/train_step.py --out bench/results/train_step.json
-    python bench/train_step.py --shape tiny --device cpu       # a dry run anywhere
+    python bench/train_step.py --shape tiny --device cpu --tokens 1024     # a dry run anywhere
 
 The default shape is Llama-3.1-8B's draft: hidden size 4096, MLP 14336, 32 heads over 8, V 128,256, W 32,000, K = 7,
 bf16. One document of T tokens; supervised are spans of 256 tokens, evenly spread (all: one span). Features and final
 hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps, queued
-one after the other; memory is the peak above weights and inputs, gradients included. `tflops` counts scored slots'
-work, K0/V0 and fc.
+one after the other (of plain torch at the longest row, which takes about a minute, one step alone); memory is the peak
+above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
 
-Without --tokens it measures the record's cases. With --online, whole optimizer steps of the trainer too, fed by a
-target of the shape with random weights and 32 layers in the same process: its forward pass, full-vocabulary teacher,
-draft step and AdamW; tokens/s. With the target one row ahead on a stream of its own, and without.
+Without --tokens it measures the record's cases; --supervised and --teachers are for those of --tokens. With --online,
+whole optimizer steps of the trainer too, fed by a target of the shape with random weights and 32 layers in the same
+process: its forward pass, full-vocabulary teacher, draft step and AdamW; tokens/s. With the target one row ahead on a
+stream of its own, and without.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from fledge.train.objective import Ways, ttt_queued
 from fledge.types import Features, Packed
 
 SPAN = 256
+LONG = 100_000  # tokens of a row that plain torch takes about a minute for
 LONGER = ((8192, 1.0, "V"), (32_768, 0.25, "W"), (131_072, 0.25, "W"))  # T, supervised, teacher
 SHAPES = {
     "8b": dict(
@@ -65,19 +67,25 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="*", help="lengths of rows (default: the record's cases)")
-    parser.add_argument("--supervised", type=float, nargs="*", default=[1.0, 0.25])
-    parser.add_argument("--impls", nargs="*", default=["eager", "flex", "triton"])
+    parser.add_argument("--supervised", type=float, nargs="*", help="shares of the tokens (default: 1 0.25)")
+    parser.add_argument("--impls", nargs="*", choices=["eager", "flex", "triton"], help="default: all the device has")
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight of the fast ways")
     parser.add_argument("--recompute", action="store_true", help="compute the MLP's activations again")
     parser.add_argument("--chunk", type=int, help="teacher rows of the loss at a time (default: the loss's own)")
-    parser.add_argument("--teachers", nargs="*", default=["W"], choices=["W", "V"])
-    parser.add_argument("--online", action="store_true", help="whole training steps, target included")
+    parser.add_argument("--teachers", nargs="*", choices=["W", "V"], help="default: W")
+    parser.add_argument("--online", action="store_true", help="whole steps too, of 4,096 tokens or the first --tokens")
     parser.add_argument("--target-layers", type=int, default=32)
     parser.add_argument("--compile-target", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
+    cpu = options.device == "cpu"
+    if not options.tokens and (cpu or options.supervised or options.teachers):
+        parser.error("the record's cases are for a GPU, and as they are; --tokens chooses others")
+    options.impls = options.impls or (["eager"] if cpu else ["eager", "flex", "triton"])
+    if cpu and options.impls != ["eager"]:
+        parser.error("flex and triton need a GPU")
 
-    if options.device != "cpu":
+    if not cpu:
         torch.set_num_threads(1)  # as `fledge train` does: the host only plans
     ways = {
         "eager": Ways(chunk=options.chunk),
@@ -86,9 +94,14 @@ def main() -> None:
     }
     cases = [c for c in recorded(ways) if c.ways.attention in options.impls] if not options.tokens else [
         Case(T, share, ways[impl], teacher)
-        for T in options.tokens for share in options.supervised for teacher in options.teachers
-        for impl in options.impls
+        for T in options.tokens for share in options.supervised or (1.0, 0.25)
+        for teacher in options.teachers or ("W",) for impl in options.impls
     ]  # fmt: skip
+    for case in cases:
+        try:
+            row_of(case.tokens, case.supervised, 1)
+        except ValueError as e:
+            parser.error(str(e))
     record = {
         "environment": environment(options.device, "bfloat16"),
         "shape": SHAPES[options.shape],
@@ -96,14 +109,15 @@ def main() -> None:
         "ceiling_tflops": ceiling(options.device),
         "rows": [],
     }
-    print(f"ceiling {record['ceiling_tflops']:.0f} TFLOP/s")
+    if not cpu:
+        print(f"ceiling {record['ceiling_tflops']:.0f} TFLOP/s")
     for case in cases:
         row = measure(case, options)
         record["rows"].append(row)
         show(row, record["ceiling_tflops"])
         write_json(options.out, record)
     if options.online:
-        record["online"] = online(Case(4096, 1.0, ways[options.impls[-1]]), options)
+        record["online"] = online(Case((options.tokens or [4096])[0], 1.0, ways[options.impls[-1]]), options)
         said = "T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s; {one_stream_ms:.1f} ms on one stream"
         print(said.format(**record["online"]), flush=True)
         write_json(options.out, record)
@@ -115,27 +129,28 @@ def recorded(ways: dict[str, Ways]) -> list[Case]:
     beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
     less = replace(fast, slots=1024, chunk=300), replace(fast, recompute=True, chunk=SMALL_CHUNK)
     small = [Case(2048, 1.0, ways) for ways in less]
-    # with few slots in flight plain torch fits beside longer rows; the longest would take it minutes
-    plain = replace(ways["eager"], slots=256)
-    more = [Case(T, share, w, t) for T, share, t in LONGER for w in ((plain, fast) if T < 100_000 else (fast,))]
+    plain = replace(ways["eager"], slots=256)  # with few slots in flight plain torch fits beside longer rows
+    more = [
+        Case(T, share, w, t) for T, share, t in LONGER for w in (replace(plain, slots=256 if T < LONG else 64), fast)
+    ]
     return [*beside, *small, Case(8192, 1.0, plain), *more]
 
 
-def show(row: dict, ceiling: float) -> None:
+def show(row: dict, ceiling: float | None) -> None:
+    said = f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} teacher {row['teacher']}: "
     if "error" in row:
-        print(f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} {row['error']}", flush=True)
+        print(said + row["error"], flush=True)
         return
-    print(
-        f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} teacher {row['teacher']}: {row['ms']:8.1f} ms "
-        f"{row['gib']:6.2f} GiB {row['tflops']:5.0f} TFLOP/s, {row['tflops'] / ceiling:.0%} of the ceiling",
-        flush=True,
-    )
+    said += f"{row['ms']:8.1f} ms"
+    if ceiling:
+        said += f" {row['gib']:6.2f} GiB {row['tflops']:5.0f} TFLOP/s, {row['tflops'] / ceiling:.0%} of the ceiling"
+    print(said, flush=True)
 
 
-def ceiling(device: str, n: int = 8192) -> float:
-    """TFLOP/s of a bf16 product of random matrices."""
+def ceiling(device: str, n: int = 8192) -> float | None:
+    """TFLOP/s of a bf16 product of random matrices; None on a CPU, where nothing is measured against it."""
     if device == "cpu":
-        return float("nan")
+        return None
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         a @ b
@@ -171,12 +186,16 @@ def in_turn(work, repeats: int, device: str) -> list[float]:
 
 
 def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
-    """One document with evenly spread spans of SPAN tokens, or one span over all of it."""
+    """One document with evenly spread spans of SPAN tokens, or one span over all of it. Raises ValueError where whole
+    spans are no such share of it."""
     span = torch.zeros(tokens, dtype=torch.int64)
     if supervised < 1:
         block = torch.arange(tokens) // SPAN
-        every = round(1 / supervised)
-        span = torch.where(block % every == every - 1, block, -1)
+        begun = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # spans there ought to be before each block
+        span = torch.where((begun[1:] > begun[:-1])[block], block, -1)
+    share = (span >= 0).float().mean().item()
+    if abs(share - supervised) > 0.01:
+        raise ValueError(f"of {tokens} tokens, spans of {SPAN} are {share:.0%}, not {supervised:.0%}; ask for others")
     place = torch.arange(tokens)
     return Packed(torch.randint(vocab, (tokens,)), span, place, torch.zeros(tokens, dtype=torch.int64))
 
@@ -199,7 +218,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict:
     try:
         return row | run(case, options)
     except torch.OutOfMemoryError:
-        return row | {"error": "out of memory"}
+        return row | {"ms": None, "gib": None, "tflops": None, "error": "out of memory"}
     finally:
         if options.device != "cpu":
             torch.cuda.empty_cache()
@@ -223,21 +242,23 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     def held() -> int:
         return torch.cuda.memory_allocated() if device != "cpu" else 0
 
-    before = held()
+    before, found = held(), []
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        first = step().count()
-    took = statistics.median(in_turn(step, options.repeats, device))
+    if case.ways.attention == "eager" and case.tokens >= LONG:
+        took = seconds(lambda: found.append(step().count()), device)
+    else:
+        found += [step().count() for _ in range(2)]
+        took = statistics.median(in_turn(step, options.repeats, device))
     if options.profile and device != "cpu" and case.ways.attention != "eager":
         profile(step)
     return {
         "ms": took * 1e3,
-        "gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if device != "cpu" else float("nan"),
+        "gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if device != "cpu" else None,
         "tflops": useful_flops(config, packed, options.depth) / took / 1e12,
-        "slots": first.live_K.tolist(),
-        "scored": first.scored_K.tolist(),
-        "loss": first.loss.item(),
+        "slots": found[0].live_K.tolist(),
+        "scored": found[0].scored_K.tolist(),
+        "loss": found[0].loss.item(),
     }
 
 

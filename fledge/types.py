@@ -93,7 +93,7 @@ class Features:
 class Step:
     """One row's sums, divided once after they are summed over all rows and ranks.
 
-    `loss` is Σ_k γ^k Σ_scored loss (float32 scalar, differentiable); the [K] tensors count, per TTT step, live slots,
+    `loss` is Σ_k γ^k Σ_scored loss (float32 scalar); the [K] tensors count, per TTT step, live slots,
     scored slots, hits (draft argmax = teacher argmax), slots hit at every step so far, and Σ α (float32).
     `walked` is (tokens committed, rounds) of decoding the row as it stands.
     """

@@ -71,13 +71,13 @@ def needs_triton() -> None:
     numpy 2.4: it takes the only element of an array for a number)."""
     pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
     from fledge.kernels.elementwise import silu_times
-    from fledge.kernels.loss import soft_target_loss
+    from fledge.kernels.loss import loss_and_gradients
 
     if torch.cuda.is_available():
         return
     try:
         silu_times(torch.ones(2, 2), torch.ones(2, 2))
-        soft_target_loss(
+        loss_and_gradients(
             [torch.ones(1, 2)], torch.ones(3, 2), [torch.zeros(1).long()], lambda s: torch.ones(1, 3), torch.arange(3),
             [1.0], impl="triton",
         )  # fmt: skip

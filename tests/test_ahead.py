@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import Ran, break_on_purpose, document, row_of, tiny_chats, tiny_target_directory
 
-from fledge.train import ahead, memory
+from fledge.jobs import train
+from fledge.train import ahead, memory, trainer
 from fledge.types import Features, Packed
 
 ROWS = [row_of([document(8, seed=i)]) for i in range(9)]
@@ -83,6 +85,29 @@ def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     told.clear()
     assert next(given)[0] is ROWS[1] and told == ["main waits for side"]
     assert next(given, None) is None
+
+
+def test_the_trainer_lets_features_go(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it asks for the next row's; and it asks for them ahead where the ways chosen say so."""
+    asked: list[bool] = []
+
+    def watched(rows, features, device, *, ahead: bool):
+        asked.append(ahead)
+        gone = None
+        for row in rows:
+            assert gone is None or gone() is None, "a row's features are there while the next are made"
+            given = [features(row)]
+            gone = weakref.ref(given[0])
+            yield row, given.pop()
+
+    monkeypatch.setattr(trainer, "with_features", watched)
+    chosen = train._ways
+    monkeypatch.setattr(train, "_ways", lambda *given: replace(chosen(*given), ahead=True))
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
+    words = "--out", tmp_path / "run", "--steps", 2, "--rows-per-step", 2, "--max-length", 128, "--eval-tokens", 1
+    ran: Ran = fledge("train", "--target", target, "--data", chats, *words)
+    assert ran.code == 0, ran.err
+    assert asked == [True]
 
 
 MADE = "torch.cuda.current_stream(device).wait_stream(stream)"

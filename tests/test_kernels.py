@@ -138,14 +138,15 @@ def test_steps_that_share_keys() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_attention_in_16_bits(impl: str) -> None:
+@pytest.mark.parametrize(("H", "G", "d"), [(4, 2, 64), (8, 2, 128)])
+def test_attention_in_16_bits(H: int, G: int, d: int, impl: str) -> None:
     """The error of the output and of each gradient is no more than 1.5 times that of the plain definition in the same
     numbers: bfloat16, and float16 in the interpreter, which multiplies no bfloat16."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     row = row_of(LONG, filler=5)
     slots = row.live(3)[2]
     queries = on_device(queries_of(row, slots, 2))
-    leaves = inputs(row, slots, [slots.numel()] * 2, 4, 2, 64, dtype)
+    leaves = inputs(row, slots, [slots.numel()] * 2, H, G, d, dtype)
     weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
     plain = attended("reference", leaves, queries, weights)
@@ -208,6 +209,20 @@ def test_loss_in_16_bits(kind: str) -> None:
     for ours, usual, b in zip(found["triton"], found["eager"], wanted, strict=True):
         if b.numel():
             assert distance(ours, b) <= 1.5 * distance(usual, b) + 1e-4
+
+
+@pytest.mark.parametrize(("W", "V"), [(5000, 9001), (4097, 4097)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_of_many_words(kind: str, W: int, V: int) -> None:
+    """Vocabularies over the kernels' blocks, all of which count: their largest logits stand anywhere."""
+    case, exact = (moved(loss_case(W, V=V, P=31), dtype) for dtype in (torch.float32, torch.float64))
+    (loss, scores), (expected, true) = case(kind=kind, impl="triton"), exact(kind=kind)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.accept_K.double(), true.accept_K, rtol=1e-5, atol=1e-6)
+    assert torch.equal(scores.scored_K, true.scored_K) and scores.scored_K[0] > 0
+    assert all(torch.equal(a, b) for a, b in zip(scores.hits, true.hits, strict=True))
+    for a, b in zip(case.gradients(loss), exact.gradients(expected), strict=True):
+        assert not b.numel() or distance(a, b) < 1e-5
 
 
 def test_loss_of_ties_takes_the_first() -> None:
@@ -291,6 +306,73 @@ def test_mlp(S: int, recompute: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("O", [3, 1024, 2500])
+def test_rows_are_added(O: int) -> None:
+    """Rows of less than a block and of several; those that are not named stay."""
+    from fledge.kernels.elementwise import add_rows_
+
+    total, rows = torch.randn(9, O, device=DEVICE), torch.tensor([7, 2, 8], device=DEVICE).int()
+    x = torch.randn(3, O, device=DEVICE).half()
+    expected = total.index_add(0, rows, x.float())
+    add_rows_(total, rows, x)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp recomputed", "norm", "rope", "shared products"])
+def test_parts_in_16_bits(part: str) -> None:
+    """The error of each part's values and gradients is no more than 1.5 times that of plain torch in the same numbers:
+    bfloat16, and float16 in the interpreter, which rounds no bfloat16 as a GPU does."""
+    from fledge.kernels.elementwise import rope
+    from fledge.kernels.norm import norm_beside
+
+    half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    S, E, inner = 40, 256, 1536
+    shapes = {
+        "norm": [(S, E), (E,)],
+        "rope": [(S, 4, 64)],
+        "shared products": [(S, E), (S, E), (inner, 2 * E)],
+        "mlp": [(S, E), (inner, E), (inner, E), (E, inner), (S, E)],
+    }[part.split(" r")[0]]
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=generator) / (s[-1] ** 0.5 if s[0] != S else 1) for s in shapes]
+    angle = torch.randn(S, 1, 32, generator=generator).repeat(1, 1, 2).to(DEVICE)
+    rows = torch.randperm(S, generator=generator).int().to(DEVICE)
+    shared: list[linear.SharedProducts] = []
+
+    def triton(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+        if part == "norm":
+            return norm_beside(*leaves, 1e-5)[0]
+        if part == "rope":
+            return rope(*leaves, cos, sin)
+        if part == "shared products":
+            x, y, weight = leaves
+            shared.append(linear.SharedProducts(x, weight))
+            return shared[0].beside(rows, y, weight)[0]
+        return swiglu_mlp(*leaves, impl="triton", recompute=part == "mlp recomputed")
+
+    def plain(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+        if part == "norm":
+            return torch.nn.functional.rms_norm(leaves[0], (E,), leaves[1], 1e-5)
+        if part == "rope":
+            return apply_rope(*leaves, cos, sin)
+        if part == "shared products":
+            x, y, weight = leaves
+            return torch.cat((x[rows.long()], y), 1) @ weight.T
+        return swiglu_mlp(*leaves, impl="eager")
+
+    found = []
+    for way, dtype in ((triton, half), (plain, half), (plain, torch.float64)):
+        leaves = [x.to(DEVICE, half).to(dtype).requires_grad_() for x in given]
+        out = way(leaves, *(x.to(half).to(dtype) for x in (angle.cos(), angle.sin())))
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, half).to(dtype)
+        out.backward(weights)
+        if way is triton and shared:
+            shared[0].backward()
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    for ours, usual, true in zip(*found, strict=True):
+        assert ours.dtype == half and distance(ours, true) <= 1.5 * distance(usual, true)
+
+
 @pytest.mark.parametrize("slots", [None, 9])
 @pytest.mark.parametrize("attention", IMPLS)
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
@@ -314,6 +396,32 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
         assert distance(g, expected[name]) < 1e-3, name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", IMPLS)
+def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one length meet the kernels that a row before them brought, whatever their documents and live slots, in
+    one chunk or several."""
+    import triton
+    from torch._dynamo.utils import counters
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: compiled.append(str(told["src"].name)))
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    target.model.to(DEVICE)
+    draft = tiny_draft(target, draft_vocab_size=128).to(DEVICE)  # of a width that a row of logits keeps its alignment
+    draft.share(target.embedding)
+    ways = Ways(attention, "triton", "triton", slots=300)
+    for tried, starts in enumerate([(0, 9), (0, 333), (1, 700), (400, 401), (901, 993), (17, 18), (5, 444)]):
+        row = row_of([document(512, (starts[0] % 512, 512)), document(7), document(505, (starts[1] % 505, 505))])
+        ttt(draft, row, target.features(row), target.logits, steps=4, kind="mixed", ways=ways)
+        draft.zero_grad()
+        if tried == 0:
+            assert compiled or attention == "flex"
+            compiled.clear()
+            graphs = counters["stats"]["unique_graphs"]
+    assert not compiled and counters["stats"]["unique_graphs"] == graphs
+
+
 @pytest.mark.parametrize("slots", [None, 9])
 def test_a_row_without_live_slots(slots: int | None) -> None:
     """It gives zeros, and no gradient but zeros."""
@@ -327,6 +435,34 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
     step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=3, ways=ways)
     assert step.loss == 0 and not step.live_K.any() and not step.scored_K.any()
     assert not any(p.grad.any() for p in draft.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the MLP, what is as wide as its inside: nothing of it is saved for the backward pass, with biases too, and the
+    gradients are those there are without."""
+    monkeypatch.setattr(linear, "HEIGHT", 4)
+    target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
+    draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
+    target.model.to(DEVICE), draft.to(DEVICE)
+    draft.share(target.embedding)
+    row = row_of(DOCUMENTS)
+    features = target.features(row)
+    saved, found = {}, {}
+    for recompute in (False, True):
+        inside: list[int] = []
+
+        def pack(x: Tensor, inside: list[int] = inside) -> Tensor:
+            inside += [x.numel()] if x.dim() == 2 and x.shape[1] == 76 and x.shape[0] != 64 else []
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            ways = Ways(layers="triton", recompute=recompute)
+            step = ttt(draft, row, features, target.logits, steps=2, ways=ways)
+        saved[recompute], found[recompute] = sum(inside), gradients(draft, step.loss)
+    assert saved[False] > 0 and saved[True] == 0
+    for name, g in found[True].items():
+        assert distance(g, found[False][name]) < 1e-5, name
 
 
 FROZEN = {

@@ -14,7 +14,7 @@ from torch import nn
 
 from fledge.data.dataset import Rows
 from fledge.train import memory
-from fledge.train.memory import LADDER, MARGIN, choose, ladder, longest_row, needed, of_length
+from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
 from fledge.train.objective import Ways, ttt
 from fledge.types import Packed
 
@@ -41,10 +41,15 @@ def test_a_row_made_shorter_has_live_slots() -> None:
     assert of_length(row, 256).live(1)[0].numel() == 1
 
 
-def test_the_most_supervised_row() -> None:
-    rows = Rows([document(8, (6, 8)), document(8, (0, 8)), document(8)], row_length=8, seed=0)
-    row = rows[rows.most_supervised()]
+def test_the_heaviest_rows() -> None:
+    """The most supervised, and that with the longest document, which the target reads in one pass."""
+    few, most, longest = document(8, (6, 8)), document(7, (0, 7)), document(8, (7, 8))
+    (row,) = Rows([few, document(8, (0, 8)), longest], row_length=8, seed=0).heaviest()
     assert int((row.span_T >= 0).sum()) == 8
+    rows = Rows([document(4, (0, 4)), document(4, (0, 4)), longest], row_length=8, seed=0).heaviest()
+    assert [int((row.span_T >= 0).sum()) for row in rows] == [8, 1]
+    assert [row.documents() for row in rows] == [[(0, 4), (4, 8)], [(0, 8)]]
+    assert len(Rows([most, few], row_length=8, seed=0).heaviest()) == 2
 
 
 def test_what_is_tried() -> None:
@@ -81,6 +86,9 @@ class Device:
             raise torch.OutOfMemoryError
         self.peak = self.held + 3 * tokens * ways.slots // (2 if ways.recompute else 1)
 
+    def trial(self, rows_per_step: int = 1) -> Trial:
+        return Trial(self.draft, [ROW], self.step, rows_per_step)
+
 
 class Ten(nn.Module):
     """Ten parameters."""
@@ -105,14 +113,25 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_what_is_needed(device: Device) -> None:
-    """The step's peak, or the update's where that is higher, and what the optimizer holds; nothing is left behind."""
-    assert needed(device.draft, ROW, device.step, Ways(slots=4)) == 50 + 3 * 4096 * 4 + 12 * 10
-    assert needed(device.draft, ROW, device.step, Ways(slots=4), 2) == 50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10
-    assert needed(device.draft, ROW, device.step, Ways(slots=0)) == 50 + 6 * 10 + 12 * 10
+    """The step's peak, or the update's where that is higher, and what the optimizer holds, and the sum where several
+    rows make a step; of the row that takes most. Nothing is left behind."""
+    trial = device.trial()
+    assert trial.needed(Ways(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10,) * 2
+    assert device.trial(2).needed(Ways(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10,) * 2
+    for rows_per_step in (1, 2):  # the update's sum is the step's
+        assert device.trial(rows_per_step).needed(Ways(slots=0)) == (50 + 6 * 10 + 12 * 10,) * 2
+    assert trial.needed(Ways(slots=1), 1000) == (50 + 3 * 1000 + 12 * 10,) * 2
+    assert (
+        Trial(device.draft, [of_length(ROW, 128), ROW, of_length(ROW, 500)], device.step).needed(Ways(slots=1))
+        == (50 + 3 * 4096 + 12 * 10,) * 2
+    )
+    device.apart = 7
+    assert trial.needed(Ways(slots=1)) == (50 + 3 * 4096 + 12 * 10,) * 2
+    assert trial.needed(Ways(slots=1, ahead=True)) == (50 + 3 * 4096 + 12 * 10, 57 + 3 * 4096 + 12 * 10)
     assert device.draft.weight.grad is None
     device.fits = 10
     with pytest.raises(torch.OutOfMemoryError):
-        needed(device.draft, ROW, device.step, Ways(slots=4))
+        trial.needed(Ways(slots=4))
     assert device.draft.weight.grad is None
 
 
@@ -120,7 +139,7 @@ def test_the_first_that_fits(device: Device) -> None:
     asked = ladder(Ways(layers="triton"), slots=None, activations="auto")
 
     def chosen(available: int) -> tuple[int, bool, bool]:
-        ways, taken = choose(device.draft, ROW, device.step, asked, available)
+        ways, taken = choose(device.trial(), asked, available)
         assert taken == device.peak + 120 <= MARGIN * available
         return ways.slots, ways.recompute, ways.ahead
 
@@ -130,7 +149,7 @@ def test_the_first_that_fits(device: Device) -> None:
     device.apart = 10**12
     assert chosen(10**12) == (2048, False, False), "two streams take more than is allocated at once"
     with pytest.raises(ValueError, match=r"at most 2,\d\d\d tokens fit \(--row-length\)"):
-        choose(device.draft, ROW, device.step, asked, 3 * 4096 * 300)
+        choose(device.trial(), asked, 3 * 4096 * 300)
 
     def hungry(row: Packed, ways: Ways) -> None:
         if ways.slots > most:
@@ -138,14 +157,14 @@ def test_the_first_that_fits(device: Device) -> None:
         device.step(row, ways)
 
     most = 1024
-    assert choose(device.draft, ROW, hungry, asked, 10**12)[0].slots == 1024
+    assert choose(Trial(device.draft, [ROW], hungry), asked, 10**12)[0].slots == 1024
     most = 0
     with pytest.raises(ValueError, match="not even a row of 128 tokens fits"):
-        choose(device.draft, ROW, hungry, asked, 10**12)
+        choose(Trial(device.draft, [ROW], hungry), asked, 10**12)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("fitting", [200, 700, 1500, 4095, 4097, 50_000, 600_000])
+@pytest.mark.parametrize("fitting", [128, 200, 700, 1500, 4095, 4097, 50_000, 600_000])
 def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
     """It has been tried and fits, and one a tenth longer would not; few rows are tried, for long ones take minutes."""
     told: list[tuple[int, int | None]] = []
@@ -153,15 +172,13 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
     def longest() -> int:
         device.tried, told[:] = [], []
         available = (3 * slots * fitting + 170) / MARGIN
-        return longest_row(
-            device.draft, ROW, device.step, Ways(slots=slots), available, report=lambda *t: told.append(t)
-        )
+        return longest_row(device.trial(), Ways(slots=slots), available, lambda *t: told.append(t))
 
     found = longest()
     assert found in device.tried and found <= fitting < 1.1 * found
     assert sum(device.tried) <= 3 * found or fitting < 4096, "beside the two that prove it, it tries short ones"
     assert told == [(n, 3 * slots * n + 170) for n in device.tried]
-    device.fits = fitting * 2 // 3
+    device.fits = max(fitting * 2 // 3, 128)
     found = longest()
     assert found <= device.fits < 1.1 * found, "the device runs out before its memory is full"
     assert {n for n, taken in told if taken is None} == {n for n in device.tried if n > device.fits}
@@ -170,7 +187,8 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 def test_no_row_fits(device: Device) -> None:
     device.fits = 100
     with pytest.raises(ValueError, match=r"not even a row of 128 tokens fits in the 0\.9 GiB"):
-        longest_row(device.draft, ROW, device.step, Ways(slots=1), 10**9)
+        longest_row(device.trial(), Ways(slots=1), 10**9)
+    assert device.tried == [4096, 2048, 1024, 512, 256, 128]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +284,6 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
         ttt(draft, row, target.features(row), target.logits, steps=5, ways=ways)
 
     ways, available = Ways("triton", "triton", "triton", slots=1024, recompute=True), 2 * 2**30
-    longest = longest_row(draft, row, step, ways, available)
-    assert needed(draft, of_length(row, longest), step, ways) <= MARGIN * available
-    assert needed(draft, of_length(row, longest * 11 // 10), step, ways) > MARGIN * available
+    trial = Trial(draft, [row], step)
+    longest = longest_row(trial, ways, available)
+    assert trial.needed(ways, longest)[0] <= MARGIN * available < trial.needed(ways, longest * 11 // 10)[0]

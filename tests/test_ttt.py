@@ -12,9 +12,11 @@ from conftest import break_on_purpose, document, layouts, live_by_definition, ro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.kernels import loss as loss_module
-from fledge.kernels.loss import KINDS, soft_target_loss, soft_target_loss_reference
+from fledge.kernels.linear import WideSum
+from fledge.kernels.loss import KINDS, PRODUCT, Scores, loss_and_gradients, soft_target_loss_reference
 from fledge.kernels.ttt_attention import Queries, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.models.draft import Draft
 from fledge.models.target import Target
@@ -421,6 +423,19 @@ def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int
         assert not visible(queries_of(row, asked, 0), slice(None), range(n))[:, outside].any()
 
 
+class Made(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+
+
 @dataclass
 class LossCase:
     hidden: list[Tensor]
@@ -430,10 +445,17 @@ class LossCase:
     ids: Tensor
     weights: list[float]
 
-    def __call__(self, **options):
-        return soft_target_loss(
-            self.hidden, self.head, self.rows, lambda s: self.teacher[s], self.ids, self.weights, **options
-        )
+    def __call__(self, **options) -> tuple[Tensor, Scores]:
+        """The loss, differentiable in `hidden` and `head`, and what it found."""
+        gradients = torch.is_grad_enabled()
+        dhead = WideSum(self.head) if gradients else None
+        loss, scores, dhidden = loss_and_gradients(
+            self.hidden, self.head, self.rows, lambda s: self.teacher[s], self.ids, self.weights, dhead=dhead,
+            gradients=gradients, **options,
+        )  # fmt: skip
+        if gradients:
+            loss = Made.apply(loss, [dhead.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
+        return loss, scores
 
     def reference(self, kind: str = "ce") -> Tensor:
         return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind)
@@ -500,6 +522,35 @@ def test_loss_in_16_bits() -> None:
     for a, b in zip(case.gradients(loss), exact.gradients(exact.reference()), strict=True):
         assert a.dtype == torch.bfloat16
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.05 * float(b.abs().max()) if b.numel() else 0)
+
+
+@pytest.mark.parametrize("chunk", [None, 100, 5000])
+def test_loss_holds_few_logits(chunk: int | None) -> None:
+    """The teacher is asked once for each of its rows, for all steps, and of the slots' logits no more are held at once
+    than `chunk` rows teach, or PRODUCT of them."""
+    P, W, K = 8192, 16, 2
+    largest, asked = 0, torch.zeros(P, dtype=torch.int64)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            made = function(*args, **kwargs or {})
+            if isinstance(made, Tensor) and made.dim() == 2 and made.shape[1] == W:
+                largest = max(largest, made.shape[0])
+            return made
+
+    teacher_PV = torch.randn(P, W)
+
+    def teacher(part: slice) -> Tensor:
+        asked[part] += 1
+        return teacher_PV[part]
+
+    hidden, head, rows = [torch.randn(P, 4) for _ in range(K)], torch.randn(W, 4), [torch.arange(P)] * K
+    with Watch():
+        loss_and_gradients(hidden, head, rows, teacher, torch.arange(W), [1.0] * K, chunk=chunk, dhead=WideSum(head))
+    assert asked.tolist() == [2 if chunk is None else 1] + [1] * (P - 1), "the first is asked how long it is"
+    assert largest <= PRODUCT + K * (chunk or P)
+    assert chunk != 100 or largest < 2500
 
 
 def test_loss_needs_no_gradient() -> None:

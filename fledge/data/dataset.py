@@ -89,8 +89,12 @@ class Rows:
         epoch, i = place
         return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
 
-    def most_supervised(self) -> tuple[int, int]:
-        """The place of the first epoch's row with the most supervised tokens; a later epoch may have one with more."""
-        supervised = [int((d.spans >= 0).sum()) for d in self.documents]
-        sums = [sum(supervised[j] for j in row) for row in self.epoch(0)]
-        return 0, sums.index(max(sums))
+    def heaviest(self) -> list[Packed]:
+        """The first epoch's rows that ask most of a step: that with the most supervised tokens and, if it is another,
+        that with the longest document. A later epoch may have one that asks for more."""
+        epoch = self.epoch(0)
+        supervised = [sum(int((self.documents[j].spans >= 0).sum()) for j in row) for row in epoch]
+        longest = [max(self.documents[j].tokens.numel() for j in row) for row in epoch]
+        most = supervised.index(max(supervised))
+        places = [most] if longest[most] == max(longest) else [most, longest.index(max(longest))]
+        return [self[0, i] for i in places]

@@ -394,7 +394,7 @@ def _ways(
 
     from fledge.train.ahead import with_features
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import CPU_SLOTS, LEAST, choose, ladder, longest_row, of_length
+    from fledge.train.memory import CPU_SLOTS, LEAST, Trial, choose, ladder, longest_row, of_length
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
@@ -414,22 +414,23 @@ def _ways(
         return upcoming  # which holds the next row's features
 
     asked = ladder(ways, slots=options.slots, activations=options.activations)
-    row = rows[rows.most_supervised()]
-    step(of_length(row, LEAST), asked[-1])  # loads what a process loads once, before memory is short
+    trial = Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
+    step(of_length(trial.rows[0], LEAST), asked[-1])  # loads what a process loads once, before memory is short
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
-    what = draft, row, step
 
     def tried(tokens: int, taken: int | None) -> None:
         say(f"a row of {tokens:,} tokens " + ("is too much" if taken is None else f"takes {taken / 2**30:.1f} GiB"))
 
     if options.longest_row:
-        longest = longest_row(*what, asked[-1], available, schedule.rows_per_step, report=tried)
-        slots = f"{asked[-1].slots:,} slots in flight"
-        say(f"with {slots} a row of {longest:,} tokens fits, and none that is a tenth longer")
+        longest = longest_row(trial, asked[-1], available, tried)
+        say(
+            f"with {asked[-1].slots:,} slots in flight a row of {longest:,} tokens fits, of documents of at most "
+            f"{max(d.tokens.numel() for d in rows.documents):,}, and none that is a tenth longer"
+        )
         return asked[-1]
-    ways, taken = choose(*what, asked, available, schedule.rows_per_step, report=tried)
+    ways, taken = choose(trial, asked, available, tried)
     say(
         f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
         f"{impl}, {ways.slots:,} slots in flight"

@@ -48,40 +48,6 @@ class Scores:
     hits: list[Tensor]
 
 
-def soft_target_loss(
-    hidden: list[Tensor],
-    head_WE: Tensor,
-    rows: list[Tensor],
-    teacher: Callable[[slice], Tensor],
-    ids_W: Tensor,
-    weights: list[float],
-    **options,
-) -> tuple[Tensor, Scores]:
-    """Σ_k weights[k] Σ_scored loss, differentiable in `hidden` and `head_WE`; see `loss_and_gradients`."""
-    grads = torch.is_grad_enabled() and (head_WE.requires_grad or any(h.requires_grad for h in hidden))
-    dhead = WideSum(head_WE) if grads else None
-    with torch.no_grad():
-        loss, scores, dhidden = loss_and_gradients(
-            hidden, head_WE, rows, teacher, ids_W, weights, dhead=dhead, gradients=grads, **options
-        )
-    if not grads:
-        return loss, scores
-    return _Made.apply(loss, [dhead.total().to(head_WE.dtype), *dhidden], head_WE, *hidden), scores
-
-
-class _Made(torch.autograd.Function):
-    """A loss whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx, loss, gradients, *inputs):
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, dloss):
-        return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
-
-
 @dataclass
 class _Sums:
     """Where the tiles leave what they find; the slots of all steps stand one after the other."""
@@ -133,10 +99,8 @@ def loss_and_gradients(
     device, counts = head_WE.device, [r.numel() for r in rows]
     wide = torch.promote_types(head_WE.dtype, torch.float32)
     total = sum(counts)
-    sums = _Sums(
-        *torch.zeros(2, total, dtype=wide, device=device),
-        *torch.zeros(2, total, dtype=torch.bool, device=device),
-    )
+    kinds = (wide, wide, torch.bool, torch.bool)  # each a tensor of its own: Triton compiles again for other alignments
+    sums = _Sums(*(torch.zeros(total, dtype=kind, device=device) for kind in kinds))
     dhidden = [torch.empty_like(h) for h in hidden] if gradients else []
     for made, n in zip(dhidden, counts, strict=False):
         made[n:].zero_()

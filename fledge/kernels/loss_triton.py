@@ -148,7 +148,7 @@ def tile_loss(
     gather = W != V
     teacher_NV = teacher_NV.contiguous()
     kept = teacher_NV.new_empty(N, W) if gather else teacher_NV
-    lse, mass = torch.empty(2, N, dtype=torch.float32, device=device)
+    lse, mass = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     top = torch.empty(N, dtype=torch.int64, device=device)
     _teacher_rows[(N,)](teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8)
     _student_rows[(M,)](

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
 from fledge.kernels.linear import SharedProducts, accumulating_products, linear
@@ -176,7 +177,12 @@ class MLP(nn.Module):
         if self.impl == "triton" and self.gate_proj.bias is None:
             weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
             return swiglu_mlp(x, *weights, residual, impl=self.impl, recompute=self.recompute)
-        return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.recompute and torch.is_grad_enabled():
+            return residual + checkpoint(self, x, use_reentrant=False, preserve_rng_state=False)
+        return residual + self(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):

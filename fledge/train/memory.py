@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,91 +32,84 @@ Try = Callable[[Packed, Ways], Any]  # a forward and backward pass; returns what
 Report = Callable[[int, "int | None"], None]  # tokens of a row that was tried, and the bytes it takes
 
 
-def needed(draft: Draft, row: Packed, step: Try, ways: Ways, rows_per_step: int = 1) -> int:
-    """Bytes on the device that training on such rows takes at its peak. Tries `step`; what it finds is thrown away.
-    Raises torch.OutOfMemoryError where it takes more than there is, leaving nothing behind."""
-    count = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-    if ways.ahead:
-        torch.cuda.empty_cache()  # for `kept_apart`
-    torch.cuda.reset_peak_memory_stats(draft.device)
-    try:
-        held = step(row, ways)
-    finally:
-        draft.zero_grad(set_to_none=True)
-    peak = max(
-        torch.cuda.max_memory_allocated(draft.device), torch.cuda.memory_allocated(draft.device) + UPDATE * count
-    )
-    del held
-    return peak + OPTIMIZER * count + (SUM * count if rows_per_step > 1 else 0)
+@dataclass(frozen=True)
+class Trial:
+    """A run's `step` over the `rows` that ask most of it, of which `rows_per_step` make an update."""
+
+    draft: Draft
+    rows: Sequence[Packed]
+    step: Try
+    rows_per_step: int = 1
+
+    @property
+    def length(self) -> int:
+        return self.rows[0].token_T.numel()
+
+    def needed(self, ways: Ways, tokens: int | None = None) -> tuple[int, int]:
+        """Bytes on the device that training on such rows takes at its peak, of rows of `tokens` made of them if said;
+        and with what a stream frees and another cannot use. Tries the step; what it finds is thrown away. Raises
+        torch.OutOfMemoryError where it takes more than there is, leaving nothing behind."""
+        rows = [row if tokens is None else of_length(row, tokens) for row in self.rows]
+        found = [self._needed(row, ways) for row in rows]
+        return max(taken for taken, _ in found), max(taken + apart for taken, apart in found)
+
+    def _needed(self, row: Packed, ways: Ways) -> tuple[int, int]:
+        device, count = self.draft.device, sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
+        if ways.ahead:
+            torch.cuda.empty_cache()  # what is reserved then is of this step
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            held = self.step(row, ways)
+        finally:
+            self.draft.zero_grad(set_to_none=True)
+        peak, update = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + UPDATE * count
+        apart = torch.cuda.max_memory_reserved(device) - peak if ways.ahead else 0
+        del held
+        return max(peak + (SUM * count if self.rows_per_step > 1 else 0), update) + OPTIMIZER * count, apart
 
 
-def kept_apart(draft: Draft, ways: Ways) -> int:
-    """Bytes more that a step just tried by `needed` takes because a stream's freed memory is not another's."""
-    if not ways.ahead:
-        return 0
-    return torch.cuda.max_memory_reserved(draft.device) - torch.cuda.max_memory_allocated(draft.device)
-
-
-def choose(
-    draft: Draft,
-    row: Packed,
-    step: Try,
-    asked: Sequence[Ways],
-    available: int,
-    rows_per_step: int = 1,
-    *,
-    report: Report = lambda *_: None,
-) -> tuple[Ways, int]:
-    """The first of the ways asked for whose step over the row fits in so many bytes, and the bytes it takes.
+def choose(trial: Trial, asked: Sequence[Ways], available: int, report: Report = lambda *_: None) -> tuple[Ways, int]:
+    """The first of the ways asked for whose step fits in so many bytes, and the bytes it takes.
 
     Raises ValueError with the longest row that fits where none does; `report` hears of its search.
     """
     for ways in asked:
         try:
-            taken = needed(draft, row, step, ways, rows_per_step)
+            taken, with_apart = trial.needed(ways)
         except torch.OutOfMemoryError:
             continue
-        if taken + kept_apart(draft, ways) <= MARGIN * available:
+        if with_apart <= MARGIN * available:
             return ways, taken
-    longest = longest_row(draft, row, step, asked[-1], available, rows_per_step, report=report)
+    longest = longest_row(trial, asked[-1], available, report)
     raise ValueError(
-        f"a step over a row of {row.token_T.numel():,} tokens takes more than the {available / 2**30:.1f} GiB that the "
+        f"a step over a row of {trial.length:,} tokens takes more than the {available / 2**30:.1f} GiB that the "
         f"device has; make rows shorter: at most {longest:,} tokens fit (--row-length)"
     )
 
 
-def longest_row(
-    draft: Draft,
-    row: Packed,
-    step: Try,
-    ways: Ways,
-    available: int,
-    rows_per_step: int = 1,
-    *,
-    report: Report = lambda *_: None,
-) -> int:
+def longest_row(trial: Trial, ways: Ways, available: int, report: Report = lambda *_: None) -> int:
     """Tokens of the longest row that fits in so many bytes, less a tenth at most: one that fits, and a tenth more does
-    not. Rows made of this one are tried, and `report` hears of each its tokens and the bytes it takes, None where the
-    device ran out. Raises ValueError where not even one of LEAST tokens fits."""
+    not. Rows made of the trial's are tried, and `report` hears of each its tokens and the bytes it takes, None where
+    the device ran out. Raises ValueError where not even one of LEAST tokens fits."""
     limit = MARGIN * available
     bytes_of: dict[int, int | None] = {}
-    tokens = row.token_T.numel()
+    tokens = max(trial.length, LEAST)
     while True:
         try:
-            bytes_of[tokens] = needed(draft, of_length(row, tokens), step, ways, rows_per_step)
+            _, bytes_of[tokens] = trial.needed(ways, tokens)
         except torch.OutOfMemoryError:
             bytes_of[tokens] = None
         report(tokens, bytes_of[tokens])
         fit = [n for n, taken in bytes_of.items() if taken is not None and taken <= limit]
         too_long = min(bytes_of.keys() - fit, default=None)
-        if fit and too_long is not None and too_long <= (1 + NEAR) * max(fit):
-            return max(fit)
-        tokens = _next_length(bytes_of, max(fit), too_long, limit) if fit else too_long // 2
-        if tokens < LEAST:
+        if too_long == LEAST:
             raise ValueError(
                 f"not even a row of {LEAST} tokens fits in the {available / 2**30:.1f} GiB that the device has; fewer "
                 "--slots or a smaller --draft-vocab take less"
             )
+        if fit and too_long is not None and too_long <= (1 + NEAR) * max(fit):
+            return max(fit)
+        tokens = _next_length(bytes_of, max(fit), too_long, limit) if fit else max(too_long // 2, LEAST)
 
 
 def _next_length(bytes_of: dict[int, int | None], fits: int, too_long: int | None, limit: float) -> int:

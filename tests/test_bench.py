@@ -1,0 +1,68 @@
+"""The measuring programs run: small, on a CPU, with records that hold numbers."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import tiny_chats, tiny_target_directory
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *words: object) -> dict:
+    """What a program writes when it is called with these words."""
+    out = tmp_path / f"{name}.json"
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(out), "--device", "cpu", *map(str, words)])
+    runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+    return json.loads(out.read_text(), parse_constant=pytest.fail)
+
+
+def test_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--shape", "tiny", "--depth", 3, "--tokens", 512, "--supervised", 0.5, 1, "--slots", 128, "--teachers", "V"
+    found = record(tmp_path, monkeypatch, "train_step", *words, "--online", "--target-layers", 8, "--repeats", 1)
+    half, whole = found["rows"]
+    assert half["slots"] == [255, 254, 253] and whole["scored"] == whole["slots"] == [510, 509, 508]
+    assert half["ms"] > 0 and half["teacher"] == "V" and found["online"]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--tokens", 512, "--supervised", 0.25), "spans of 256 are 0%, not 25%"),
+        (("--tokens", 512, "--impls", "triton"), "need a GPU"),
+        ((), "--tokens chooses others"),
+    ],
+)
+def test_train_step_refuses(words: tuple, reason: str, tmp_path, monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit):
+        record(tmp_path, monkeypatch, "train_step", *words)
+    assert reason in capsys.readouterr().err
+
+
+def test_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways find one loss."""
+    rows = record(tmp_path, monkeypatch, "loss", "--width", 64, "--sizes", 100, 300)["rows"]
+    assert [row["impl"] for row in rows] == ["apart32", "apart", "eager"]
+    assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-2) for row in rows)
+
+
+def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--shape", "tiny", "--depth", 3, "--layers", 1, "--tokens", 128, "--repeats", 1
+    rows = record(tmp_path, monkeypatch, "peagle_step", *words)["rows"]
+    assert all(row["ms"] > 0 and row["slots"][0] == 126 for row in rows)
+
+
+def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seeds; a second call trains none again."""
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
+    words = "--target", target, "--data", chats, "--prompts", chats, "--work", tmp_path / "work", "--steps", 2
+    words = *words, "--impls", "eager", "--seeds", 0, 1, "--draft-vocab", 64
+    found = record(tmp_path, monkeypatch, "impls", *words)
+    assert [row["seed"] for row in found["rows"]] == [0, 1] and found["means"]["eager"]["tau"] >= 1
+    assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
+    assert record(tmp_path, monkeypatch, "impls", *words) == found
