@@ -36,7 +36,8 @@ class Packed:
     """A row of whole documents and a filler tail, all int64 of shape [T].
 
     `position_T` restarts at 0 in each document; `doc_T` numbers them; `span_T` is the id of the assistant span,
-    distinct over the row, or -1. Filler is a document of its own whose spans are all -1, so it is never live.
+    distinct over the row, or -1. Filler is made of short documents, numbered below 0, whose spans are all -1: it is
+    never live, and no target reads it.
     """
 
     token_T: Tensor
@@ -65,16 +66,17 @@ class Packed:
         edges = [0, *cuts.tolist(), self.doc_T.numel()]
         return list(itertools.pairwise(edges))
 
-    def pieces(self, width: int) -> list[tuple[int, int]]:
-        """The row cut between documents into stretches of at most `width` tokens, or one longer document."""
-        return group_documents(self.documents(), width)
+    def read(self) -> list[tuple[int, int]]:
+        """[start, end) of every document that a target reads: all but the filler."""
+        return [(start, end) for start, end in self.documents() if self.doc_T[start] >= 0]
 
 
 def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
-    """Joins neighbouring [start, end) documents into stretches of at most `width` tokens, or one longer document."""
+    """Joins [start, end) documents that follow one another into stretches of at most `width` tokens, or one longer
+    document."""
     groups: list[tuple[int, int]] = []
     for start, end in documents:
-        if groups and end - groups[-1][0] <= width:
+        if groups and groups[-1][1] == start and end - groups[-1][0] <= width:
             groups[-1] = (groups[-1][0], end)
         else:
             groups.append((start, end))

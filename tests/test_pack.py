@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows, make_documents
-from fledge.data.pack import make_row, pack, windows
+from fledge.data.pack import FILLER, make_row, pack, windows
 from fledge.data.read import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
@@ -132,9 +133,17 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
     assert row.token_T.tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33, 34, 99, 99, 99]
     assert row.span_T.tolist() == [-1, 0, 0, -1, -1, 1, 1, -1, 2, 2, -1, -1, -1]
     assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
-    assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
-    assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)]
+    assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1]
+    assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)] and row.read() == [(0, 3), (3, 5), (5, 10)]
     assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int64}
+
+
+def test_filler_is_short_documents():
+    """However much of it there is: attention over it costs no more than over the row's own."""
+    row = make_row(some(3), 3 + 2 * FILLER + 5)
+    edges = [0, 3, 3 + FILLER, 3 + 2 * FILLER, 3 + 2 * FILLER + 5]
+    assert row.documents() == list(pairwise(edges)) and row.read() == [(0, 3)]
+    assert all(row.position_T[a:b].tolist() == list(range(b - a)) for a, b in row.documents())
 
 
 def test_a_full_row_has_no_filler():

@@ -16,6 +16,7 @@ from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.pack import make_row
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target, load_target
+from fledge.train.memory import of_length
 from fledge.types import Document, Features
 
 SHAPE = dict(
@@ -311,8 +312,21 @@ def test_documents_of_one_length_go_side_by_side(family, monkeypatch):
     run = target._run_decoder
     monkeypatch.setattr(target, "_run_decoder", lambda *a: seen.append(a[2]) or run(*a))
     assert same_features(target.features(row), alone(target, row)) and seen == [9]
-    assert same_features(target.features(row_of(9, 9, length=32)), alone(target, row_of(9, 9, length=32)))
+    assert same_features(target.features(row_of(9, 8, length=32)), alone(target, row_of(9, 8, length=32)))
     assert seen == [9, None]
+
+
+def test_filler_is_not_read(monkeypatch):
+    """Of a row, and of one that is said over and over, where it stands in the middle; its features are zeros."""
+    target, sizes = target_of("Llama", layers=(1, 2, 3)), []
+    target.check_isolation()
+    run = target._run_decoder
+    monkeypatch.setattr(target, "_run_decoder", lambda *a: sizes.append(a[0].numel()) or run(*a))
+    row = row_of(9, 7, length=500)
+    features = target.features(row)
+    assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
+    again = target.features(of_length(row, 1000))
+    assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
 
 
 def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):
@@ -323,7 +337,7 @@ def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):
     target.check_isolation()
     assert target.packs is False
     calls.clear()
-    assert same_features(target.features(row), alone(target, row)) and calls == [9, 7, 12, 4]
+    assert same_features(target.features(row), alone(target, row)) and calls == [9, 7, 12]
 
 
 def test_recurrent_layers_are_found_to_mix():

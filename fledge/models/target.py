@@ -20,7 +20,7 @@ from fledge.kernels.transfer import to_device
 from fledge.models.attention import group_heads
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
-from fledge.types import Features, Packed, Tree
+from fledge.types import Features, Packed, Tree, group_documents
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
 PIECE = {"cpu": 1024, "cuda": 4096}
@@ -149,19 +149,23 @@ class Target:
 
     @torch.no_grad()
     def features(self, row: Packed) -> Features:
-        """Features of a packed row, each document seen alone. No logits are computed.
+        """Features of a packed row, each document seen alone, and zeros for its filler. No logits are computed.
 
         Many documents in one pass where `check_isolation` found that the model keeps them apart, else one at a time.
         """
         if self.packs is None:
             self.check_isolation()
         token, position = to_device([row.token_T, row.position_T], self.device)
-        documents, parts = row.documents(), []
-        for a, b in row.pieces(PIECE[self.device.type]) if self.packs else documents:
+        documents, whole = row.read(), None
+        for a, b in group_documents(documents, PIECE[self.device.type]) if self.packs else documents:
             lengths = {end - start for start, end in documents if a <= start < b}
             each = lengths.pop() if len(lengths) == 1 else None  # documents of one length need no mask
-            parts.append(self._run_decoder(token[a:b], position[a:b], each))
-        return Features(torch.cat([p.aux_TAD for p in parts]), torch.cat([p.last_TD for p in parts]))
+            part = self._run_decoder(token[a:b], position[a:b], each)
+            if whole is None:
+                T = token.numel()
+                whole = Features(*(x.new_zeros(T, *x.shape[1:]) for x in (part.aux_TAD, part.last_TD)))
+            whole.aux_TAD[a:b], whole.last_TD[a:b] = part.aux_TAD, part.last_TD
+        return whole
 
     def _run_decoder(self, token_T: Tensor, position_T: Tensor, each: int | None = None) -> Features:
         """One pass over tokens of a row, or of several of `each` tokens."""
