@@ -110,6 +110,11 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as e:
+        if type(e).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            raise
+        print(f"fledge: the GPU has not enough memory for this: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _quiet_transformers() -> None:

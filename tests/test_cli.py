@@ -53,7 +53,7 @@ def test_train_writes_a_draft_and_its_metrics(made, draft):
         assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
     config = json.loads((draft / "config.json").read_text())
     assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
-    assert not (made / "run" / "draft.new").exists()
+    assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
 
 
 def test_train_refuses_to_write_over_a_run(made, draft, fledge):
@@ -179,7 +179,7 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--save-every", 0], "--save-every 0: it is at least 1"),
         (["--layers", 0], "--layers 0: it is at least 1"),
         (["--max-length", 0], "--max-length 0: it is at least 3"),
-        (["--max-length", 5000], "more than the 512 that the target reads"),
+        (["--max-length", 5000], "more than the target reads; give 512 or less"),
         (["--device", "foo"], "--device foo is no device"),
         (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
         (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),

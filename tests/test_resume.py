@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from conftest import tiny_chats, tiny_target_directory
+
+from fledge.models.weights import load_draft
+from fledge.train import trainer
 
 DRIVER = """
 import json, os, random, signal, sys, time
@@ -75,7 +81,7 @@ def test_killed_ten_times_ends_bit_for_bit_the_same(tmp_path):
 
 
 def test_a_termination_request_saves_and_resumes(tmp_path):
-    """One SIGTERM ends the run after its step with a checkpoint, and says how to go on."""
+    """One SIGTERM ends the run after its step with a checkpoint, and says how to go on; it is not a run that ended."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     fledge = [sys.executable, "-m", "fledge.cli", "train"]
     flags = "--max-length 64 --row-length 128 --steps 2000 --depth 2 --save-every 100000 --device cpu".split()
@@ -87,9 +93,66 @@ def test_a_termination_request_saves_and_resumes(tmp_path):
         assert process.poll() is None, process.stderr.read()
     os.kill(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "--resume" in said
+    assert process.returncode == 130 and "stopping after this step" in said and "--resume" in said
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
+
+
+def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
+    """A run goes on from its checkpoint, whatever lies by now where its first draft was, and from anywhere."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    flags = "--max-length 64 --row-length 128 --device cpu --eval-tokens 4".split()
+    begin = ["train", "--target", target, "--data", data, *flags]
+    drafts = {name: tmp_path / name / "draft" for name in ("first", "other")}
+    for seed, name in enumerate(drafts):
+        words = "--steps", 1, "--draft-vocab", 100 + seed, "--depth", 2, "--out", tmp_path / name
+        assert fledge(*begin, *words).code == 0
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for out in (run, whole):
+        assert fledge(*begin, "--steps", 2, "--init-from", drafts["first"], "--out", out).code == 0
+    saved = json.loads((run / "train.json").read_text())
+    assert saved["options"]["data"] == [str(data)] and Path(saved["options"]["init_from"]).is_absolute()
+    saved["options"]["steps"] = 3  # as if it had been stopped
+    (run / "train.json").write_text(json.dumps(saved))
+    shutil.rmtree(drafts["first"])
+    drafts["other"].rename(drafts["first"])
+    ran = fledge("train", "--resume", run)
+    assert ran.code == 0, ran.err
+    ours, before = (load_draft(out / "checkpoint") for out in (run, whole))
+    assert ours.target_ids().tolist() == before.target_ids().tolist() and ours.target_ids().numel() == 100
+    again = fledge("train", "--resume", run)
+    assert again.code == 0 and "this run was finished" in again.err
+
+
+@pytest.mark.parametrize("name", ["draft", "checkpoint", "metrics.jsonl"])
+def test_nothing_of_the_users_is_replaced(name, tmp_path, fledge):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    mine = tmp_path / "mine" / name
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("mine")
+    refused = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "mine", "--steps", 1)
+    assert refused.code == 2 and f"{mine} is there" in refused.err
+    assert (mine / "thesis.txt").read_text() == "mine"
+    refused = fledge("train", "--target", target, "--data", data, "--out", "", "--steps", 1)
+    assert refused.code == 2 and "--out is empty" in refused.err
+
+
+def test_a_full_gpu_is_said_in_a_sentence(tmp_path, fledge, monkeypatch):
+    """With what to do about it, where a checkpoint is and where none is."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    step = trainer._step
+
+    def full(*given):
+        if given[-1].step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(*given)
+
+    monkeypatch.setattr(trainer, "_step", full)
+    flags = "--max-length 64 --row-length 128 --steps 4 --depth 2 --device cpu".split()
+    for every, cure in ((1, "--init-from"), (10, "train anew with fewer --slots")):
+        words = "--out", tmp_path / f"every-{every}", "--save-every", every
+        ran = fledge("train", "--target", target, "--data", data, *words, *flags)
+        assert ran.code == 2 and "the GPU ran out of memory" in ran.err and cure in ran.err, ran.err
 
 
 def test_resume_refuses_changed_data(tmp_path, fledge):

@@ -537,7 +537,7 @@ def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, 
 
 
 def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
-    for name in ("d", "d.old", "d.new"):
+    for name in ("d", ".d.fledge-old", ".d.fledge-new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text(name)
     write(tmp_path / "d", "new")
@@ -554,17 +554,26 @@ def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(weights, "_flush", noting)
     write(tmp_path / "d", "new")
-    assert sorted(flushed) == sorted([("a", False), ("b", False), ("d.new", False), (tmp_path.name, True)])
+    assert sorted(flushed) == sorted([("a", False), ("b", False), (".d.fledge-new", False), (tmp_path.name, True)])
 
 
 def test_readers_undo_a_replacement_stopped_half_way(tmp_path):
     draft = saved(tmp_path / "d")
-    (tmp_path / "d").rename(tmp_path / "d.old")
+    (tmp_path / "d").rename(tmp_path / ".d.fledge-old")
     assert same(load_draft(tmp_path / "d"), draft)
     run = RunDirectory(tmp_path / "run")
     run.save_checkpoint(draft, torch.float32, {"step": 3})
-    run.checkpoint.rename(tmp_path / "run" / "checkpoint.old")
+    run.checkpoint.rename(tmp_path / "run" / ".checkpoint.fledge-old")
     assert run.load_checkpoint() == {"step": 3}
+
+
+def test_what_lies_beside_is_the_users_own(tmp_path):
+    """Names that people give copies are let be, by readers and writers."""
+    draft = saved(tmp_path / "d")
+    copies = {name: saved(tmp_path / name, seed=5) for name in ("d.old", "d.new")}
+    assert same(load_draft(tmp_path / "d"), draft)
+    write(tmp_path / "d", "new")
+    assert all(same(load_draft(tmp_path / name), copy) for name, copy in copies.items())
 
 
 CHILD = """
@@ -635,7 +644,7 @@ def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
             assert process.stdout.readline() == "half\n"
         finally:
             process.kill()
-    assert (tmp_path / "d.new" / "model.safetensors").stat().st_size > 0, "it was in the middle of it"
+    assert (tmp_path / ".d.fledge-new" / "model.safetensors").stat().st_size > 0, "it was in the middle of it"
     assert same(load_draft(tmp_path / "d"), make(seed=1))
     draft = make(seed=3)
     save_draft(draft, tmp_path / "d", torch.float32)

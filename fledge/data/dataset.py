@@ -13,12 +13,13 @@ from fledge.types import Document, Packed
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the records, to be shown before training."""
+    """What became of the records, to be shown before training; `first` is why the first refused one was."""
 
     records: int
     documents: int
     windowed: int
     refused: int
+    first: str
     tokens: int
     supervised: int
 
@@ -28,7 +29,9 @@ class DataReport:
             f"{self.supervised / max(self.tokens, 1):.0%} supervised"
         )
         text += f"; {self.windowed:,} longer than a window were cut into several" if self.windowed else ""
-        return text + (f"; {self.refused:,} refused (--skip-bad)" if self.refused else "")
+        return text + (
+            f"; {self.refused:,} refused (--skip-bad), the first for this: {self.first}" if self.refused else ""
+        )
 
 
 def make_documents(
@@ -42,22 +45,25 @@ def make_documents(
     """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`."""
     documents: list[Document] = []
     refused = windowed = 0
+    first = ""  # refusal
     for record in records:
         try:
             made = template.documents(record)
-        except ValueError:
+        except ValueError as e:
             if not skip_bad:
                 raise
-            refused, made = refused + 1, []
+            refused, made, first = refused + 1, [], first or str(e)
         for document in made:
             windowed += document.tokens.numel() > max_length
             documents += windows(document, max_length)
         advance()
+    if not documents and refused == len(records):
+        raise ValueError(f"every record was refused, the first for this: {first}")
     if not documents:
         raise ValueError("no record has an assistant turn of two tokens or more, so there is nothing to draft")
     tokens = sum(d.tokens.numel() for d in documents)
     supervised = sum(int((d.spans >= 0).sum()) for d in documents)
-    return documents, DataReport(len(records), len(documents), windowed, refused, tokens, supervised)
+    return documents, DataReport(len(records), len(documents), windowed, refused, first, tokens, supervised)
 
 
 class Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ class Record:
     text: str | None = None
     tools: list[Any] | None = None
 
+    def said(self) -> str:
+        """What it says, wherever it stands."""
+        return json.dumps([self.messages, self.text, self.tools], sort_keys=True, default=str)
+
 
 def read_records(sources: list[str], seed: int = 0) -> list[Record]:
     """All records of all sources, in their order.
@@ -41,9 +46,17 @@ def read_records(sources: list[str], seed: int = 0) -> list[Record]:
         if not own:
             raise ValueError(f"{name} holds no records; give a file with `messages`, `conversations` or `text`")
         whole, part = divmod(share, 1)
+        if not whole and not round(part * len(own)):
+            raise ValueError(f"{source} takes none of its {len(own):,} records; take a larger share")
         chosen = sorted(random.Random(seed).sample(range(len(own)), round(part * len(own))))
         records += own * int(whole) + [own[i] for i in chosen]
     return records
+
+
+def whole_path(source: str) -> str:
+    """The source, from whatever directory it is read."""
+    name, _ = _split_share(source)
+    return os.path.abspath(name) + source[len(name) :] if _is_local(name) else source
 
 
 def _split_share(source: str) -> tuple[str, float]:

@@ -62,6 +62,8 @@ def template_kwargs(text: str | None) -> dict[str, Any] | None:
 
 def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
     """Where a job will write a file or a directory. Raises ValueError, before the work, where it cannot."""
+    if not str(path):
+        raise ValueError(f"{flag} is empty; give it a name")
     path = Path(path)
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if there == path and path.is_dir() != directory:

@@ -30,12 +30,16 @@ class Show:
             task = bar.add_task(what, total=total, completed=done)
             yield lambda n=1: bar.advance(task, n)
 
+    def begin(self, what: str, steps: int) -> None:
+        """Shows a bar, before the first step is done."""
+        self._bar = self._new_bar()
+        self._bar.start()
+        self._task = self._bar.add_task(what, total=steps)
+
     def step(self, steps: int, metrics: dict[str, Any]) -> None:
         """Shows a training step: loss, walked τ, first-step hits, speed, and τ by the decoder where it was measured."""
         if self._bar is None:
-            self._bar = self._new_bar()
-            self._bar.start()
-            self._task = self._bar.add_task("training", total=steps)
+            self.begin("training", steps)
         tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
         text = f"loss {metrics['loss']:.3f}  {tau}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=metrics["step"], description=text)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
     from fledge.models.draft import Draft
     from fledge.models.target import Target
+    from fledge.train.checkpoint import RunDirectory
+    from fledge.train.trainer import Progress, Schedule
     from fledge.types import Document
 
 
@@ -26,7 +30,7 @@ class TrainOptions(Options):
 
     target: str | None = opt("the model to speed up: a directory or hub id", None)
     data: list[str] = opt(
-        "files, globs or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
+        "files, globs in quotes or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
@@ -69,7 +73,9 @@ class TrainOptions(Options):
     )
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
     skip_bad: bool = opt("count and leave out conversations the template refuses", False)
-    eval_prompts: str | None = opt("held-out prompts for τ while training (default: 16 records of the data)", None)
+    eval_prompts: str | None = opt(
+        "held-out prompts for τ while training: its first 32 chats' first turns (default: 16 records of the data)", None
+    )
     eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
     eval_tokens: int = opt("new tokens for each of those prompts", 64, least=1)
     save_every: int = opt("steps between checkpoints", 200, least=1)
@@ -109,6 +115,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     directory = RunDirectory(options.resume or options.out)
     if options.resume:
         options = _saved_options(directory, options)
+        if options.init_from and directory.checkpoint.exists():  # what lies there may be another draft by now
+            options = replace(options, init_from=str(directory.checkpoint))
     else:
         place_of(options.out, "--out", directory=True)
         directory.check_free()
@@ -123,7 +131,9 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         keep_freed()
     target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
     if options.max_length > target.context:
-        raise ValueError(f"--max-length {options.max_length} is more than the {target.context} that the target reads")
+        raise ValueError(
+            f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
+        )
     target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
     if options.compile_target:
         target.compile()
@@ -145,10 +155,12 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     # a run resumed must not choose slots again: other chunks round otherwise
     options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out)
-    if evaluate is None:
+    if evaluate is None and held_out:
+        say("no held-out chat fits the target with --eval-tokens, so τ is not decoded; --eval-prompts FILE would")
+    elif evaluate is None:
         say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
     if not options.resume:
-        directory.start({"options": asdict(options), "data_sha256": _fingerprint(documents)})
+        directory.start({"options": asdict(_from_anywhere(options)), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
         raise ValueError(f"the data is not what {options.resume} was started with; resuming needs the same files")
     say(
@@ -164,16 +176,44 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         for logger in loggers:
             logger(step_metrics)
 
-    where = train(
-        draft, rows, source, schedule, directory,
-        save_dtype=torch.bfloat16, evaluate=evaluate, resume=bool(options.resume),
-        report=report,
-    )  # fmt: skip
+    progress.begin("training", schedule.steps)
+    try:
+        where = train(
+            draft, rows, source, schedule, directory,
+            save_dtype=torch.bfloat16, evaluate=evaluate, resume=bool(options.resume),
+            report=report, say=say,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        say(_go_on(directory, "stopped at once"))
+        raise
+    except torch.OutOfMemoryError as e:
+        raise ValueError(
+            f"the GPU ran out of memory, of which {schedule.ways.slots:,} slots in flight took too much; "
+            + (
+                f"a new run with fewer --slots can go on from --init-from {directory.checkpoint}"
+                if directory.checkpoint.exists()
+                else "train anew with fewer --slots"
+            )
+        ) from e
+    finally:
+        progress.close()
     if where.step < schedule.steps:
-        say(f"stopped after step {where.step}; go on with: fledge train --resume {directory.path}")
-    else:
-        say(f"trained in {where.seconds:.0f} s; the draft is {directory.draft}")
+        say(_go_on(directory, f"stopped after step {where.step}"))
+        raise KeyboardInterrupt
+    done = f"trained in {where.seconds:.0f} s" if metrics else "this run was finished"
+    say(f"{done}; the draft is {directory.draft}{_best(where, schedule)}")
     return metrics
+
+
+def _go_on(directory: RunDirectory, how: str) -> str:
+    if not directory.checkpoint.exists():
+        return f"{how}, before the first checkpoint: nothing is saved"
+    return f"{how}; go on with: fledge train --resume {directory.path}"
+
+
+def _best(where: Progress, schedule: Schedule) -> str:
+    """Which draft it is, where several were measured."""
+    return f", of step {where.best_step:,} (decoded τ {where.best_tau:.3f})" if schedule.eval_every else ""
 
 
 def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
@@ -192,6 +232,15 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
     return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
 
 
+def _from_anywhere(options: TrainOptions) -> TrainOptions:
+    """The options with whole paths, to be gone on with from another directory."""
+    from fledge.data.read import whole_path
+
+    paths = {n: getattr(options, n) for n in ("target", "init_from", "eval_prompts")}
+    there = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
+    return replace(options, data=[whole_path(source) for source in options.data], **there)
+
+
 def _check(options: TrainOptions) -> None:
     from fledge.kernels.loss import KINDS
     from fledge.kernels.ttt_attention import IMPLS
@@ -208,6 +257,8 @@ def _check(options: TrainOptions) -> None:
         if value not in known:
             raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
     _method(options)
+    if options.eval_prompts and not Path(options.eval_prompts).is_file():
+        raise ValueError(f"--eval-prompts {options.eval_prompts} does not exist")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
     if options.log and importlib.util.find_spec(options.log) is None:
@@ -295,9 +346,8 @@ def _documents(
     if not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
         chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
         held_out = [r for i, r in enumerate(records) if i in chosen]
-        # a record taken twice is the same object: none of its copies is trained on
-        kept_out = {id(r) for r in held_out}
-        records = [r for r in records if id(r) not in kept_out]
+        kept_out = {r.said() for r in held_out}  # of a record that is there twice, no copy is trained on
+        records = [r for r in records if r.said() not in kept_out]
     with progress.counting("reading chats", len(records)) as advance:
         documents, report = make_documents(
             records, template, options.max_length, skip_bad=options.skip_bad, advance=advance
@@ -468,6 +518,8 @@ def _evaluator(
     from fledge.eval.run import acceptance, first_prompt
 
     room = target.context - options.eval_tokens
+    if room < 1:
+        raise ValueError(f"--eval-tokens {options.eval_tokens} leaves no room in the {target.context} the target reads")
 
     def fits(prompt: EvalPrompt) -> bool:
         return len(template.prompt_ids(first_prompt(prompt))) <= room

@@ -35,12 +35,14 @@ SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in 
 def replacing(directory: Path) -> Iterator[Path]:
     """Yields a fresh directory to write into, which takes the place of `directory` when the block ends well.
 
-    A reader finds the old content or the new, never a part: a crash between leaves the old one under `.old`, which
-    `recover` puts back. A full disk raises OSError with the cause and the cure, and leaves the old content.
+    A reader finds the old content or the new, never a part: a crash between leaves the old one under a name of
+    fledge's own, from which `recover` puts it back. A full disk raises OSError with the cause and the cure, and leaves
+    the old content.
     """
     directory = Path(directory)
-    new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
+    new, old = _beside(directory, "new"), _beside(directory, "old")
     recover(directory)
+    shutil.rmtree(old, ignore_errors=True)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new, ignore_errors=True)
@@ -76,13 +78,15 @@ def disk_full(error: BaseException | None) -> int | None:
 
 
 def recover(directory: Path) -> None:
-    """Undoes a replacement that was stopped between its two renames."""
-    old = Path(directory).with_name(Path(directory).name + ".old")
-    if old.exists():
-        if Path(directory).exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(directory)
+    """Undoes a replacement that was stopped between its two renames. Deletes nothing."""
+    old = _beside(directory, "old")
+    if old.exists() and not Path(directory).exists():
+        old.rename(directory)
+
+
+def _beside(directory: Path, which: str) -> Path:
+    """A place that nobody else has a use for."""
+    return Path(directory).with_name(f".{Path(directory).name}.fledge-{which}")
 
 
 def _flush(path: Path) -> None:

@@ -21,11 +21,14 @@ class RunDirectory:
         self.config, self.metrics = self.path / "train.json", self.path / "metrics.jsonl"
 
     def check_free(self) -> None:
-        """Raises ValueError where a run has already been."""
+        """Raises ValueError where a run has already been, or something else that a run would replace."""
         if self.config.exists():
             raise ValueError(
                 f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
             )
+        for taken in (self.draft, self.checkpoint, self.metrics):
+            if taken.exists():
+                raise ValueError(f"{taken} is there, and a run in {self.path} would replace it; choose another --out")
 
     def start(self, config: dict[str, Any]) -> None:
         """Makes the directory for a new run. Raises ValueError where one has already been."""
@@ -57,7 +60,10 @@ class RunDirectory:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as e:
-            raise ValueError(f"{file} cannot be read ({type(e).__name__}); it is damaged, start a new run") from e
+            raise ValueError(
+                f"{file} cannot be read ({type(e).__name__}); it is damaged, start a new run, which may go on from the "
+                f"weights with --init-from {self.checkpoint}"
+            ) from e
 
     def publish(self, draft: Draft, dtype: torch.dtype) -> None:
         """Makes this the draft to serve."""

@@ -57,6 +57,7 @@ class Progress:
     step: int = 0
     place: tuple[int, int] = (0, 0)
     best_tau: float = -1.0
+    best_step: int = 0
     seconds: float = 0.0
 
 
@@ -79,11 +80,12 @@ def train(
     evaluate: Callable[[Draft], dict[str, float]] | None = None,
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Progress:
     """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
 
     `run.draft` ends as the draft with the best τ of `evaluate`, or the last one without it. `report` gets each
-    step's metrics, as metrics.jsonl does.
+    step's metrics, as metrics.jsonl does; `say` a line where it is interrupted.
     """
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     progress = Progress()
@@ -104,7 +106,8 @@ def train(
     upcoming = with_features(
         _from(rows, progress.place, left), source.features, draft.device, ahead=schedule.ways.ahead
     )  # fmt: skip
-    with _interruptible() as interrupted, run.metrics.open("a") as log:
+    told = "stopping after this step; once more stops at once, and what is not in a checkpoint is lost"
+    with _interruptible(lambda: say(told)) as interrupted, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
             began = time.perf_counter()
             total, tokens, lr, norm = _step(draft, rows, upcoming, source, schedule, optimizer, progress)
@@ -120,7 +123,7 @@ def train(
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
                 if metrics["eval_tau"] > progress.best_tau:
-                    progress.best_tau = metrics["eval_tau"]
+                    progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
                     run.publish(draft, save_dtype)
             log.write(json.dumps(metrics) + "\n")
             log.flush()
@@ -176,7 +179,10 @@ def _step(
     total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
     norm = norm.item()
     if not math.isfinite(norm):  # nothing is saved after this
-        raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}; lower --lr")
+        raise FloatingPointError(
+            f"the gradient of step {progress.step + 1} is {norm}; train anew with a lower --lr and another --out, from "
+            "the last checkpoint's weights (--init-from RUN/checkpoint) if there is one"
+        )
     return total, tokens, lr, norm
 
 
@@ -205,14 +211,16 @@ def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float)
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C or termination request into a flag that is read between steps; a second one raises."""
+def _interruptible(tell: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or termination request into a flag that is read between steps, and tells of it; a second
+    one raises."""
     asked: list[int] = []
 
     def note(number, _frame):
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
+        tell()
 
     before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
