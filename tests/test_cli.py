@@ -184,6 +184,8 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
         (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),
         (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
+        (["--eval-tokens", 600], "--eval-tokens 600 leaves no room in the 512"),
+        (["--eval-prompts", "nowhere.jsonl"], "--eval-prompts nowhere.jsonl does not exist"),
         (["--out", "few.jsonl"], "is a file; choose another name"),
         (["--out", "few.jsonl/run"], "few.jsonl is no directory"),
         (["--init-from", "draft", "--layers", 2, "--qk-norm"], "vocabulary and shape; leave --qk-norm, --layers out"),

@@ -203,8 +203,11 @@ def test_the_report_counts_what_became_of_the_records():
     assert report.tokens == sum(d.tokens.numel() for d in documents)
     assert report.supervised == sum(int((d.spans >= 0).sum()) for d in documents)
     assert "3 records" in str(report) and "1 refused" in str(report) and "1 longer than a window" in str(report)
+    assert "the first for this: bad has no assistant message to learn from" in str(report)
     with pytest.raises(ValueError, match="bad has no assistant message"):
         make_documents(records, chats, 32)
+    with pytest.raises(ValueError, match="every record was refused, the first for this: bad has no assistant message"):
+        make_documents([bad, bad], chats, 32, skip_bad=True)
 
 
 def test_data_in_which_nothing_can_be_drafted_is_refused():

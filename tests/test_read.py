@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fledge.data.read import Record, read_records
+from fledge.data.read import Record, read_records, whole_path
 
 USER, ANSWER = {"role": "user", "content": "Can it fly?"}, {"role": "assistant", "content": "Soon."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -150,6 +150,25 @@ def test_shares_are_drawn_by_the_seed(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(100)]) + "@0.3"
     first, again, other = (texts(read_records([source], seed=s)) for s in (1, 1, 2))
     assert first == again != other
+
+
+def test_a_share_of_nothing_is_refused(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(40)]) + "@0.01"
+    with pytest.raises(ValueError, match="takes none of its 40 records"):
+        read_records([source])
+
+
+def test_what_a_record_says_is_its_own(tmp_path):
+    """Wherever it stands: a chat held out is held out of every file that has it."""
+    rows = [{"messages": [{"role": "user", "content": str(i // 2)}]} for i in range(6)]
+    records = read_records([jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[:2])])
+    assert len({r.said() for r in records}) == 3 and len({r.where for r in records}) == 8
+
+
+@pytest.mark.parametrize(("source", "whole"), [("a.jsonl@0.5", True), ("*.jsonl", True), ("owner/name:train@2", False)])
+def test_a_source_is_the_same_from_anywhere(source, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert whole_path(source) == (f"{tmp_path}/{source}" if whole else source)
 
 
 def test_an_at_sign_in_a_path_is_no_share(tmp_path):
