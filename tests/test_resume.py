@@ -149,7 +149,7 @@ def test_a_full_gpu_is_said_in_a_sentence(tmp_path, fledge, monkeypatch):
 
     monkeypatch.setattr(trainer, "_step", full)
     flags = "--max-length 64 --row-length 128 --steps 4 --depth 2 --device cpu".split()
-    for every, cure in ((1, "--init-from"), (10, "train anew with fewer --slots")):
+    for every, cure in ((1, "--init-from"), (10, "train anew in another --out with fewer than 256 --slots")):
         words = "--out", tmp_path / f"every-{every}", "--save-every", every
         ran = fledge("train", "--target", target, "--data", data, *words, *flags)
         assert ran.code == 2 and "the GPU ran out of memory" in ran.err and cure in ran.err, ran.err

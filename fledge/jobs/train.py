@@ -187,14 +187,10 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         say(_go_on(directory, "stopped at once"))
         raise
     except torch.OutOfMemoryError as e:
-        raise ValueError(
-            f"the GPU ran out of memory, of which {schedule.ways.slots:,} slots in flight took too much; "
-            + (
-                f"a new run with fewer --slots can go on from --init-from {directory.checkpoint}"
-                if directory.checkpoint.exists()
-                else "train anew with fewer --slots"
-            )
-        ) from e
+        saved = directory.checkpoint
+        anew = f"train on from its weights (--init-from {saved})" if saved.exists() else "train anew"
+        cure = f"{anew} in another --out with fewer than {schedule.ways.slots:,} --slots, or shorter rows"
+        raise ValueError(f"the GPU ran out of memory; {cure}") from e
     finally:
         progress.close()
     if where.step < schedule.steps:
@@ -207,7 +203,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
 
 def _go_on(directory: RunDirectory, how: str) -> str:
     if not directory.checkpoint.exists():
-        return f"{how}, before the first checkpoint: nothing is saved"
+        return f"{how}, before the first checkpoint; begin again with: fledge train --resume {directory.path}"
     return f"{how}; go on with: fledge train --resume {directory.path}"
 
 
@@ -444,7 +440,7 @@ def _ways(
 
     from fledge.train.ahead import with_features
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import CPU_SLOTS, LEAST, Trial, choose, ladder, longest_row, of_length
+    from fledge.train.memory import CPU_SLOTS, LEAST, MARGIN, Trial, choose, ladder, longest_row, of_length
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
@@ -471,7 +467,11 @@ def _ways(
     available = free + torch.cuda.memory_reserved(draft.device)
 
     def tried(tokens: int, taken: int | None) -> None:
-        say(f"a row of {tokens:,} tokens " + ("is too much" if taken is None else f"takes {taken / 2**30:.1f} GiB"))
+        if taken is None:
+            say(f"a row of {tokens:,} tokens is too much")
+            return
+        over = f", too much: {1 - MARGIN:.0%} must stay free" if taken > MARGIN * available else ""
+        say(f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}")
 
     if options.longest_row:
         longest = longest_row(trial, asked[-1], available, tried)
