@@ -12,6 +12,7 @@ from conftest import tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
+from fledge.jobs import train as train_job
 from fledge.models.target import load_target
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -152,6 +153,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
         (["--method", "peagle", "--depth", 1], "it is at least 2"),
         (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
         (["--cod-rate", 0.5], "are P-EAGLE's"),
+        (["--method", "peagle", "--gamma", 0.5], "P-EAGLE.s depths weigh alike"),
         (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
         (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
@@ -225,8 +227,10 @@ def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge
     assert ours["depth"] == 3 and 0 < ours["coverage"] <= 1 and f"{ours['coverage']:.2%}" in went.err
 
 
-def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path):
-    """EAGLE-1's noise moves the loss, P-EAGLE knows no gamma, and both draw the same again."""
+def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeypatch):
+    """EAGLE-1's noise moves the loss, P-EAGLE's depths weigh alike, and both draw the same again."""
+    planned, schedules = train_job._schedule, []
+    monkeypatch.setattr(train_job, "_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
 
     def losses(name: str, *flags: object) -> list[float]:
         went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,
@@ -237,7 +241,8 @@ def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path):
     noisy = losses("a", "--method", "eagle1", "--feature-noise", 0.5)
     assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
     dropped = losses("d", "--method", "peagle")
-    assert dropped == losses("e", "--method", "peagle", "--gamma", 0.5)
+    assert dropped == losses("e", "--method", "peagle")
+    assert [s.gamma for s in schedules] == [0.8] * 3 + [1.0] * 2
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):

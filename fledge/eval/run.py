@@ -129,11 +129,12 @@ class _AllWays:
 
     def ids_of(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
         """Token ids of the prompt's next turn. Raises ValueError, naming it, where so many more do not fit."""
-        ids = list(self.plain.template.prompt_ids(_prompt(prompt, answers)))
+        where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
+        ids = list(self.plain.template.prompt_ids(_prompt(prompt, answers), where=where))
         try:
             self.plain.check_length(len(ids), new)
         except ValueError as e:
-            raise ValueError(f"{prompt.where}" + f", turn {len(answers) + 1}" * bool(answers) + f": {e}") from e
+            raise ValueError(f"{where}: {e}") from e
         return ids
 
     def warm(self, asked: list[Any], options: dict[str, Any], batch: int) -> None:

@@ -143,6 +143,8 @@ def _sentences(r: dict[str, Any]) -> list[str]:
             f"{r['batch']} prompts were decoded together, with the draft and without; only --batch 1 is compared with "
             "transformers' own generate, and shows the parts of a round."
         )
+    if r["batch"] == 1 and r["speedup"] > r["tau"]:
+        lines.append("A speedup over τ cannot be: something else slowed the baseline down. Measure again.")
     if "baseline_over_transformers" in r:
         ratio = r["baseline_over_transformers"]
         lines.append(f"The baseline runs at {ratio:.2f} of transformers' own generate.")

@@ -38,8 +38,6 @@ class Show:
 
     def step(self, steps: int, metrics: dict[str, Any]) -> None:
         """Shows a training step: loss, walked τ, first-step hits, speed, and τ by the decoder where it was measured."""
-        if self._bar is None:
-            self.begin("training", steps)
         tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
         text = f"loss {metrics['loss']:.3f}  {tau}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self._bar.update(self._task, completed=metrics["step"], description=text)

@@ -74,7 +74,7 @@ class TrainOptions(Options):
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
     skip_bad: bool = opt("count and leave out conversations the template refuses", False)
     eval_prompts: str | None = opt(
-        "held-out prompts for τ while training: its first 32 chats' first turns (default: 16 records of the data)", None
+        "held-out prompts for τ while training, the first turns of 32 at most (default: 16 records of the data)", None
     )
     eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
     eval_tokens: int = opt("new tokens for each of those prompts", 64, least=1)
@@ -283,6 +283,8 @@ def _method(options: TrainOptions) -> str:
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
     if method == "peagle" and options.depth == 1:
         raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
+    if method == "peagle" and options.gamma != TrainOptions().gamma:
+        raise ValueError("--gamma weighs steps that follow one another; P-EAGLE's depths weigh alike, leave it out")
     if method != "peagle" and (options.cod_rate is not None or options.cod_least is not None):
         raise ValueError("--cod-rate and --cod-least are P-EAGLE's; use --method peagle")
     try:

@@ -160,9 +160,10 @@ class Target:
         for a, b in group_documents(documents, PIECE[self.device.type]) if self.packs else documents:
             lengths = {end - start for start, end in documents if a <= start < b}
             each = lengths.pop() if len(lengths) == 1 else None  # documents of one length need no mask
-            part = self._run_decoder(token[a:b], position[a:b], each)
+            part, T = self._run_decoder(token[a:b], position[a:b], each), token.numel()
+            if b - a == T:
+                return part
             if whole is None:
-                T = token.numel()
                 whole = Features(*(x.new_zeros(T, *x.shape[1:]) for x in (part.aux_TAD, part.last_TD)))
             whole.aux_TAD[a:b], whole.last_TD[a:b] = part.aux_TAD, part.last_TD
         return whole
