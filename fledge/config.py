@@ -175,7 +175,7 @@ class DraftConfig:
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
-                f"choose a draft vocabulary of at most {self.vocab_size}"
+                f"choose a --draft-vocab of at most {self.vocab_size}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

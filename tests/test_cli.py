@@ -217,6 +217,21 @@ def test_resuming_takes_no_other_options(made, draft, fledge):
     assert went.code == 2 and "leave --steps, --lr out" in went.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--draft-vocab", 900], "has 900 tokens and the target's only"),
+        (["--fc-norm", "--norm-before-fc"], "exclude each other"),
+        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such thing"),
+        (["--method", "peagle"], "nowhere.jsonl does not exist"),
+    ],
+)
+def test_what_no_draft_can_be_is_refused_before_the_data_is_read(made, flags, reason, fledge, tmp_path):
+    words = "--target", made / "target", "--data", tmp_path / "nowhere.jsonl", "--out", tmp_path / "run"
+    went = fledge("train", *words, "--max-length", 64, *flags)
+    assert went.code == 2 and reason in went.err, went.err
+
+
 def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge, tmp_path):
     words = "--max-length 64 --row-length 128 --steps 1 --device cpu".split()
     (tmp_path / "few.jsonl").write_text("".join((made / "chats.jsonl").read_text().splitlines(keepends=True)[:20]))
@@ -453,7 +468,7 @@ def _nobody_answers(made, tmp_path):
 
 
 def _vocabulary_too_large(made, tmp_path):
-    return ["--data", made / "chats.jsonl", "--draft-vocab", 500], "--draft-vocab 500"
+    return ["--data", made / "chats.jsonl", "--draft-vocab", 500], "has 500 tokens and the target's only"
 
 
 def _truncated_target(made, tmp_path):

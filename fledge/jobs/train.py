@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs
 
 if TYPE_CHECKING:
+    from fledge.config import DraftConfig
     from fledge.data.read import Record
     from fledge.data.template import ChatTemplate
     from fledge.models.draft import Draft
@@ -140,6 +141,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     target.check_isolation()
     if not target.packs:
         say("this target does not keep packed documents apart, so it reads them one at a time")
+    if not options.init_from:
+        _new_config(options, target, mask=0)  # what no draft can be is refused before the data is read
     template = _template(options, target)
     documents, held_out = _documents(options, template, say, progress)
     torch.manual_seed(options.seed)
@@ -358,7 +361,6 @@ def _draft(
     options: TrainOptions, target: Target, template: ChatTemplate, documents: list[Document], say: Callable[[str], None]
 ) -> Draft:
     """A new draft that starts from the target's own weights, or the one to go on with."""
-    from fledge.config import DraftConfig
     from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
     from fledge.models.draft import Draft
     from fledge.models.init import start_from_target
@@ -392,29 +394,40 @@ def _draft(
         if draft.embed_tokens is not None:
             draft.embed_tokens.requires_grad_(options.train_embeddings)
         return draft.train()
-    method = _method(options)
-    size = vocab if method == "eagle1" else options.draft_vocab or min(vocab, 32_000)
-    ids, coverage = choose_vocabulary(documents, vocab, size, target.stop_ids)
+    method, mask = _method(options), None
+    ids, coverage = choose_vocabulary(documents, vocab, _draft_vocab(options, vocab), target.stop_ids)
     say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
-    mask = None
     if method == "peagle":
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
         say(f"token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for words not known yet")
     if options.train_embeddings:
         say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
-    hf = target.config.to_dict() | {"vocab_size": vocab}
-    config = DraftConfig.for_target(
-        hf, max_length=options.max_length, draft_vocab_size=ids.numel(), num_hidden_layers=options.layers,
-        method=method.removesuffix(".1"), fc_bias=options.fc_bias, aux_layers=target.aux_layers or None,
-        num_aux_hidden_states=len(target.aux_layers), fc_norm=options.fc_norm or method == "eagle3.1",
-        norm_output=options.norm_output or method == "eagle3.1", norm_before_fc=options.norm_before_fc,
-        qk_norm=options.qk_norm, norm_before_residual=options.norm_before_residual,
-        own_embeddings=options.train_embeddings, mask_token_id=mask,
-    ).with_provenance(coverage=coverage, **known)  # fmt: skip
-    draft = Draft(config)
+    draft = Draft(_new_config(options, target, mask).with_provenance(coverage=coverage, **known))
     draft.set_vocabulary(ids)
     start_from_target(draft, target)
     return draft
+
+
+def _draft_vocab(options: TrainOptions, vocab: int) -> int:
+    """Tokens that a new draft can propose, of the target's."""
+    return vocab if _method(options) == "eagle1" else options.draft_vocab or min(vocab, 32_000)
+
+
+def _new_config(options: TrainOptions, target: Target, mask: int | None) -> DraftConfig:
+    """The shape of a new draft; `mask` is P-EAGLE's token. Raises ValueError for what is no draft."""
+    from fledge.config import DraftConfig
+
+    method, vocab = _method(options), target.embedding.shape[0]
+    return DraftConfig.for_target(
+        target.config.to_dict() | {"vocab_size": vocab}, max_length=options.max_length,
+        draft_vocab_size=_draft_vocab(options, vocab),
+        num_hidden_layers=options.layers, method=method.removesuffix(".1"), fc_bias=options.fc_bias,
+        aux_layers=target.aux_layers or None, num_aux_hidden_states=len(target.aux_layers),
+        fc_norm=options.fc_norm or method == "eagle3.1", norm_output=options.norm_output or method == "eagle3.1",
+        norm_before_fc=options.norm_before_fc, qk_norm=options.qk_norm,
+        norm_before_residual=options.norm_before_residual, own_embeddings=options.train_embeddings,
+        mask_token_id=mask if method == "peagle" else None,
+    )  # fmt: skip
 
 
 def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
