@@ -66,7 +66,7 @@ class Packed:
         edges = [0, *cuts.tolist(), self.doc_T.numel()]
         return list(itertools.pairwise(edges))
 
-    def read(self) -> list[tuple[int, int]]:
+    def without_filler(self) -> list[tuple[int, int]]:
         """[start, end) of every document that a target reads: all but the filler."""
         return [(start, end) for start, end in self.documents() if self.doc_T[start] >= 0]
 

@@ -12,7 +12,9 @@ from conftest import tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
+from fledge.jobs import generate as generate_job
 from fledge.jobs import train as train_job
+from fledge.jobs.evaluate import _sentences
 from fledge.models.target import load_target
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -274,6 +276,28 @@ def test_generate_says_what_the_target_alone_says(made, draft, fledge):
     assert fledge(*words, *sampled, *tree).out == fledge(*words, *sampled).out
 
 
+def test_a_full_gpu_is_said_in_a_sentence(made, fledge, monkeypatch):
+    """And what else goes wrong inside torch is not taken for that."""
+
+    def fails(error: RuntimeError):
+        def run(options, say):
+            raise error
+
+        monkeypatch.setattr(generate_job, "run", run)
+        return fledge("generate", "--target", made / "target", "--prompt", "the bird")
+
+    full = fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert full.code == 2 and full.err.startswith("fledge: the GPU has not enough memory for this: CUDA out of")
+    with pytest.raises(RuntimeError, match="a bug"):
+        fails(RuntimeError("a bug"))
+
+
+def test_no_held_out_chat_fits(made, fledge, tmp_path):
+    words = "--data", tiny_chats(tmp_path / "many.jsonl", 200), "--out", tmp_path / "run", "--eval-tokens", 511
+    went = fledge("train", "--target", made / "target", *words, *SAME_SHAPE)
+    assert went.code == 0 and "no held-out chat fits the target with --eval-tokens" in went.err, went.err
+
+
 def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     words = [
         "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl",
@@ -290,6 +314,8 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert record[key] is not None, key
     table = fledge(*words)
     assert table.code == 0 and "identical" in table.out
+    for speedup, disturbed in ((record["tau"] + 0.1, True), (record["tau"] - 0.1, False)):
+        assert any("over τ cannot be" in line for line in _sentences(record | {"speedup": speedup})) == disturbed
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)

@@ -13,6 +13,7 @@ from conftest import Ran, document, row_of, tiny_chats, tiny_draft, tiny_target,
 from torch import nn
 
 from fledge.data.dataset import Rows
+from fledge.jobs.train import _row_tried
 from fledge.train import memory
 from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
 from fledge.train.objective import Ways, ttt
@@ -182,6 +183,13 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
     found = longest()
     assert found <= device.fits < 1.1 * found, "the device runs out before its memory is full"
     assert {n for n, taken in told if taken is None} == {n for n in device.tried if n > device.fits}
+
+
+def test_what_is_said_of_a_row_that_was_tried() -> None:
+    gib = 2**30
+    assert _row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
+    assert _row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
+    assert _row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
 
 
 def test_no_row_fits(device: Device) -> None:

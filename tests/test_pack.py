@@ -134,7 +134,7 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
     assert row.span_T.tolist() == [-1, 0, 0, -1, -1, 1, 1, -1, 2, 2, -1, -1, -1]
     assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1]
-    assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)] and row.read() == [(0, 3), (3, 5), (5, 10)]
+    assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)] and row.without_filler() == [(0, 3), (3, 5), (5, 10)]
     assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int64}
 
 
@@ -142,7 +142,7 @@ def test_filler_is_short_documents():
     """However much of it there is: attention over it costs no more than over the row's own."""
     row = make_row(some(3), 3 + 2 * FILLER + 5)
     edges = [0, 3, 3 + FILLER, 3 + 2 * FILLER, 3 + 2 * FILLER + 5]
-    assert row.documents() == list(pairwise(edges)) and row.read() == [(0, 3)]
+    assert row.documents() == list(pairwise(edges)) and row.without_filler() == [(0, 3)]
     assert all(row.position_T[a:b].tolist() == list(range(b - a)) for a, b in row.documents())
 
 

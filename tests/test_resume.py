@@ -137,22 +137,31 @@ def test_nothing_of_the_users_is_replaced(name, tmp_path, fledge):
     assert refused.code == 2 and "--out is empty" in refused.err
 
 
-def test_a_full_gpu_is_said_in_a_sentence(tmp_path, fledge, monkeypatch):
-    """With what to do about it, where a checkpoint is and where none is."""
+@pytest.mark.parametrize(
+    ("error", "code", "saved", "unsaved"),
+    [
+        (torch.OutOfMemoryError, 2, "--init-from", "train anew in another --out with fewer than 256 --slots"),
+        (KeyboardInterrupt, 130, "stopped at once; go on with", "before the first checkpoint; begin again with"),
+    ],
+)
+def test_what_ends_a_run_is_said(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
+    """A full GPU or a second interruption: with what to do about it, where a checkpoint is and where none is."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     step = trainer._step
 
-    def full(*given):
+    def ending(*given):
         if given[-1].step == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return step(*given)
 
-    monkeypatch.setattr(trainer, "_step", full)
+    monkeypatch.setattr(trainer, "_step", ending)
     flags = "--max-length 64 --row-length 128 --steps 4 --depth 2 --device cpu".split()
-    for every, cure in ((1, "--init-from"), (10, "train anew in another --out with fewer than 256 --slots")):
-        words = "--out", tmp_path / f"every-{every}", "--save-every", every
-        ran = fledge("train", "--target", target, "--data", data, *words, *flags)
-        assert ran.code == 2 and "the GPU ran out of memory" in ran.err and cure in ran.err, ran.err
+    for every, said in ((1, saved), (10, unsaved)):
+        run = tmp_path / f"every-{every}"
+        ran = fledge("train", "--target", target, "--data", data, "--out", run, "--save-every", every, *flags)
+        assert ran.code == code and said in ran.err, ran.err
+        assert (run / "checkpoint").exists() == (every == 1)
+        assert ("the GPU ran out of memory" in ran.err) == (code == 2)
 
 
 def test_resume_refuses_changed_data(tmp_path, fledge):

@@ -327,6 +327,7 @@ def test_filler_is_not_read(monkeypatch):
     assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
     again = target.features(of_length(row, 1000))
     assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
+    assert same_features(target.features(row_of(9, length=9)), alone(target, row_of(9, length=9)))
 
 
 def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):

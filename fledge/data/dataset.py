@@ -13,13 +13,13 @@ from fledge.types import Document, Packed
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the records, to be shown before training; `first` is why the first refused one was."""
+    """What became of the records, to be shown before training."""
 
     records: int
     documents: int
     windowed: int
     refused: int
-    first: str
+    first_refusal: str
     tokens: int
     supervised: int
 
@@ -30,7 +30,7 @@ class DataReport:
         )
         text += f"; {self.windowed:,} longer than a window were cut into several" if self.windowed else ""
         return text + (
-            f"; {self.refused:,} refused (--skip-bad), the first for this: {self.first}" if self.refused else ""
+            f"; {self.refused:,} refused (--skip-bad), the first for this: {self.first_refusal}" if self.refused else ""
         )
 
 
@@ -44,26 +44,25 @@ def make_documents(
 ) -> tuple[list[Document], DataReport]:
     """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`."""
     documents: list[Document] = []
-    refused = windowed = 0
-    first = ""  # refusal
+    refused, windowed, first_refusal = 0, 0, ""
     for record in records:
         try:
             made = template.documents(record)
         except ValueError as e:
             if not skip_bad:
                 raise
-            refused, made, first = refused + 1, [], first or str(e)
+            refused, made, first_refusal = refused + 1, [], first_refusal or str(e)
         for document in made:
             windowed += document.tokens.numel() > max_length
             documents += windows(document, max_length)
         advance()
     if not documents and refused == len(records):
-        raise ValueError(f"every record was refused, the first for this: {first}")
+        raise ValueError(f"every record was refused, the first for this: {first_refusal}")
     if not documents:
         raise ValueError("no record has an assistant turn of two tokens or more, so there is nothing to draft")
     tokens = sum(d.tokens.numel() for d in documents)
     supervised = sum(int((d.spans >= 0).sum()) for d in documents)
-    return documents, DataReport(len(records), len(documents), windowed, refused, first, tokens, supervised)
+    return documents, DataReport(len(records), len(documents), windowed, refused, first_refusal, tokens, supervised)
 
 
 class Rows:

@@ -163,7 +163,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     elif evaluate is None:
         say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
     if not options.resume:
-        directory.start({"options": asdict(_from_anywhere(options)), "data_sha256": _fingerprint(documents)})
+        directory.start({"options": asdict(_with_whole_paths(options)), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
         raise ValueError(f"the data is not what {options.resume} was started with; resuming needs the same files")
     say(
@@ -231,7 +231,7 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
     return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
 
 
-def _from_anywhere(options: TrainOptions) -> TrainOptions:
+def _with_whole_paths(options: TrainOptions) -> TrainOptions:
     """The options with whole paths, to be gone on with from another directory."""
     from fledge.data.read import whole_path
 
@@ -455,7 +455,7 @@ def _ways(
 
     from fledge.train.ahead import with_features
     from fledge.train.cod import DropTokens
-    from fledge.train.memory import CPU_SLOTS, LEAST, MARGIN, Trial, choose, ladder, longest_row, of_length
+    from fledge.train.memory import CPU_SLOTS, LEAST, Trial, choose, ladder, longest_row, of_length
     from fledge.train.objective import Ways, ttt
 
     impl = _impl(options, draft.device.type == "cuda")
@@ -482,11 +482,7 @@ def _ways(
     available = free + torch.cuda.memory_reserved(draft.device)
 
     def tried(tokens: int, taken: int | None) -> None:
-        if taken is None:
-            say(f"a row of {tokens:,} tokens is too much")
-            return
-        over = f", too much: {1 - MARGIN:.0%} must stay free" if taken > MARGIN * available else ""
-        say(f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}")
+        say(_row_tried(tokens, taken, available))
 
     if options.longest_row:
         longest = longest_row(trial, asked[-1], available, tried)
@@ -503,6 +499,16 @@ def _ways(
         + (", the target one row ahead" if ways.ahead else "")
     )
     return ways
+
+
+def _row_tried(tokens: int, taken: int | None, available: int) -> str:
+    """What a row of so many tokens takes of the bytes there are; None: more than those."""
+    from fledge.train.memory import MARGIN
+
+    if taken is None:
+        return f"a row of {tokens:,} tokens is too much"
+    over = f", too much: {1 - MARGIN:.0%} must stay free" if taken > MARGIN * available else ""
+    return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"
 
 
 def _impl(options: TrainOptions, gpu: bool) -> str:

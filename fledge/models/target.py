@@ -156,7 +156,7 @@ class Target:
         if self.packs is None:
             self.check_isolation()
         token, position = to_device([row.token_T, row.position_T], self.device)
-        documents, whole = row.read(), None
+        documents, whole = row.without_filler(), None
         for a, b in group_documents(documents, PIECE[self.device.type]) if self.packs else documents:
             lengths = {end - start for start, end in documents if a <= start < b}
             each = lengths.pop() if len(lengths) == 1 else None  # documents of one length need no mask
