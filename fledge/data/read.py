@@ -129,7 +129,7 @@ def _read_hub(name: str) -> Iterator[Record]:
 
     dataset, _, split = name.partition(":")
     try:
-        rows = datasets.load_dataset(dataset, split=split or "train")
+        rows = datasets.load_dataset(dataset, split=split or "train", trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"{name} is no file here, and as a hub data set it cannot be loaded: {e}") from e
     for i, row in enumerate(rows):

@@ -267,10 +267,12 @@ def load(
     draft_device: str | None = None,
     dtype: torch.dtype | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
     **drafting: Any,
 ) -> Engine:
     """Loads a target (or takes one), from a directory or hub id, and a draft for it from a directory.
 
+    Code that comes with the target's files runs only with `trust_remote_code`; a draft has none.
     `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the
     CPU and the checkpoint's own elsewhere. `drafting` are `Engine`'s options. Raises ValueError with the cause where
     something is missing, damaged, or does not fit.
@@ -281,7 +283,7 @@ def load(
     loaded = target
     if isinstance(target, str):
         most = config.provenance.max_length if longrope else None
-        loaded = load_target(target, device=device, dtype=dtype, max_length=most)
+        loaded = load_target(target, device=device, dtype=dtype, max_length=most, trust_remote_code=trust_remote_code)
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
     made = load_draft(draft, device=resolve_device(draft_device or device), dtype=loaded.dtype)

@@ -83,6 +83,7 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
         "batch": batch,
         **engine.drafting(),
         "target": engine.target.name,
+        "trust_remote_code": engine.target.trust_remote_code,
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fledge.jobs.options import opt
+from fledge.jobs.options import opt, trust_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,7 @@ class InspectOptions:
 
     directory: str = opt("a draft's directory", flag="argument")
     target: str | None = opt("also check that it fits this target", None)
+    trust_remote_code: bool = trust_option()
 
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
@@ -22,6 +23,8 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
 
     from fledge.models.weights import load_draft, read_draft_config
 
+    if options.trust_remote_code and not options.target:
+        raise ValueError("--trust-remote-code is about a target's code; give --target with it, or leave it out")
     config = read_draft_config(options.directory)
     for line in describe(config):
         say(line)
@@ -39,7 +42,10 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
         from fledge.models.weights import mismatch
 
         longrope = config.rope.rope_type == "longrope"
-        target = load_target(options.target, max_length=config.provenance.max_length if longrope else None)
+        target = load_target(
+            options.target, max_length=config.provenance.max_length if longrope else None,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
         wrong = mismatch(config, target)
         problems += [f"does not fit {options.target}: {wrong}"] if wrong else []
     for remark in remarks(config):

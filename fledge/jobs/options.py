@@ -96,11 +96,17 @@ def write_json(path: str | Path, record: Any) -> None:
     new.replace(path)
 
 
+def trust_option() -> Any:
+    """The flag of every command that loads a target."""
+    return opt("run the code that a target's files bring (auto_map); read that code first", False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Options):
     """What every command that decodes lets its user choose."""
 
     target: str = opt("the model that speaks: a directory or hub id")
+    trust_remote_code: bool = trust_option()
     draft: str | None = opt("its draft; without one it decodes token by token", None)
     temperature: float = opt("0 is greedy", 0.0)
     top_k: int = opt("sample among the k likeliest only (0: all)", 0)
@@ -143,5 +149,5 @@ class DecodeOptions(Options):
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
             dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
             nodes=self.tree_nodes, width=self.tree_width, stable=self.draft_cache == "stable",
-            template_kwargs=template_kwargs(self.template_kwargs),
+            template_kwargs=template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

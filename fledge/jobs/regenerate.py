@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs
+from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs, trust_option
 
 if TYPE_CHECKING:
     from fledge.data.read import Record
@@ -22,6 +22,7 @@ class RegenerateOptions(Options):
     """Have the target answer the data's prompts itself, for training on its own words."""
 
     target: str = opt("the model that answers: a directory or hub id")
+    trust_remote_code: bool = trust_option()
     draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
@@ -57,7 +58,10 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         return
     if done:
         say(f"going on with {out} after {done:,} of {len(records):,} records")
-    engine = load(options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype))
+    engine = load(
+        options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype),
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
     # what is asked does not depend on what the draft was trained with
     kwargs = template_kwargs(options.template_kwargs)
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)

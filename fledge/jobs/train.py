@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs
+from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs, trust_option
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -30,6 +30,7 @@ class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
     target: str | None = opt("the model to speed up: a directory or hub id", None)
+    trust_remote_code: bool = trust_option()
     data: list[str] = opt(
         "files, globs in quotes or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
@@ -130,7 +131,10 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     else:
         keep_freed()
-    target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
+    target = load_target(
+        options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
     if options.max_length > target.context:
         raise ValueError(
             f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
@@ -187,7 +191,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
             report=report, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
-        say(_go_on(directory, "stopped at once"))
+        say(_go_on(directory, options, "stopped at once"))
         raise
     except torch.OutOfMemoryError as e:
         saved = directory.checkpoint
@@ -197,17 +201,18 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     finally:
         progress.close()
     if where.step < schedule.steps:
-        say(_go_on(directory, f"stopped after step {where.step}"))
+        say(_go_on(directory, options, f"stopped after step {where.step}"))
         raise KeyboardInterrupt
     done = f"trained in {where.seconds:.0f} s" if metrics else "this run was finished"
     say(f"{done}; the draft is {directory.draft}{_best(where, schedule)}")
     return metrics
 
 
-def _go_on(directory: RunDirectory, how: str) -> str:
+def _go_on(directory: RunDirectory, options: TrainOptions, how: str) -> str:
+    command = f"fledge train --resume {directory.path}" + (" --trust-remote-code" if options.trust_remote_code else "")
     if not directory.checkpoint.exists():
-        return f"{how}, before the first checkpoint; begin again with: fledge train --resume {directory.path}"
-    return f"{how}; go on with: fledge train --resume {directory.path}"
+        return f"{how}, before the first checkpoint; begin again with: {command}"
+    return f"{how}; go on with: {command}"
 
 
 def _best(where: Progress, schedule: Schedule) -> str:
@@ -216,19 +221,21 @@ def _best(where: Progress, schedule: Schedule) -> str:
 
 
 def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
-    """The options that a run was started with. Raises ValueError where others are asked for."""
-    defaults = TrainOptions(resume=asked.resume)
-    given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
-    if given:
-        raise ValueError(
-            f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
-        )
+    """The options that a run was started with. Raises ValueError where others are asked for. Trust is asked for anew,
+    since a file cannot give it: where the run had it, --trust-remote-code belongs to the command."""
     config = directory.read_config()
     if not {"options", "data_sha256"} <= config.keys():
         raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
     known = {f.name for f in fields(TrainOptions)}
     saved = {k: v for k, v in config["options"].items() if k in known}
-    return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
+    trust = asked.trust_remote_code and saved.get("trust_remote_code") is True
+    defaults = TrainOptions(resume=asked.resume, trust_remote_code=trust)
+    given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
+    if given:
+        raise ValueError(
+            f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
+        )
+    return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume, "trust_remote_code": trust})
 
 
 def _with_whole_paths(options: TrainOptions) -> TrainOptions:

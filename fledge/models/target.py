@@ -33,12 +33,22 @@ class Target:
     final norm). Features are taken by hooks on the running modules; nothing of the model is patched, except that
     longrope's choice of frequencies is made once, for `max_length`, and that its attention to a mask ("sdpa") and on
     the CPU its `nn.Linear` modules become ours, which differ in speed, for few rows, and in rounding.
+    `trust_remote_code` records whether code of the model's own was allowed to run.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str = "", max_length: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        name: str = "",
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.trust_remote_code = trust_remote_code
         self.config = model.config.get_text_config(decoder=True)
         longest = max_length or getattr(self.config, "max_position_embeddings", None)
         if longest is None:
@@ -356,11 +366,13 @@ def load_target(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Target:
     """Loads a model and tokenizer from a directory or a hub id.
 
-    `dtype` None is the checkpoint's own on an accelerator and float32 on the CPU. Raises ValueError with the cause
-    where the files are missing, cut short, or not a causal language model.
+    `dtype` None is the checkpoint's own on an accelerator and float32 on the CPU. Code that comes with the model runs
+    only with `trust_remote_code`. Raises ValueError with the cause where the files are missing, cut short, not a
+    causal language model, or need such code.
     """
     device = torch.device(device)
     if not Path(path).exists() and (Path(path).is_absolute() or str(path).count("/") > 1):
@@ -372,12 +384,19 @@ def load_target(
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        RopeConfig.from_hf(AutoConfig.from_pretrained(path).get_text_config(decoder=True).to_dict())
+        # said each time, because transformers would otherwise ask on standard input, where prompts come from
+        trust = dict(trust_remote_code=trust_remote_code)
+        RopeConfig.from_hf(AutoConfig.from_pretrained(path, **trust).get_text_config(decoder=True).to_dict())
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True
+            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True, **trust
         )
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **trust)
     except Exception as e:
+        if "trust_remote_code" in str(e):
+            raise ValueError(
+                f"the target {path} comes with code of its own, which fledge does not run unasked; read it, and if you "
+                "trust it, give --trust-remote-code (in Python trust_remote_code=True)"
+            ) from e
         if isinstance(e, ValueError) and "RoPE" in str(e):
             raise
         hub = "" if Path(path).exists() else "it is no directory here, and as a hub id: "
@@ -390,7 +409,9 @@ def load_target(
             f"the target {path} cannot be loaded: its weights lack {len(missing)} tensors of its model, such as "
             f"{missing[0]}; copy or download it again"
         )
-    return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
+    return Target(
+        model.to(device), tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
+    )
 
 
 def _cure(e: Exception) -> str:
