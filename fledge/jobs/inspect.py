@@ -29,6 +29,7 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     for line in describe(config):
         say(line)
     problems: list[str] = []
+    notes = remarks(config)
     try:
         draft = load_draft(options.directory)
         bad = [n for n, p in draft.named_parameters() if not bool(torch.isfinite(p).all())]
@@ -48,8 +49,13 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
         )  # fmt: skip
         wrong = mismatch(config, target)
         problems += [f"does not fit {options.target}: {wrong}"] if wrong else []
-    for remark in remarks(config):
-        say(f"Note: {remark}")
+        if target.rollback_problem:
+            notes.append(
+                f"fledge does not decode with it: of {options.target}, {target.rollback_problem}. Serve it with an "
+                "engine that can restore such states."
+            )
+    for note in notes:
+        say(f"Note: {note}")
     for problem in problems:
         say(f"Wrong: {problem}")
     say("Nothing is wrong with it." if not problems else f"{len(problems)} problem(s).")

@@ -139,6 +139,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         raise ValueError(
             f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
         )
+    decodes = _decodes(options, target, say)
     target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
     if options.compile_target:
         target.compile()
@@ -148,7 +149,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     if not options.init_from:
         _new_config(options, target, mask=0)  # what no draft can be is refused before the data is read
     template = _template(options, target)
-    documents, held_out = _documents(options, template, say, progress)
+    documents, held_out = _documents(options, template, decodes, say, progress)
     torch.manual_seed(options.seed)
     draft = _draft(options, target, template, documents, say).to(device=target.device, dtype=target.dtype)
     fit(draft, target)
@@ -161,10 +162,10 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     kept = "recompute" if schedule.ways.recompute else "keep"
     # a run resumed must not choose slots again: other chunks round otherwise
     options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
-    evaluate = _evaluator(options, target, template, held_out)
-    if evaluate is None and held_out:
+    evaluate = _evaluator(options, target, template, held_out) if decodes else None
+    if decodes and evaluate is None and held_out:
         say("no held-out chat fits the target with --eval-tokens, so τ is not decoded; --eval-prompts FILE would")
-    elif evaluate is None:
+    elif decodes and evaluate is None:
         say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
     if not options.resume:
         directory.start({"options": asdict(_with_whole_paths(options)), "data_sha256": _fingerprint(documents)})
@@ -322,6 +323,23 @@ def _drop(options: TrainOptions) -> tuple[float, float]:
     )  # fmt: skip
 
 
+def _decodes(options: TrainOptions, target: Target, say: Callable[[str], None]) -> bool:
+    """Whether τ can be measured by decoding, said where not. Raises ValueError where that was asked for."""
+    if not target.rollback_problem:
+        return True
+    if options.eval_every or options.eval_prompts:
+        flag = "--eval-every" if options.eval_every else "--eval-prompts"
+        raise ValueError(
+            f"{flag} measures τ by decoding, but {target.name} cannot verify drafts: {target.rollback_problem}; leave "
+            "it out to train all the same"
+        )
+    say(
+        f"{target.name} cannot verify drafts: {target.rollback_problem}. The draft is trained without decoded τ, and "
+        "has to be served by an engine that can restore such states"
+    )
+    return False
+
+
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
     try:
         layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
@@ -343,15 +361,15 @@ def _template(options: TrainOptions, target: Target) -> ChatTemplate:
 
 
 def _documents(
-    options: TrainOptions, template: ChatTemplate, say: Callable[[str], None], progress: Any
+    options: TrainOptions, template: ChatTemplate, decodes: bool, say: Callable[[str], None], progress: Any
 ) -> tuple[list[Document], list[Record]]:
-    """Training documents, and the records kept out of them for measuring τ."""
+    """Training documents, and the records kept out of them for measuring τ, where that `decodes`."""
     from fledge.data.dataset import make_documents
     from fledge.data.read import read_records
 
     records = read_records(options.data, options.seed)
     held_out: list[Record] = []
-    if not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
+    if decodes and not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
         chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
         held_out = [r for i, r in enumerate(records) if i in chosen]
         kept_out = {r.said() for r in held_out}  # of a record that is there twice, no copy is trained on

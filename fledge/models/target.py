@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from fledge.kernels.transfer import to_device
 from fledge.models.attention import group_heads
 from fledge.models.kv_cache import TargetCache
 from fledge.models.layers import Linear
+from fledge.models.running import RunningState
 from fledge.types import Features, Packed, Tree, group_documents
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
@@ -207,7 +209,7 @@ class Target:
     def forward(
         self,
         token_BN: Tensor,
-        cache: TargetCache,
+        cache: TargetCache | RunningState,
         *,
         tree: Tree | None = None,
         features: bool = True,
@@ -217,38 +219,38 @@ class Target:
         """Runs N tokens of each request after those in `cache`, one after the other or as the nodes of a tree, each of
         which sees its ancestors alone. Returns logits [B, N, V] (or [B, 1, V]) and, if asked, the features of B x N
         tokens, of the layers named or else of those chosen."""
-        inputs = dict(input_ids=token_BN, past_key_values=cache, use_cache=True)
+        inputs: dict[str, Any] = {}
         if last_only and self._one_logit:
             inputs["logits_to_keep"] = 1
         if len(cache.lengths) > 1 or (tree is not None and tree.parent_BN is not None):
             inputs |= self._placed(tree or Tree(token_BN, None, token_BN.shape[1] - 1), cache)
         if not features:
             with any_length(self.device):
-                logits = self.model(**inputs).logits
+                logits = self._run(token_BN, cache, inputs)
             return (logits[:, -1:] if last_only else logits), None
         layers = self.aux_layers if layers is None else layers
         with self._captured(layers) as held, any_length(self.device):
-            logits = self.model(**inputs).logits
+            logits = self._run(token_BN, cache, inputs)
         return (logits[:, -1:] if last_only else logits), self._features(held, layers)
 
     @torch.inference_mode()
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, features: bool = True, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features], TargetCache]:
+    ) -> tuple[Tensor, list[Features], TargetCache | RunningState]:
         """Reads prompts in one pass, the shorter ones filled up at their ends, which nothing before sees. Returns the
         logits after each, [B, V], each one's features if asked, of the layers named or else of those chosen, and a
-        cache of them all."""
-        lengths, cache = [len(p) for p in prompts], TargetCache()
+        cache of them all; a target that cannot roll back reads one prompt, without features, into a `RunningState`."""
+        lengths, cache = [len(p) for p in prompts], self._new_cache()
         most = max(lengths)
         ids = torch.tensor([[*p, *[0] * (most - len(p))] for p in prompts], device=self.device)
         ends = sorted(set(lengths))  # only after these a prompt's logits are wanted
-        inputs = dict(input_ids=ids, past_key_values=cache, use_cache=True)
+        inputs: dict[str, Any] = {}
         if self._one_logit:
             at = [n - 1 for n in ends]
             inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
         layers = (self.aux_layers if layers is None else layers) if features else ()
         with self._captured(layers) as held, any_length(self.device):
-            logits = self.model(**inputs).logits
+            logits = self._run(ids, cache, inputs)
         place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
         cache.settle(lengths)
@@ -257,6 +259,19 @@ class Target:
         whole = self._features(held, layers)
         parts = zip(whole.aux_TAD.split(most), whole.last_TD.split(most), lengths, strict=True)
         return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts], cache
+
+    def _new_cache(self) -> TargetCache | RunningState:
+        if not self.rollback_problem:
+            return TargetCache()
+        return RunningState(recompute=not self._steps_exactly)
+
+    def _run(self, token_BN: Tensor, cache: TargetCache | RunningState, inputs: dict[str, Any]) -> Tensor:
+        """Logits of tokens that follow those in a cache, which then holds them too."""
+        if isinstance(cache, RunningState):
+            if self._one_logit:
+                inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
+            return cache.run(self.model, token_BN, **inputs)
+        return self.model(input_ids=token_BN, past_key_values=cache, use_cache=True, **inputs).logits
 
     def _placed(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
         """Positions and masks of trees' nodes after what is in the cache; a mask for each kind of layer."""
@@ -307,25 +322,49 @@ class Target:
                 "applied to the final hidden state differs from its own logits, so a draft would be taught wrongly"
             )
 
-    @torch.inference_mode()
     def check_rollback(self) -> None:
         """Raises ValueError unless the model, after forgetting some tokens, answers as if it had never seen them."""
-        vocab = self.embedding.shape[0]
-        tokens = torch.randint(vocab, (1, 12), generator=torch.Generator().manual_seed(1)).to(self.device)
-        cache = TargetCache()
-        why = "its state cannot be rolled back, as layers that keep a running summary of the past cannot"
+        if self.rollback_problem:
+            raise ValueError(
+                f"{self.name or 'the target'} cannot verify drafts: {self.rollback_problem}. Decode without a draft, "
+                "or serve the draft with an engine that can restore such states"
+            )
+
+    @functools.cached_property
+    @torch.inference_mode()
+    def rollback_problem(self) -> str:
+        """Why tokens that the model has seen cannot be forgotten; empty where they can. Found out by trying, once."""
+        tokens, cache = self._random_tokens(12, seed=1), TargetCache()
+        direct = self._run(tokens[:, :8], RunningState(recompute=True), {})[:, 6:]
+        problem = "its state cannot be rolled back, as that of layers with a running summary of the past cannot"
         try:
             self.forward(tokens[:, :6], cache, features=False)
             self.forward(tokens[:, 8:], cache, features=False)
             cache.rollback(6)
             after, _ = self.forward(tokens[:, 6:8], cache, features=False)
-            fresh = TargetCache()
-            self.forward(tokens[:, :6], fresh, features=False)
-            direct, _ = self.forward(tokens[:, 6:8], fresh, features=False)
-        except Exception as e:  # caches without a length or without room for such layers fail as they like
-            raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why} ({e})") from e
-        if not _close(after, direct):
-            raise ValueError(f"{self.name or 'the target'} cannot verify drafts: {why}")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # caches without a length or without room for such layers fail as they like
+            return problem
+        return "" if _close(after, direct) else problem
+
+    @functools.cached_property
+    @torch.inference_mode()
+    def _steps_exactly(self) -> bool:
+        """Whether the model's own cache, token by token, gives the logits that all tokens at once give."""
+        tokens, own, anew = self._random_tokens(12, seed=3), RunningState(), RunningState(recompute=True)
+        with any_length(self.device):
+            whole = self._run(tokens, anew, {})
+            try:
+                parts = [self._run(part, own, {}) for part in tokens.split([6, *[1] * 6], dim=1)]
+            except Exception:  # a model without a cache of its own fails as it likes
+                return False
+        return bool(own.held) and _close(torch.cat(parts, dim=1), whole)
+
+    def _random_tokens(self, n: int, seed: int) -> Tensor:
+        """Token ids [1, n], the same for the same seed."""
+        vocab = self.embedding.shape[0]
+        return torch.randint(vocab, (1, n), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     @torch.inference_mode()
     def check_masks(self, requests: int = 1) -> None:
@@ -335,6 +374,8 @@ class Target:
         tokens = torch.randint(vocab, (requests, 12), generator=torch.Generator().manual_seed(2)).to(self.device)
         parents = torch.tensor([-1, 0, 0, 1, 2], device=self.device).expand(requests, -1)
         name = self.name or "the target"
+        if self.rollback_problem:
+            raise ValueError(f"{name} cannot verify {_masked(requests)}: {self.rollback_problem}; {_CURE[requests]}")
         why, lengths = "each node of a tree must see its own path alone", [4, 7][:requests]
         if requests > 1:
             why = "each request must see its own text alone"
