@@ -12,6 +12,9 @@ from typing import Any
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 METHODS = ("eagle1", "eagle3", "peagle")
 MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as each engine calls it
+# what is read by default of targets too shallow for the engines' default: without the output of the last layer, which
+# SGLang cannot capture, where there are three without it
+SHALLOW = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -130,7 +133,7 @@ class DraftConfig:
     layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. "peagle" reads
     as EAGLE-3 does and drafts in one pass, `mask_token_id` standing for tokens that are not known yet. `aux_layers`
     counts as transformers' `hidden_states` does: id i is the input of layer i, which is the output of layer i - 1;
-    None is the engines' common default.
+    None is the engines' common default (`engine_layers`).
     """
 
     hidden_size: int
@@ -342,7 +345,7 @@ class DraftConfig:
         if self.target_hidden_size != self.hidden_size:
             hf["target_hidden_size"] = self.target_hidden_size
         layers = self.provenance.target_layers
-        if self.aux_layers and not (layers and self.aux_layers == _default_layers(layers)):
+        if self.aux_layers and not (layers and self.aux_layers == engine_layers(layers)):
             hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
             hf["eagle_config"] = {
                 "eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.aux_layers],
@@ -366,21 +369,23 @@ class DraftConfig:
 
 
 def default_aux_layers(target_layers: int) -> tuple[int, ...]:
-    """The three layers every known EAGLE-3 trainer and engine reads: inputs of layers 2, n/2 and n - 3.
+    """The three layers that a draft reads where nobody names them, counted as `DraftConfig.aux_layers` are: those of
+    every known EAGLE-3 trainer and engine where the target has them, else others, which its config then lists.
 
-    Raises ValueError for a target too shallow for three distinct ones (fewer than 7 layers).
+    Raises ValueError for a target that has no three (fewer than 2 layers).
     """
-    layers = _default_layers(target_layers)
-    if len(set(layers)) < 3 or sorted(layers) != list(layers):
+    if target_layers < 2:
         raise ValueError(
-            f"a target of {target_layers} layers has no three distinct default layers to read (2, n/2, n-3 = "
-            f"{layers}); name them with --aux-layers, e.g. --aux-layers 1,{target_layers // 2},{target_layers - 1}"
+            "a target of one layer has no three hidden states for EAGLE-3 to read; use --method eagle1, which reads "
+            "the last one alone"
         )
-    return layers
+    return engine_layers(target_layers) or SHALLOW[target_layers]
 
 
-def _default_layers(n: int) -> tuple[int, int, int]:
-    return 2, n // 2, n - 3
+def engine_layers(n: int) -> tuple[int, int, int] | None:
+    """What engines read of a target of n layers where a draft's config lists none; None where those would not be three
+    different layers."""
+    return (2, n // 2, n - 3) if n >= 7 else None
 
 
 def _method(hf: dict[str, Any]) -> str:

@@ -214,6 +214,66 @@ def test_options_that_make_no_sense_train_nothing(made, draft, flags, reason, fl
     assert not (tmp_path / "run").exists() and len(few.read_text().splitlines()) == 20
 
 
+def bare_target(directory, **config):
+    """A target, chats and prompts in a directory; the README's commands on them."""
+    directory.mkdir(exist_ok=True)
+    target = tiny_target_directory(directory, **config)
+    (directory / "prompts.jsonl").write_text('{"prompt": "the young bird"}\n')
+    return target, tiny_chats(directory / "chats.jsonl", 20)
+
+
+@pytest.mark.parametrize("layers", range(2, 7))
+def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
+    """It is trained for by default, its draft says what it reads, is gone on with, and decodes."""
+    target, chats = bare_target(tmp_path, num_hidden_layers=layers)
+    words = ["train", "--target", target, "--data", chats, *SAME_SHAPE, "--eval-tokens", 2]
+    went = fledge(*words, "--out", tmp_path / "run")
+    assert went.code == 0, went.err
+    draft = tmp_path / "run" / "draft"
+    config = json.loads((draft / "config.json").read_text())
+    read = config["eagle_aux_hidden_state_layer_ids"]
+    assert len(set(read)) == 3 and read == sorted(read) and set(read) <= set(range(layers + 1))
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in read]
+    shown = fledge("inspect", draft, "--target", target)
+    assert shown.code == 0 and ("SGLang cannot read the output of the target's last layer" in shown.out) == (
+        layers == 2
+    )
+    went = fledge(*words, "--out", tmp_path / "more", "--init-from", draft)
+    assert went.code == 0, went.err
+    assert json.loads((tmp_path / "more" / "draft" / "config.json").read_text())["fledge"]["aux_layers"] == read
+    asked = ["generate", "--target", target, "--prompt", "the young bird", "--max-new-tokens", 16]
+    assert fledge(*asked, "--draft", tmp_path / "more" / "draft").out == fledge(*asked).out
+
+
+def test_a_target_of_one_layer_is_told_what_works(fledge, tmp_path):
+    target, chats = bare_target(tmp_path, num_hidden_layers=1)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 2]
+    refused = fledge(*words)
+    cure = re.search(r"use (--method eagle1)", refused.err)
+    assert refused.code == 2 and cure and not (tmp_path / "run").exists(), refused.err
+    went = fledge(*words, *cure[1].split())
+    assert went.code == 0, went.err
+    asked = ["generate", "--target", target, "--prompt", "the young bird", "--max-new-tokens", 16]
+    assert fledge(*asked, "--draft", tmp_path / "run" / "draft").out == fledge(*asked).out
+
+
+def test_a_draft_that_does_not_list_a_shallow_targets_layers(fledge, tmp_path):
+    target, chats = bare_target(tmp_path, num_hidden_layers=4)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 2]
+    assert fledge(*words).code == 0
+    file = tmp_path / "run" / "draft" / "config.json"
+    config = json.loads(file.read_text())
+    read = config.pop("eagle_aux_hidden_state_layer_ids")
+    del config["eagle_config"], config["fledge"]["aux_layers"]
+    file.write_text(json.dumps(config))
+    asked = ["generate", "--target", target, "--prompt", "the bird", "--max-new-tokens", 8]
+    refused = fledge(*asked, "--draft", file.parent)
+    cure = re.search(r"too few for the engines' default; list them as (\w+)", refused.err)
+    assert refused.code == 2 and cure, refused.err
+    file.write_text(json.dumps(config | {cure[1]: read}))
+    assert fledge(*asked, "--draft", file.parent).out == fledge(*asked).out
+
+
 def test_resuming_takes_no_other_options(made, draft, fledge):
     went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
     assert went.code == 2 and "leave --steps, --lr out" in went.err

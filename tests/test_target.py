@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import document, tiny_chats, tiny_target, tiny_tokenizer
+from conftest import document, tiny_chats, tiny_draft, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
@@ -201,10 +201,28 @@ def test_default_layers(n, layers):
     assert default_aux_layers(n) == layers
 
 
-@pytest.mark.parametrize("n", range(1, 7))
-def test_targets_too_shallow_for_default_layers_are_told_the_cure(n):
-    with pytest.raises(ValueError, match=rf"a target of {n} layers has no three distinct .* --aux-layers 1,"):
-        default_aux_layers(n)
+@pytest.mark.parametrize("n", range(2, 7))
+def test_default_layers_of_shallow_targets(n):
+    """Three that there are, without what SGLang cannot capture where there are three others, named in the config."""
+    layers = default_aux_layers(n)
+    assert len(set(layers)) == 3 and sorted(layers) == list(layers) and layers[0] >= 0 and layers[-1] <= n
+    assert layers[-1] < n or n == 2
+    target = target_of("Llama", layers=None, num_hidden_layers=n)
+    draft = tiny_draft(target, aux_layers=target.aux_layers)
+    assert target.aux_layers == layers and target.features(row_of(9, length=9)).aux_TAD.shape == (9, 3, 32)
+    written = draft.config.with_provenance(target_layers=n).to_hf()
+    assert written["eagle_aux_hidden_state_layer_ids"] == list(layers)
+    assert DraftConfig.from_hf(written).aux_layers == layers
+
+
+def test_a_draft_that_names_no_layers_is_not_guessed_at():
+    with pytest.raises(ValueError, match=r"has 6, too few for the engines' default; list them as eagle_aux_hidden"):
+        tiny_draft(target_of("Llama", layers=None, num_hidden_layers=6))
+
+
+def test_one_layer_is_too_few():
+    with pytest.raises(ValueError, match=r"a target of one layer has .* use --method eagle1"):
+        default_aux_layers(1)
 
 
 def test_layers_that_are_not_there():
@@ -214,8 +232,8 @@ def test_layers_that_are_not_there():
             target.read_layers(layers)
     target.read_layers([4, 0, 2])
     assert target.aux_layers == (0, 2, 4)
-    with pytest.raises(ValueError, match="--aux-layers"):
-        target.read_layers(None)
+    target.read_layers(None)
+    assert target.aux_layers == (1, 2, 3)
 
 
 # -- features ---------------------------------------------------------------------------------------------------------

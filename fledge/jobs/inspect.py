@@ -110,6 +110,8 @@ def remarks(config) -> list[str]:
         found.append("SGLang builds drafts without biases; serve it with vLLM.")
     if config.own_embeddings and config.hidden_size == config.target_hidden_size:
         found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
+    if config.provenance.target_layers in (config.aux_layers or ()):
+        found.append("SGLang cannot read the output of the target's last layer; serve it with vLLM.")
     if config.method == "eagle1":
         return [*found, "vLLM drops the bias of its fc in silence."] if config.fc_bias else found
     if config.method == "peagle":

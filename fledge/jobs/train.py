@@ -62,7 +62,7 @@ class TrainOptions(Options):
     norm_before_fc: bool = opt("speculators: one RMSNorm over all captured layers", False)
     norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
     qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
-    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3)", None)
+    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3, or others under 7 layers)", None)
     layers: int = opt("decoder layers of the draft", 1, least=1)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
@@ -140,7 +140,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
             f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
         )
     decodes = _decodes(options, target, say)
-    target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
+    target.read_layers(_layers_to_read(options))
     if options.compile_target:
         target.compile()
     target.check_isolation()
@@ -338,6 +338,16 @@ def _decodes(options: TrainOptions, target: Target, say: Callable[[str], None]) 
         "has to be served by an engine that can restore such states"
     )
     return False
+
+
+def _layers_to_read(options: TrainOptions) -> tuple[int, ...] | None:
+    """Layers whose states a draft learns from, those of the draft to go on with where there is one; None: the
+    default."""
+    from fledge.models.weights import read_draft_config
+
+    if _method(options) == "eagle1":
+        return ()
+    return read_draft_config(options.init_from).aux_layers if options.init_from else _layer_ids(options.aux_layers)
 
 
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:

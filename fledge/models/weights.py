@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fledge.config import DraftConfig
+from fledge.config import DraftConfig, engine_layers
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 
@@ -280,6 +280,11 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
         return f"it was made for a vocabulary of {config.vocab_size} tokens and the target has {vocabulary}"
     if known.target_layers and known.target_layers != target.num_layers:
         return f"it was trained on a target of {known.target_layers} layers and this one has {target.num_layers}"
+    if config.method != "eagle1" and config.aux_layers is None and engine_layers(target.num_layers) is None:
+        return (
+            f"its config does not list the layers it reads, and the target has {target.num_layers}, too few for the "
+            "engines' default; list them as eagle_aux_hidden_state_layer_ids"
+        )
     other = known.tokenizer_sha256 and target.tokenizer is not None
     if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
         return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
