@@ -15,7 +15,7 @@ from fledge.eval.prompts import read_prompts
 from fledge.jobs import generate as generate_job
 from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
-from fledge.models.target import load_target
+from fledge.models.target import Target, load_target
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
 TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
@@ -272,6 +272,77 @@ def test_a_draft_that_does_not_list_a_shallow_targets_layers(fledge, tmp_path):
     assert refused.code == 2 and cure, refused.err
     file.write_text(json.dumps(config | {cure[1]: read}))
     assert fledge(*asked, "--draft", file.parent).out == fledge(*asked).out
+
+
+@pytest.mark.parametrize("context", [64, 300])
+def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_path):
+    """Lengths that nobody gave follow the target; one that was given is refused with what would do."""
+    target, chats = bare_target(tmp_path, max_position_embeddings=context)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1]
+    refused = fledge(*words, "--max-length", context + 1)
+    cure = re.search(rf"--max-length {context + 1} is more than the target reads; give (\d+) or less", refused.err)
+    assert refused.code == 2 and cure, refused.err
+    given = fledge(*words[:5], "--out", tmp_path / "given", "--steps", 1, "--max-length", cure[1])
+    assert given.code == 0, given.err
+    went = fledge(*words)
+    assert went.code == 0, went.err
+    options = json.loads((tmp_path / "run" / "train.json").read_text())["options"]
+    assert options["max_length"] == context and options["eval_tokens"] == min(64, context // 2)
+    draft = tmp_path / "run" / "draft"
+    assert json.loads((draft / "config.json").read_text())["fledge"]["max_length"] == context
+    said = fledge("generate", "--target", target, "--draft", draft, "--prompt", "Hello", "--stats")
+    assert said.code == 0, said.err
+    record = fledge("eval", "--target", target, "--draft", draft, "--prompts", tmp_path / "prompts.jsonl", "--json")
+    assert json.loads(record.out)["max_new_tokens"] == min(128, context // 2)
+    (tmp_path / "short.jsonl").write_text('{"messages": [{"role": "user", "content": "fly"}]}\n')
+    own = fledge("regenerate", "--target", target, "--data", tmp_path / "short.jsonl", "--out", tmp_path / "own.jsonl")
+    assert own.code == 0, own.err
+
+
+def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
+    """Where positions are a table, the drafts beyond a text have places in it: said before the first step, and left by
+    default."""
+    monkeypatch.setattr(Target, "rotary", False)
+    target, chats = bare_target(tmp_path, max_position_embeddings=64)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 30]
+    long = {"prompt": load_target(target).tokenizer.decode([9] * 33)}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long) + "\n")
+    refused = fledge(*words, "--eval-prompts", tmp_path / "long.jsonl")
+    assert refused.code == 2 and "has a prompt of over 31 tokens" in refused.err, refused.err
+    assert not (tmp_path / "run").exists()
+    went = fledge(*words, "--eval-prompts", tmp_path / "prompts.jsonl")
+    assert went.code == 0, went.err
+    draft = tmp_path / "run" / "draft"
+    asked = ["generate", "--target", target, "--prompt", "the young bird"]
+    together, alone = fledge(*asked, "--draft", draft), fledge(*asked)
+    assert together.code == 0 and alone.out.startswith(together.out.removesuffix("\n")), together.err
+
+
+def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
+    few = tiny_chats(tmp_path / "few.jsonl", 20)
+    words = ["train", "--target", made / "target", "--data", few, "--out", tmp_path / "run", "--steps", 1]
+    went = fledge(*words, "--row-length", 100)
+    assert went.code == 0, went.err
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["max_length"] == 100
+
+
+def test_a_run_of_before_is_resumed(fledge, tmp_path):
+    """Its train.json has the old default written in, and lacks options that have come since."""
+    target, chats = bare_target(tmp_path, max_position_embeddings=4096)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
+    went = fledge(*words)
+    assert went.code == 0, went.err
+    file = tmp_path / "run" / "train.json"
+    run = json.loads(file.read_text())
+    assert run["options"].pop("trust_remote_code") is False
+    assert run["options"]["max_length"] == 2048 and run["options"]["row_length"] is None
+    weights = (tmp_path / "run" / "draft" / "model.safetensors").read_bytes()
+    file.write_text(json.dumps(run))
+    for made in ("draft", "checkpoint"):
+        shutil.rmtree(tmp_path / "run" / made)
+    again = fledge("train", "--resume", tmp_path / "run")
+    assert again.code == 0, again.err
+    assert (tmp_path / "run" / "draft" / "model.safetensors").read_bytes() == weights
 
 
 def test_resuming_takes_no_other_options(made, draft, fledge):

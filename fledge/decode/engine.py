@@ -26,6 +26,7 @@ from fledge.types import Sampling, TreeShape
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]  # text to go on with, chat messages, or token ids
 MODES = ("chain", "tree", "parallel")
 BATCH = 16  # requests decoded together where nobody says
+NEW_TOKENS = 256  # most new tokens of a request where nobody says
 
 
 def check_drafting(
@@ -129,7 +130,7 @@ class Engine:
         prompts: Sequence[Prompt],
         *,
         batch: int | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         speculate: bool = True,
@@ -171,7 +172,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         speculate: bool = True,
@@ -180,6 +181,7 @@ class Engine:
     ) -> Iterator[str]:
         """Yields text as it is committed, for a raw string, chat messages, or token ids.
 
+        `max_new_tokens` None is 256, or as many as the target still reads after the prompt where that is less.
         `stop` are strings that end the text before themselves. `request` numbers requests that share a seed.
         `speculate` False decodes token by token, the baseline. `into` receives tokens, text and trace.
         Raises ValueError for a prompt that is empty or does not fit the target's context.
@@ -194,11 +196,13 @@ class Engine:
             yield rest
 
     def _request(
-        self, prompt: Prompt, number: int, *, max_new_tokens: int = 256, sampling: Sampling | None = None,
+        self, prompt: Prompt, number: int, *, max_new_tokens: int | None = None, sampling: Sampling | None = None,
         stop: Sequence[str] = (), into: Completion | None = None,
     ) -> Request:  # fmt: skip
         ids = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
         prefix = list(prompt if ids else self.template.prompt_ids(prompt))
+        if max_new_tokens is None:
+            max_new_tokens = max(1, min(NEW_TOKENS, self._positions - len(prefix)))
         self.check_length(len(prefix), max_new_tokens)
         vocabulary = self.target.embedding.shape[0]
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
@@ -222,6 +226,13 @@ class Engine:
                 f"reads at most {limit}; shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
             )
 
+    @property
+    def _positions(self) -> int:
+        """Most tokens of a request: the target's context, less the drafts that go beyond a text where its positions
+        are a table."""
+        beyond = self.depth if self.draft is not None and not self.target.rotary else 0
+        return self.target.context - beyond
+
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
         """Yields a request whenever something was committed to it, until it is over: its reader has it `say` that."""
         if not requests:
@@ -229,7 +240,7 @@ class Engine:
         drafts = speculate and self.draft is not None
         proposer = self._proposer(requests[0].chooser.sampling) if drafts else NoDrafter()
         most = max(len(r.prefix) + r.limit for r in requests)
-        if drafts and not self.target.rotary and most + self.depth > self.target.context:
+        if drafts and most > self._positions:
             raise ValueError(
                 f"{self.target.name or 'the target'} knows {self.target.context} positions and no more, and drafts of "
                 f"{self.depth} may go as many beyond the {most} tokens asked for; ask for fewer, or draft fewer"

@@ -24,7 +24,9 @@ class EvalOptions(DecodeOptions):
     )  # fmt: skip
     prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None, least=1)
-    max_new_tokens: int = opt("new tokens a prompt", 128, least=1)
+    max_new_tokens: int | None = opt(
+        "new tokens a prompt (default: 128, at most half the target's context)", None, least=1
+    )
     batch: int = opt("prompts decoded together, with and without the draft", 1)
     out: str | None = opt("also write the JSON here", None)
     json: bool = opt("print the JSON alone", False)
@@ -37,7 +39,7 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     from fledge.decode.engine import check_drafting, mode_of
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
-    from fledge.jobs.options import place_of, write_json
+    from fledge.jobs.options import new_tokens, place_of, write_json
     from fledge.models.weights import read_draft_config
 
     if not options.prompts:
@@ -66,6 +68,7 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     for way in itertools.product(options.draft, modes):
         engines[way] = options.engine(*way, target)
         target = engines[way].target
+    most = options.max_new_tokens or new_tokens(128, target.context)
     kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
     if templated and any(k != kwargs[options.draft[0]] for k in kwargs.values()):
@@ -79,7 +82,7 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         what = f"{name} with and without " + ("the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting")
         with progress.counting(f"decoding {what}", len(prompts)) as advance:
             records |= evaluate(
-                labels, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, batch=options.batch,
+                labels, prompts, sampling=sampling, max_new_tokens=most, batch=options.batch,
                 advance=advance,
             )  # fmt: skip
         if options.out:

@@ -17,7 +17,7 @@ class GenerateOptions(DecodeOptions):
     prompt: str | None = opt("what to say to it (default: standard input)", None)
     system: str | None = opt("a system message before it", None)
     raw: bool = opt("continue the prompt as plain text, without the chat template", False)
-    max_new_tokens: int = opt("most tokens to generate", 256, least=1)
+    max_new_tokens: int | None = opt("most tokens to generate (default: at most 256 of those that fit)", None, least=1)
     stop: list[str] = opt("end the text before this string; repeatable", many=True)
     stats: bool = opt("print speed and acceptance to standard error afterwards", False)
 

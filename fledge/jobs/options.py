@@ -101,6 +101,11 @@ def trust_option() -> Any:
     return opt("run the code that a target's files bring (auto_map); read that code first", False)
 
 
+def new_tokens(default: int, context: int) -> int:
+    """New tokens where nobody says: `default`, or half of the target's context where that is less."""
+    return max(1, min(default, context // 2))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Options):
     """What every command that decodes lets its user choose."""

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs, trust_option
+from fledge.jobs.options import Options, dtype_named, new_tokens, opt, place_of, template_kwargs, trust_option
 
 if TYPE_CHECKING:
     from fledge.data.read import Record
     from fledge.decode.engine import Engine
+
+
+NEW_TOKENS = 512  # most tokens of an answer where nobody says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,9 @@ class RegenerateOptions(Options):
     draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
-    max_new_tokens: int = opt("most tokens of an answer", 512, least=1)
+    max_new_tokens: int | None = opt(
+        "most tokens of an answer (default: 512, at most half the target's context)", None, least=1
+    )
     prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
     temperature: float = opt("0 is greedy", 0.0)
     top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
@@ -62,6 +67,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype),
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
+    most = options.max_new_tokens or new_tokens(NEW_TOKENS, engine.target.context)
     # what is asked does not depend on what the draft was trained with
     kwargs = template_kwargs(options.template_kwargs)
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
@@ -71,7 +77,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     with out.open("a", encoding="utf-8") as f, progress.counting("answering", len(records), done) as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, start)
+            rows, unfinished = _answer(batch, engine, options, most, start)
             cut += unfinished
             try:
                 f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -82,7 +88,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             advance(len(batch))
     say(f"wrote {len(records):,} records to {out}")
     if cut:
-        say(f"{cut:,} answers reached --max-new-tokens {options.max_new_tokens}; they are kept as far as they go")
+        say(f"{cut:,} answers reached --max-new-tokens {most}; they are kept as far as they go")
 
 
 def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
@@ -109,29 +115,31 @@ def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> i
 
 def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
     """What a line begins with: where its record is from, and a hash of all that decides its answers."""
-    asked = [record.messages, record.text, record.tools, options.target, options.max_new_tokens, options.prompt_tokens]
+    most = options.max_new_tokens or NEW_TOKENS
+    asked = [record.messages, record.text, record.tools, options.target, most, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
 def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, start: int
+    batch: list[Record], engine: Engine, options: RegenerateOptions, most: int, start: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Answers every assistant turn anew, each behind the target's own earlier answers. Returns rows, answers cut.
+    """Answers every assistant turn anew in at most `most` tokens, each behind the target's own earlier answers.
+    Returns rows, answers cut.
     Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one."""
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
     def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
-        room = engine.target.context - options.max_new_tokens
+        room = engine.target.context - most
         if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
             raise ValueError(
-                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {options.max_new_tokens}, "
+                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {most}, "
                 f"and the target reads at most {engine.target.context}; shorten it, or lower --max-new-tokens"
             )
         done = engine.generate_all(
-            list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
+            list(prompts.values()), batch=options.batch, max_new_tokens=most, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
         )  # fmt: skip
         return [(c.text, c.finish == "length") for c in done]

@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs, trust_option
+from fledge.jobs.options import (
+    Options,
+    dtype_named,
+    flag_of,
+    new_tokens,
+    opt,
+    place_of,
+    template_kwargs,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -47,8 +56,11 @@ class TrainOptions(Options):
     draft_vocab: int | None = opt(
         "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=1
     )
-    max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048, least=3)
-    row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None)
+    max_length: int | None = opt(
+        "longest document, in tokens; longer ones are cut into windows (default: 2,048, or the target's context)",
+        None, least=3,
+    )  # fmt: skip
+    row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None, least=3)
     rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1)
     lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
     warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
@@ -79,7 +91,9 @@ class TrainOptions(Options):
         "held-out prompts for τ while training, the first turns of 32 at most (default: 16 records of the data)", None
     )
     eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
-    eval_tokens: int = opt("new tokens for each of those prompts", 64, least=1)
+    eval_tokens: int | None = opt(
+        "new tokens for each of those prompts (default: 64, at most half the target's context)", None, least=1
+    )
     save_every: int = opt("steps between checkpoints", 200, least=1)
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
     seed: int = opt("of initial weights, packing and held-out records", 0)
@@ -95,6 +109,7 @@ class TrainOptions(Options):
 
 
 EVAL_RECORDS = 16
+MAX_LENGTH = 2048  # tokens of the longest document where nobody says
 # options that a draft to go on with has settled
 SHAPE = (
     "draft_vocab", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "aux_layers",
@@ -131,14 +146,12 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     else:
         keep_freed()
+    longest = options.max_length or min(MAX_LENGTH, options.row_length or MAX_LENGTH)
     target = load_target(
-        options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length,
+        options.target, device=device, dtype=dtype_named(options.dtype), max_length=longest,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    if options.max_length > target.context:
-        raise ValueError(
-            f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
-        )
+    options = _within_context(options, longest, target.context)
     decodes = _decodes(options, target, say)
     target.read_layers(_layers_to_read(options))
     if options.compile_target:
@@ -254,7 +267,7 @@ def _check(options: TrainOptions) -> None:
 
     if not options.target or not options.data:
         raise ValueError("give --target and --data (or --resume RUN)")
-    if options.row_length is not None and options.row_length < options.max_length:
+    if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
     for flag, value, known in (
         ("--loss", options.loss, KINDS),
@@ -321,6 +334,15 @@ def _drop(options: TrainOptions) -> tuple[float, float]:
     return (
         0.8 if options.cod_rate is None else options.cod_rate, 0.2 if options.cod_least is None else options.cod_least
     )  # fmt: skip
+
+
+def _within_context(options: TrainOptions, longest: int, context: int) -> TrainOptions:
+    """The options with the lengths that nobody gave: at most `longest` tokens a document, as many as the target reads.
+    Raises ValueError for a length given that is more than that."""
+    if options.max_length and options.max_length > context:
+        raise ValueError(f"--max-length {options.max_length} is more than the target reads; give {context} or less")
+    eval_tokens = options.eval_tokens or new_tokens(64, context)
+    return replace(options, max_length=min(longest, context), eval_tokens=eval_tokens)
 
 
 def _decodes(options: TrainOptions, target: Target, say: Callable[[str], None]) -> bool:
@@ -573,7 +595,8 @@ def _evaluator(
     from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
     from fledge.eval.run import acceptance, first_prompt
 
-    room = target.context - options.eval_tokens
+    beyond = 0 if target.rotary else options.depth  # where positions are a table, drafts must stay within it too
+    room = target.context - options.eval_tokens - beyond
     if room < 1:
         raise ValueError(f"--eval-tokens {options.eval_tokens} leaves no room in the {target.context} the target reads")
 
