@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs
+from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs, shortened, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 METHODS = ("eagle1", "eagle3", "peagle")
@@ -78,7 +78,7 @@ class RopeConfig:
                 "'linear' in the target's config, or remove the scaling and stay within its trained length."
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"unknown RoPE type {kind!r}; fledge knows {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"unknown RoPE type {shown(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
         values["rope_theta"] = values["rope_theta"] or theta or top.get("rope_theta", cls.rope_theta)
         if values["partial_rotary_factor"] is None:
             values["partial_rotary_factor"] = top.get("partial_rotary_factor", cls.partial_rotary_factor)
@@ -182,7 +182,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method {shown(self.method)} is none of {', '.join(METHODS)}")
         if self.method == "eagle1":
             self._check_eagle1()
         if (self.method == "peagle") != (self.mask_token_id is not None):
@@ -269,7 +269,7 @@ class DraftConfig:
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
             )
         if top.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {top.get('hidden_act')!r}: every engine's EAGLE-3 draft uses silu")
+            raise ValueError(f"hidden_act {shown(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
         aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
         if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
             # the nested list counts as SGLang does, by the layer whose output is read
@@ -409,20 +409,24 @@ def _method(top: Fields) -> str:
     """Which method's draft a config describes. The authors' name no architecture but Llama's: their EAGLE-3 has a
     draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
     own = top.within("fledge", OWN).get("method")
-    names = [a.lower() for a in top.get("architectures") or ["eagle3"]]
+    names = top.get("architectures") or ["Eagle3"]
     if own:
         return own
-    if any("peagle" in a for a in names):  # SpecForge's and vLLM's own names
+    if _mentions("peagle", names):  # SpecForge's and vLLM's own names
         return "peagle"
-    if any("eagle3" in a for a in names):
+    if _mentions("eagle3", names):
         return "eagle3" if _mask_token(top) is None else "peagle"
-    if any("eagle" in a for a in names):
+    if _mentions("eagle", names):
         return "eagle1"
     if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
         return "eagle3"
     if top.get("num_hidden_layers") == 1:
         return "eagle1"
-    raise ValueError(f"architectures {top.get('architectures')} is not an EAGLE draft")
+    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
+
+
+def _mentions(word: str, names: list[str]) -> bool:
+    return any(word in name.lower() for name in names)
 
 
 def _mask_token(top: Fields) -> int | None:

@@ -46,6 +46,6 @@ def _message(accepted: int, rounds: int, config: DraftConfig, target: str) -> st
         causes.append(f"it was trained on other layers than its config names ({layers})")
     return (
         f"the first word that the draft guesses was accepted in {accepted} of {rounds} rounds, no more than chance, so "
-        f"it only makes {target or 'the target'} slower. Likely causes: {'; '.join(causes)}; or the text is unlike all "
-        "that it was trained on"
+        f"it only makes {target or 'the target'} slower. Likely causes: {'; '.join(causes)}; or it has learnt "
+        "too little of such text"
     )

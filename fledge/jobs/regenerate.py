@@ -22,7 +22,7 @@ class RegenerateOptions(Options):
     """Have the target answer the data's prompts itself, for training on its own words."""
 
     target: str = opt("the model that answers: a directory or hub id")
-    draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
+    draft: str | None = opt("a draft of it, a directory or hub id, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
     max_new_tokens: int = opt("most tokens of an answer", 512, least=1)
