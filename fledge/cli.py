@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
@@ -104,6 +105,7 @@ def main() -> None:
     """Runs the command line. What a user can mend is told in a sentence on standard error, with exit code 2."""
     try:
         _quiet_transformers()
+        warnings.formatwarning = _sentence
         app()
     except (ValueError, OSError, FloatingPointError) as e:
         print(f"fledge: {e}", file=sys.stderr)
@@ -115,6 +117,16 @@ def main() -> None:
             raise
         print(f"fledge: the GPU has not enough memory for this: {e}", file=sys.stderr)
         sys.exit(2)
+
+
+def _sentence(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:
+    """How a warning reads: ours as a sentence, without the line of code that it came from."""
+    if category.__module__.startswith("fledge."):
+        return f"fledge: {warning}\n"
+    return _formatwarning(warning, category, *where, **line)
+
+
+_formatwarning = warnings.formatwarning
 
 
 def _quiet_transformers() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs, shortened, shown
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 METHODS = ("eagle1", "eagle3", "peagle")
 MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as each engine calls it
@@ -24,7 +26,7 @@ class RopeConfig:
 
     `long` says which of longrope's two factor lists the whole run uses. It is chosen once, from the configured
     maximum length, because choosing by the length of a call makes packed rows differ from unpacked ones and
-    prefill from decoding.
+    prefill from decoding. YaRN's fields are filled in with transformers' defaults, since SpecForge has none of its own.
     """
 
     rope_type: str = "default"
@@ -44,19 +46,33 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     long: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rope_type != "yarn":
+            return
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+        filled = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        if not (self.mscale and self.mscale_all_dim):  # one alone counts for nothing in transformers: as it is here
+            filled |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> RopeConfig:
         """Reads transformers 5's `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers.
+        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers. Raises ValueError for a kind
+        that cannot be used, or naming a field that is missing or holds what it cannot.
         """
-        params = dict(hf.get("rope_parameters") or {})
-        if "full_attention" in params:  # one set a layer type: the draft's layers attend fully
-            params = dict(params["full_attention"])
-        if hf.get("rope_scaling"):
-            params = {"rope_theta": params.get("rope_theta"), **hf["rope_scaling"]}
-        params = {k: v for k, v in params.items() if v is not None}
-        kind = params.get("rope_type", params.get("type", "default"))
+        top = Fields(hf, CONFIG)
+        given = top.get("rope_parameters", {})
+        if "full_attention" in given:  # one set a layer type: the draft's layers attend fully
+            given = given["full_attention"]
+        params = Fields(given, ROPE, "rope_parameters")
+        theta = params.get("rope_theta")
+        if top.get("rope_scaling"):
+            params = top.within("rope_scaling", ROPE)
+        values = {key: params.get(key) for key in ROPE}
+        kind = values.pop("rope_type") or values.pop("type") or "default"
         kind = "longrope" if kind == "su" else kind
         if kind == "dynamic":
             raise ValueError(
@@ -65,29 +81,30 @@ class RopeConfig:
                 "'linear' in the target's config, or remove the scaling and stay within its trained length."
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"unknown RoPE type {kind!r}; fledge knows {', '.join(ROPE_TYPES)}")
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if hf.get(key) is not None:
-                params.setdefault(key, hf[key])
+            raise ValueError(f"unknown RoPE type {shown(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
+        values["rope_theta"] = values["rope_theta"] or theta or top.get("rope_theta", cls.rope_theta)
+        if values["partial_rotary_factor"] is None:
+            values["partial_rotary_factor"] = top.get("partial_rotary_factor", cls.partial_rotary_factor)
         if kind in ("llama3", "yarn", "longrope"):
             # as in transformers: the top level's trained length wins, and where there is none the positions stand in
-            given = params.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
-            params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings") or given
-        known = {f.name for f in fields(cls)} - {"rope_type", "long"}
-        rope = cls(
-            rope_type=kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if k in known}
-        )
-        return rope._with_factor(hf.get("max_position_embeddings"))
+            trained = values["original_max_position_embeddings"] or top.get("max_position_embeddings")
+            values["original_max_position_embeddings"] = top.get("original_max_position_embeddings", trained)
+        known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "type"}
+        return cls(rope_type=kind, **known)._complete(top.get("max_position_embeddings"))
 
-    def _with_factor(self, max_positions: int | None) -> RopeConfig:
-        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek)."""
+    def _complete(self, max_positions: int | None) -> RopeConfig:
+        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek). Raises
+        ValueError for a field that its kind needs and has not."""
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        missing = [f"a `{key}`" for key in needed.get(self.rope_type, ()) if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"RoPE type {self.rope_type!r} needs {' and '.join(missing)} in the config")
         if self.rope_type == "default" or self.factor is not None:
             return self
         original = self.original_max_position_embeddings
-        if self.rope_type not in ("yarn", "longrope") or not original or not max_positions:
+        if not original or not max_positions:
             raise ValueError(
-                f"RoPE type {self.rope_type!r} needs a `factor` in the config"
-                + ("" if self.rope_type in ("linear", "llama3") else ", or the two lengths that it is the ratio of")
+                f"RoPE type {self.rope_type!r} needs a `factor` in the config, or the two lengths it is the ratio of"
             )
         return replace(self, factor=max_positions / original)
 
@@ -168,7 +185,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method {shown(self.method)} is none of {', '.join(METHODS)}")
         if self.method == "eagle1":
             self._check_eagle1()
         if (self.method == "peagle") != (self.mask_token_id is not None):
@@ -240,53 +257,58 @@ class DraftConfig:
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
         """Reads a draft's config.json. Raises ValueError for what is not an EAGLE draft, with the reason."""
+        top = Fields(hf, CONFIG)
         if "speculators_config" in hf or "speculators_model_type" in hf:
             raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
-        missing = [k for k in NEEDED if k not in hf]
+        missing = [k for k in NEEDED if k not in top]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        method = _method(hf)
-        if method == "eagle1" and hf.get("qkv_bias"):
+        eagle, own = top.within("eagle_config", EAGLE_CONFIG), top.within("fledge", OWN)
+        method, mask = _method(top), _mask_token(top)
+        if method == "eagle1" and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
-        eagle = hf.get("eagle_config") or {}
-        own = hf.get("fledge") or {}
-        aux = own.get("aux_layers", hf.get("eagle_aux_hidden_state_layer_ids"))
-        if aux is None and eagle.get("eagle_aux_hidden_state_layer_ids") is not None:
+        if method == "peagle" and mask is None:
+            raise ValueError(
+                "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
+            )
+        if top.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {shown(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
+        aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
+        if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
             # the nested list counts as SGLang does, by the layer whose output is read
-            aux = [i + 1 for i in eagle["eagle_aux_hidden_state_layer_ids"]]
-        rope = RopeConfig.from_hf(hf)
-        width = hf.get("target_hidden_size") or hf["hidden_size"]
-        aux_count = 0 if method == "eagle1" else hf.get("num_aux_hidden_states") or (len(aux) if aux else 3)
-        kept = {f.name for f in fields(Provenance)}
+            aux = [i + 1 for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
+        hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
+        width = top.get("target_hidden_size", hidden)
+        aux_count = 0 if method == "eagle1" else top.get("num_aux_hidden_states") or (len(aux) if aux else 3)
+        known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
+        check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
         return cls(
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
-            draft_vocab_size=hf.get("draft_vocab_size") or hf["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=top.get("intermediate_size"),
+            vocab_size=vocabulary,
+            draft_vocab_size=top.get("draft_vocab_size", vocabulary),
             target_hidden_size=width,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope=replace(rope, long=bool(own.get("longrope_long", False))),
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
-            num_hidden_layers=hf.get("num_hidden_layers", 1),
+            rms_norm_eps=float(top.get("rms_norm_eps", 1e-6)),
+            rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
+            max_position_embeddings=top.get("max_position_embeddings", 2048),
+            num_hidden_layers=top.get("num_hidden_layers", 1),
             method=method,
-            fc_bias=method == "eagle1" and bool(hf.get("bias", True)),  # absent is True, in the authors' code
+            fc_bias=method == "eagle1" and top.get("bias", True),  # absent is True, in the authors' code
             num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
-            attention_bias=bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            qk_norm=hf.get("model_type") == "qwen3",
-            norm_before_residual=bool(hf.get("norm_before_residual", False)),
-            norm_before_fc=bool(eagle.get("norm_before_fc", hf.get("norm_before_fc", False))),
-            fc_norm=bool(hf.get("fc_norm", hf.get("use_aux_norm", False))),
-            norm_output=bool(hf.get("norm_output", False)),
-            own_embeddings=bool(own.get("own_embeddings", width != hf["hidden_size"])),
-            mask_token_id=_mask_token(hf) if method == "peagle" else None,
-            bos_token_id=_first(hf.get("bos_token_id")),
-            eos_token_id=_first(hf.get("eos_token_id")),
-            pad_token_id=hf.get("pad_token_id"),
-            provenance=Provenance(**{k: v for k, v in own.items() if k in kept}),
+            attention_bias=top.get("attention_bias", False),
+            mlp_bias=top.get("mlp_bias", False),
+            qk_norm=top.get("model_type") == "qwen3",
+            norm_before_residual=top.get("norm_before_residual", False),
+            norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
+            fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
+            norm_output=top.get("norm_output", False),
+            own_embeddings=own.get("own_embeddings", width != hidden),
+            mask_token_id=mask if method == "peagle" else None,
+            bos_token_id=_first(top.get("bos_token_id")),
+            eos_token_id=_first(top.get("eos_token_id")),
+            pad_token_id=top.get("pad_token_id"),
+            provenance=Provenance(**known),
             **_heads(hf),
         )
 
@@ -332,10 +354,10 @@ class DraftConfig:
             hf |= {
                 "norm_before_residual": self.norm_before_residual,
                 "norm_before_fc": self.norm_before_fc,
-                "fc_norm": self.fc_norm,
-                "norm_output": self.norm_output,
                 "num_aux_hidden_states": self.num_aux_hidden_states,
             }
+            # only where they are true: at a `norm_output` of false SpecForge skips its final norm
+            hf |= {name: True for name in ("fc_norm", "norm_output") if getattr(self, name)}
         if self.mask_token_id is not None:
             hf |= dict.fromkeys(MASK_TOKEN, self.mask_token_id)
         if self.rope.partial_rotary_factor != 1.0:
@@ -388,34 +410,43 @@ def engine_layers(n: int) -> tuple[int, int, int] | None:
     return (2, n // 2, n - 3) if n >= 7 else None
 
 
-def _method(hf: dict[str, Any]) -> str:
+def _method(top: Fields) -> str:
     """Which method's draft a config describes. The authors' name no architecture but Llama's: their EAGLE-3 has a
     draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
-    own = (hf.get("fledge") or {}).get("method")
-    names = [a.lower() for a in hf.get("architectures") or ["eagle3"]]
-    if own or any("eagle3" in a for a in names):
-        return own or ("eagle3" if _mask_token(hf) is None else "peagle")
-    if any("eagle" in a for a in names):
+    own = top.within("fledge", OWN).get("method")
+    names = top.get("architectures") or ["Eagle3"]
+    if own:
+        return own
+    if _mentions("peagle", names):  # SpecForge's and vLLM's own names
+        return "peagle"
+    if _mentions("eagle3", names):
+        return "eagle3" if _mask_token(top) is None else "peagle"
+    if _mentions("eagle", names):
         return "eagle1"
-    if any(hf.get(key) is not None for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
+    if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
         return "eagle3"
-    if hf.get("num_hidden_layers") == 1:
+    if top.get("num_hidden_layers") == 1:
         return "eagle1"
-    raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE draft")
+    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
 
 
-def _mask_token(hf: dict[str, Any]) -> int | None:
-    return next((hf[key] for key in MASK_TOKEN if hf.get(key) is not None), None)
+def _mentions(word: str, names: list[str]) -> bool:
+    return any(word in name.lower() for name in names)
+
+
+def _mask_token(top: Fields) -> int | None:
+    return next((top.get(key) for key in MASK_TOKEN if key in top), None)
 
 
 def _first(ids: int | list[int] | None) -> int | None:
-    return ids[0] if isinstance(ids, list) else ids
+    return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
 def _heads(hf: dict[str, Any]) -> dict[str, int]:
-    heads = hf["num_attention_heads"]
+    top = Fields(hf, CONFIG)
+    heads = top.get("num_attention_heads")
     return dict(
         num_attention_heads=heads,
-        num_key_value_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        num_key_value_heads=top.get("num_key_value_heads", heads),
+        head_dim=top.get("head_dim") or top.get("hidden_size") // heads,
     )

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 
 from fledge.data.read import Record
+from fledge.fields import check_template_kwargs
 from fledge.types import Document
 
 
 class ChatTemplate:
-    """A tokenizer's own chat template with fixed keyword arguments, such as enable_thinking=False."""
+    """A tokenizer's own chat template with fixed keyword arguments, such as enable_thinking=False.
+
+    Raises ValueError for arguments that are no variables of a template (`check_template_kwargs`).
+    """
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
-        self.tokenizer, self.stop_ids, self.kwargs = tokenizer, frozenset(stop_ids), dict(kwargs or {})
+        self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
+        self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; fledge needs a fast tokenizer")
 

@@ -77,6 +77,7 @@ class Batch:
         began = time.perf_counter()
         prefixes = [r.prefix for r in requests]
         logits_BV, features, cache = self.target.prefill(prefixes, features=self.drafts, layers=self.layers)
+        self.target.check_numbers(logits_BV)
         slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
         if self.drafts:
             states = map(self.proposer.draft.reads, features)

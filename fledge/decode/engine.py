@@ -13,6 +13,7 @@ import torch
 
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
+from fledge.decode.chance import Acceptance
 from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
 from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
 from fledge.decode.request import Completion, Request
@@ -65,7 +66,8 @@ class Engine:
     with `confidence` above 0 only while the draft gives its chain at least that probability. "tree" drafts EAGLE-2's
     tree of `nodes`, the root included, at most `width` children each, or a tree of a fixed `shape`. None is "parallel"
     for a draft of P-EAGLE, else "chain". The draft's cache is `stable`, or keeps what it made itself of
-    accepted tokens. Raises ValueError where draft and target do not belong together, the target cannot do what
+    accepted tokens. A draft that turns out to be accepted no more often than by chance is told of by a
+    `ChanceWarning`, once. Raises ValueError where draft and target do not belong together, the target cannot do what
     verification needs, or the options contradict each other.
     """
 
@@ -99,6 +101,7 @@ class Engine:
             if self.mode == "tree":
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
+        self._acceptance = Acceptance()
         self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -157,6 +160,7 @@ class Engine:
             asked.say()
         for asked in requests:
             asked.close()
+        self._watch(requests)
         return [asked.done for asked in requests]
 
     @functools.cached_property
@@ -192,8 +196,16 @@ class Engine:
         for _ in self._decode([asked], 1, speculate):
             if piece := asked.say():
                 yield piece
-        if rest := asked.close():
+        rest = asked.close()
+        self._watch([asked])
+        if rest:
             yield rest
+
+    def _watch(self, requests: Sequence[Request]) -> None:
+        """Warns of a draft whose words are accepted no more often than by chance."""
+        if self.draft is not None and requests:
+            traces, sampling = [r.done.trace for r in requests], requests[0].chooser.sampling
+            self._acceptance.add(traces, sampling, self.draft.config, self.target.name)
 
     def _request(
         self, prompt: Prompt, number: int, *, max_new_tokens: int | None = None, sampling: Sampling | None = None,
@@ -281,7 +293,8 @@ def load(
     trust_remote_code: bool = False,
     **drafting: Any,
 ) -> Engine:
-    """Loads a target (or takes one), from a directory or hub id, and a draft for it from a directory.
+    """Loads a target (or takes one) and a draft for it, each from a directory or by a hub id, which may end in a
+    revision (owner/name@revision).
 
     Code that comes with the target's files runs only with `trust_remote_code`; a draft has none.
     `device` "auto" is the GPU where there is one; `draft_device` None is the target's. `dtype` None is float32 on the

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class EvalOptions(DecodeOptions):
     """Decode prompts with a draft, or several, and without in one run; report acceptance, speed and identity."""
 
-    draft: list[str] = opt("a draft of it; repeatable, to compare", many=True)
+    draft: list[str] = opt("a draft of it, a directory or hub id; repeatable, to compare", many=True)
     draft_mode: list[str] = opt(
         "chain, tree (EAGLE-2's) or parallel (P-EAGLE's; default: chain or parallel, as the draft is); repeatable, to "
         "compare", many=True
@@ -122,8 +122,8 @@ def _sentences(r: dict[str, Any]) -> list[str]:
     if split := r["round"]:
         lines.append(
             f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
-            f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what "
-            f"the bytes of its weights do, the speedup would be {split['ceiling']:.2f}."
+            f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost no "
+            f"more than the bytes of its weights, and the rest nothing, the speedup would be {split['ceiling']:.2f}."
         )
     straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["not_looping"] else ""
     lines.append(

@@ -9,6 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.fields import check_template_kwargs
+
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
     from fledge.models.target import Target
@@ -48,16 +50,17 @@ class Options:
 
 
 def template_kwargs(text: str | None) -> dict[str, Any] | None:
-    """--template-kwargs as a dict. Raises ValueError where it is not a JSON object."""
+    """--template-kwargs as a dict. Raises ValueError where it is no JSON object, or sets more than a template's
+    variables."""
     if text is None:
         return None
     try:
         kwargs = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"--template-kwargs is not JSON ({e}); write e.g. '{{\"enable_thinking\": false}}'") from e
     if not isinstance(kwargs, dict):
         raise ValueError("--template-kwargs must be a JSON object such as '{\"enable_thinking\": false}'")
-    return kwargs
+    return check_template_kwargs(kwargs, "--template-kwargs")
 
 
 def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
@@ -110,9 +113,9 @@ def new_tokens(default: int, context: int) -> int:
 class DecodeOptions(Options):
     """What every command that decodes lets its user choose."""
 
-    target: str = opt("the model that speaks: a directory or hub id")
+    target: str = opt("the model that speaks: a directory or hub id (owner/name or owner/name@revision)")
     trust_remote_code: bool = trust_option()
-    draft: str | None = opt("its draft; without one it decodes token by token", None)
+    draft: str | None = opt("its draft, a directory or hub id; without one it decodes token by token", None)
     temperature: float = opt("0 is greedy", 0.0)
     top_k: int = opt("sample among the k likeliest only (0: all)", 0)
     top_p: float = opt("sample among the likeliest that hold this mass", 1.0)

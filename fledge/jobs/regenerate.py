@@ -26,7 +26,7 @@ class RegenerateOptions(Options):
 
     target: str = opt("the model that answers: a directory or hub id")
     trust_remote_code: bool = trust_option()
-    draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
+    draft: str | None = opt("a draft of it, a directory or hub id, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
     max_new_tokens: int | None = opt(

@@ -38,20 +38,22 @@ if TYPE_CHECKING:
 class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
-    target: str | None = opt("the model to speed up: a directory or hub id", None)
+    target: str | None = opt("the model to speed up: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_option()
     data: list[str] = opt(
         "files, globs in quotes or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
-    init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
+    init_from: str | None = opt(
+        "go on training this draft, a directory or hub id (its vocabulary and shape are kept)", None
+    )
     method: str | None = opt("eagle3 (the default), eagle3.1, peagle or eagle1", None)
     epochs: float = opt("passes over the data", 1.0, above=0)
     steps: int | None = opt("optimizer steps, instead of --epochs", None, least=1)
     depth: int | None = opt(
         "draft steps trained (TTT; EAGLE-1 trains one), and drafted by default (default: 5, or as --init-from was)",
-        None, least=1,
+        None, least=1, most=64,
     )  # fmt: skip
     draft_vocab: int | None = opt(
         "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=1

@@ -64,7 +64,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
+        with torch.device("cpu"):  # numbers also where a draft is made of shapes alone
+            frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.impl = "eager"
 

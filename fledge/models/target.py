@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, default_aux_layers
+from fledge.hub import split_revision
 from fledge.kernels.any_length import any_length
 from fledge.kernels.transfer import to_device
 from fledge.models.attention import group_heads
@@ -296,6 +297,15 @@ class Target:
         masks = {kind: mask(kind) for kind in sorted(kinds)}
         return dict(position_ids=position_BN, attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
 
+    def check_numbers(self, computed: Tensor) -> None:
+        """Raises ValueError where logits or states that it computed are NaN, or infinite above (below, logits say
+        never)."""
+        if bool((computed.isnan() | computed.isposinf()).any()):
+            raise ValueError(
+                f"{self.name or 'the target'} computes NaN or infinite values in {str(self.dtype).split('.')[-1]}: its "
+                "weights are damaged, or the dtype is too narrow for them; try --dtype float32, or copy it again"
+            )
+
     # -- what is checked before anything relies on it -----------------------------------------------------------
 
     @torch.no_grad()
@@ -316,6 +326,7 @@ class Target:
             _close(p.aux_TAD[9:], alone.aux_TAD) for p in pairs
         )
         own = self.model(input_ids=two[None], use_cache=False).logits[0]
+        self.check_numbers(own)
         if not _close(self.logits(alone.last_TD), own):
             raise ValueError(
                 f"{self.name or 'the target'} computes its logits in a way fledge does not know: its output head "
@@ -336,6 +347,7 @@ class Target:
         """Why tokens that the model has seen cannot be forgotten; empty where they can. Found out by trying, once."""
         tokens, cache = self._random_tokens(12, seed=1), TargetCache()
         direct = self._run(tokens[:, :8], RunningState(recompute=True), {})[:, 6:]
+        self.check_numbers(direct)
         problem = "its state cannot be rolled back, as that of layers with a running summary of the past cannot"
         try:
             self.forward(tokens[:, :6], cache, features=False)
@@ -390,6 +402,7 @@ class Target:
         for b, n in enumerate(lengths):
             line = torch.cat([tokens[b, :n], drafted[b, [0, 2, 4]], tokens[b, :1]])
             direct, _ = self.forward(line[None], TargetCache(), features=False)
+            self.check_numbers(direct)
             if not _close(torch.cat([found[b, [0, 2, 4]], after[b]]), direct[0, n:]):
                 raise ValueError(f"{name} cannot verify {_masked(requests)}: {why}; {_CURE[requests]}")
 
@@ -409,14 +422,15 @@ def load_target(
     max_length: int | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Loads a model and tokenizer from a directory or a hub id.
+    """Loads a model and tokenizer from a directory or a hub id, which may end in a revision (owner/name@revision).
 
     `dtype` None is the checkpoint's own on an accelerator and float32 on the CPU. Code that comes with the model runs
     only with `trust_remote_code`. Raises ValueError with the cause where the files are missing, cut short, not a
     causal language model, or need such code.
     """
     device = torch.device(device)
-    if not Path(path).exists() and (Path(path).is_absolute() or str(path).count("/") > 1):
+    name, revision = split_revision(path)
+    if not Path(path).exists() and (Path(path).is_absolute() or name.count("/") > 1):
         raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
@@ -426,12 +440,14 @@ def load_target(
     disable_progress_bar()
     try:
         # said each time, because transformers would otherwise ask on standard input, where prompts come from
-        trust = dict(trust_remote_code=trust_remote_code)
-        RopeConfig.from_hf(AutoConfig.from_pretrained(path, **trust).get_text_config(decoder=True).to_dict())
+        trusted = dict(revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, **trusted)
+        RopeConfig.from_hf(config.get_text_config(decoder=True).to_dict())
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True, **trust
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, **trust)
+            name, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True,
+            **trusted,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
     except Exception as e:
         if "trust_remote_code" in str(e):
             raise ValueError(

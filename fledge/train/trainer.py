@@ -150,7 +150,7 @@ def _step(
     """One optimizer step over the next `rows_per_step` rows. Returns their sums, token count, learning rate, gradient
     norm."""
     draft.train()
-    found, tokens = [], 0
+    found, tokens, begun = [], 0, progress.place
     for i in range(schedule.rows_per_step):
         row, features = next(upcoming)
         tokens += rows.tokens(progress.place)
@@ -179,11 +179,33 @@ def _step(
     total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
     norm = norm.item()
     if not math.isfinite(norm):  # nothing is saved after this
+        rows_read = _from(rows, begun, schedule.rows_per_step)
         raise FloatingPointError(
-            f"the gradient of step {progress.step + 1} is {norm}; train anew with a lower --lr and another --out, from "
-            "the last checkpoint's weights (--init-from RUN/checkpoint) if there is one"
+            f"the gradient of step {progress.step + 1} is {norm}: {_why(rows_read, source, draft, progress.step)}"
         )
     return total, tokens, lr, norm
+
+
+def _why(rows: Iterator[Packed], source: Source, draft: Draft, steps_done: int) -> str:
+    """What made a step's gradient infinite or NaN, and the cure: the target, the draft before it learnt anything, or
+    the learning rate."""
+    for row in rows:
+        features = source.features(row)
+        states = (features.last_TD, draft.reads(features))
+        if not all(bool(x.isfinite().all()) for x in states):
+            return (
+                f"the target computes NaN or infinite hidden states in {str(features.last_TD.dtype).split('.')[-1]}; "
+                "train with another --dtype (float32 has the widest range), or copy the target again"
+            )
+    if steps_done == 0:
+        return (
+            f"nothing has been learnt yet, so the draft that was begun with overflows in "
+            f"{str(draft.dtype).split('.')[-1]}; train with --dtype float32, or begin with another draft"
+        )
+    return (
+        "train anew with a lower --lr and another --out, from the last checkpoint's weights (--init-from "
+        "RUN/checkpoint) if there is one"
+    )
 
 
 def _discounted(counts_K: Tensor, gamma: float) -> float:
