@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.batch import Batch, NoDrafter
+from fledge.decode.batch import Batch, Lanes, NoDrafter
 from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
 from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
 from fledge.decode.request import Completion, Request
@@ -227,22 +227,24 @@ class Engine:
         if not requests:
             return
         drafts = speculate and self.draft is not None
-        proposer = self._proposer(requests[0].chooser.sampling) if drafts else NoDrafter()
+        sampling = requests[0].chooser.sampling
         most = max(len(r.prefix) + r.limit for r in requests)
         if drafts and not self.target.rotary and most + self.depth > self.target.context:
             raise ValueError(
                 f"{self.target.name or 'the target'} knows {self.target.context} positions and no more, and drafts of "
                 f"{self.depth} may go as many beyond the {most} tokens asked for; ask for fewer, or draft fewer"
             )
-        together = Batch(self.target, proposer, self.layers if drafts else None)
-        waiting = deque(requests)
+
+        def new_batch() -> Batch:
+            if not drafts:
+                return Batch(self.target, NoDrafter(), None)
+            return Batch(self.target, self._proposer(sampling), self.layers)
+
+        together, waiting = Lanes(new_batch), deque(requests)
         while waiting or together.running:
-            free = min(batch - len(together.running), len(waiting))
+            free = min(batch - together.running, len(waiting))
             yield from together.enter([waiting.popleft() for _ in range(free)])
-            if together.running:
-                together.round()
-                yield from together.running
-                together.dismiss()
+            yield from together.round()
 
     def _proposer(self, sampling: Sampling) -> Drafter:
         if self.mode == "chain":
