@@ -17,7 +17,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
         self.tokenizer, self.stop_ids, self.kwargs = tokenizer, frozenset(stop_ids), dict(kwargs or {})
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; fledge needs a fast tokenizer")
 
     # -- prompts ------------------------------------------------------------------------------------------------

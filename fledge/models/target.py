@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, default_aux_layers
@@ -391,6 +391,26 @@ def load_target(
             f"{missing[0]}; copy or download it again"
         )
     return Target(model.to(device), tokenizer, name=str(path), max_length=max_length)
+
+
+def target_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, max_length: int | None = None
+) -> Target:
+    """A target made of a loaded transformers model, which is used in place and frozen.
+
+    `tokenizer` None is the one that lies where the model came from. Raises ValueError where there is none, and for a
+    model that is no causal language model.
+    """
+    name = model.config.name_or_path
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is no causal language model; load one by AutoModelForCausalLM")
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as e:
+            where = f"in {name}, where the model is from" if name else "since the model does not say where it is from"
+            raise ValueError(f"no tokenizer can be loaded {where}; give load(model, tokenizer=..) one") from e
+    return Target(model, tokenizer, name=name or type(model).__name__, max_length=max_length)
 
 
 def _cure(e: Exception) -> str:
