@@ -313,7 +313,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         target.compile()
     target.check_isolation()
     config = DraftConfig.for_target(
-        hf.to_dict(), max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
+        target.shape, max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
     )
     W = config.draft_vocab_size
     draft = Draft(config).to(device, dtype)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from fledge import __version__
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -25,6 +26,21 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fledge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fledge(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options that go before a command."""
 
 
 def _command(name: str, options: type) -> Callable[[Callable[[Any], None]], None]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -18,6 +19,15 @@ MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as ea
 # SGLang cannot capture, where there are three without it
 SHALLOW = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Llama's names, and what configs call these sizes where their attribute map does not translate the name
+LLAMA_NAMES = {
+    "hidden_size": (),
+    "num_attention_heads": (),
+    "num_key_value_heads": ("num_kv_heads",),
+    "head_dim": ("kv_channels",),
+    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner", "dff"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
+}
 
 
 @dataclass(frozen=True)
@@ -230,8 +240,8 @@ class DraftConfig:
     def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
         """A one-layer draft as wide as the target, with its heads, RoPE and norms' epsilon.
 
-        `hf` is the target's (text) config as a dict; `overrides` replace any field. Raises ValueError where the
-        target's RoPE cannot be used or the overrides contradict each other.
+        `hf` is what `llama_names` makes of the target's text config; `overrides` replace any field. Raises ValueError
+        where the target's RoPE cannot be used or the overrides contradict each other.
         """
         missing = [k for k in NEEDED if hf.get(k) is None]
         if missing:
@@ -388,6 +398,38 @@ class DraftConfig:
     def with_provenance(self, **known: Any) -> DraftConfig:
         """The same draft with these facts of its training written in."""
         return replace(self, provenance=replace(self.provenance, **known))
+
+
+def llama_names(config: Any) -> dict[str, Any]:
+    """A transformers text config as a dict that has its sizes under the names of Llama's config, as `for_target` reads
+    them.
+
+    Names are translated by the config's attribute map and by `LLAMA_NAMES`. A size that the family does not have is
+    derived: an MLP is four times as wide as the hidden state (GPT-2, Bloom), a model without attention gets heads 64
+    wide (Mamba), and a RoPE that no draft can use (Gemma 4's "proportional") becomes a plain one of the same base.
+    `max_position_embeddings` is left out where no longest input is named, as for ALiBi and recurrent layers.
+    """
+    hf = {name: value for name, value in config.to_dict().items() if value is not None}
+    for name, others in LLAMA_NAMES.items():
+        found = next((k for k in (name, config.attribute_map.get(name), *others) if k in hf), None)
+        if found is not None:
+            hf[name] = hf[found]
+    if width := hf.get("hidden_size"):
+        hf.setdefault("intermediate_size", 4 * width)
+        hf.setdefault("num_attention_heads", width // math.gcd(width, 64))
+    if hf.get("multi_query") and not hf.get("new_decoder_architecture"):  # Falcon-7B and GPTBigCode: one for all heads
+        hf["num_key_value_heads"] = 1
+    return hf | {"rope_parameters": _usable_rope(hf.get("rope_parameters"))}
+
+
+def _usable_rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The RoPE that a draft takes over. "dynamic" stays, to be refused: with it the target itself changes with the
+    length of a call."""
+    parameters = (parameters or {}).get("full_attention") or parameters or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind in (*ROPE_TYPES, "su", "dynamic"):
+        return parameters
+    return {"rope_type": "default", "rope_theta": parameters.get("rope_theta") or 10000.0}
 
 
 def default_aux_layers(target_layers: int) -> tuple[int, ...]:

@@ -141,9 +141,7 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     """A random draft joined to a target; its vocabulary is spread over the target's."""
     vocab = target.embedding.shape[0]
     W = draft_vocab_size or vocab
-    config = DraftConfig.for_target(
-        target.config.to_dict(), max_length=target.max_length, draft_vocab_size=W, **overrides
-    )
+    config = DraftConfig.for_target(target.shape, max_length=target.max_length, draft_vocab_size=W, **overrides)
     torch.manual_seed(seed)
     draft = Draft(config)
     with torch.no_grad():

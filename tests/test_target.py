@@ -17,7 +17,7 @@ from fledge.data.pack import make_row
 from fledge.decode.engine import Engine
 from fledge.models.kv_cache import TargetCache
 from fledge.models.running import RunningState
-from fledge.models.target import Target, load_target
+from fledge.models.target import UNLIMITED, Target, load_target
 from fledge.train.memory import of_length
 from fledge.types import Document, Features
 
@@ -156,7 +156,7 @@ def test_what_is_no_causal_language_model(damaged, tmp_path):
     reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
     refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
     with pytest.raises(ValueError, match="BertModel does not show its 4 decoder layers and final norm"):
-        Target(build("Bert", is_decoder=True), None)
+        Target(build("Bert", is_decoder=True), None).read_layers(None)
 
 
 def test_dynamic_rope_is_refused_with_the_reason(damaged):
@@ -167,16 +167,14 @@ def test_dynamic_rope_is_refused_with_the_reason(damaged):
         Target(build("Llama", rope_parameters=rope), None)
 
 
-def test_a_config_without_a_longest_length(tmp_path):
-    """A state-space model names none; with one given, its rollback is what is wrong with it."""
+def test_a_config_without_a_longest_length():
+    """A state-space model names none, and reads any; its rollback is what is wrong with it."""
     model = build("Mamba", **STATEFUL["Mamba"])
     del model.config.max_position_embeddings
-    with pytest.raises(
-        ValueError, match="MambaForCausalLM has no max_position_embeddings in its config; give a max_len"
-    ):
-        Target(model, None)
+    target = Target(model, None)
+    assert target.context == target.max_length == UNLIMITED
     with pytest.raises(ValueError, match="cannot verify drafts"):
-        Target(model, None, max_length=64).check_rollback()
+        target.check_rollback()
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])

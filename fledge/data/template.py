@@ -22,7 +22,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; fledge needs a fast tokenizer")
 
     # -- prompts ------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ import json
 import math
 import os
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
 
@@ -35,10 +37,14 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A job's options. Raises ValueError for a number outside its bounds, or none at all."""
+    """A job's options. Raises ValueError for a value of another type than the field's, and for a number outside its
+    bounds."""
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for f in fields(self):
+            if not _is_a(hints[f.name], getattr(self, f.name)):
+                raise ValueError(f"{flag_of(f.name)} {getattr(self, f.name)!r} is not of type {f.type}")
             value, (least, above, most) = getattr(self, f.name), (f.metadata[k] for k in ("least", "above", "most"))
             if value is None or least is above is most is None:
                 continue
@@ -47,6 +53,17 @@ class Options:
                 wanted = ((least, "at least"), (above, "above"), (most, "at most"))
                 bounds = " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
                 raise ValueError(f"{flag_of(f.name)} {value}: it is {bounds}")
+
+
+def _is_a(hint: Any, value: Any) -> bool:
+    """Whether a value has the type that an option is annotated with."""
+    if isinstance(hint, UnionType):
+        return any(_is_a(kind, value) for kind in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_a(get_args(hint)[0], x) for x in value)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def template_kwargs(text: str | None) -> dict[str, Any] | None:

@@ -478,7 +478,7 @@ def _new_config(options: TrainOptions, target: Target, mask: int | None) -> Draf
 
     method, vocab = _method(options), target.embedding.shape[0]
     return DraftConfig.for_target(
-        target.config.to_dict() | {"vocab_size": vocab}, max_length=options.max_length,
+        target.shape, max_length=options.max_length,
         draft_vocab_size=_draft_vocab(options, vocab),
         num_hidden_layers=options.layers, method=method.removesuffix(".1"), fc_bias=options.fc_bias,
         aux_layers=target.aux_layers or None, num_aux_hidden_states=len(target.aux_layers),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from fledge.config import RopeConfig, default_aux_layers
+from fledge.config import RopeConfig, default_aux_layers, llama_names
 from fledge.hub import split_revision
 from fledge.kernels.any_length import any_length
 from fledge.kernels.transfer import to_device
@@ -27,11 +28,13 @@ from fledge.types import Features, Packed, Tree, group_documents
 
 # tokens of a pass over packed documents: transformers' packed mask costs their square, a pass costs its launches
 PIECE = {"cpu": 1024, "cuda": 4096}
+UNLIMITED = sys.maxsize  # the context of a target whose positions have no end, as with ALiBi
 
 
 class Target:
     """A frozen causal language model, its tokenizer, and the layers a draft reads.
 
+    `shape` is its text config by Llama's names, with the vocabulary that its embeddings have: a draft's is made of it.
     `aux_layers` counts as transformers' `hidden_states` does (id i is the input of layer i; id n the input of the
     final norm). Features are taken by hooks on the running modules; nothing of the model is patched, except that
     longrope's choice of frequencies is made once, for `max_length`, and that its attention to a mask ("sdpa") and on
@@ -53,14 +56,11 @@ class Target:
         self.name = name
         self.trust_remote_code = trust_remote_code
         self.config = model.config.get_text_config(decoder=True)
-        longest = max_length or getattr(self.config, "max_position_embeddings", None)
-        if longest is None:
-            raise ValueError(f"{type(model).__name__} has no max_position_embeddings in its config; give a max_length")
-        self.max_length: int = longest
-        self.decoder = model.get_decoder()
-        self.layers, self.norm = _layers_and_norm(self.decoder, self.config.num_hidden_layers)
+        self.decoder = _decoder(model, self.config.num_hidden_layers)
         self.head = model.get_output_embeddings()
         self.embedding: Tensor = model.get_input_embeddings().weight
+        self.shape = llama_names(self.config) | {"vocab_size": self.embedding.shape[0]}
+        self.max_length: int = max_length or self.shape.get("max_position_embeddings", UNLIMITED)
         self.aux_layers: tuple[int, ...] | None = None
         self.packs: bool | None = None
         self._one_logit = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -69,7 +69,7 @@ class Target:
                 if type(module) is nn.Linear:
                     module.__class__ = Linear
         group_heads(self.decoder)
-        _fix_longrope(self.decoder, RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length))
+        _fix_longrope(self.decoder, RopeConfig.from_hf(self.shape).for_length(self.max_length))
 
     # -- what it is ---------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return self.config.num_hidden_layers
+        return len(self.layers)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -96,6 +96,17 @@ class Target:
 
     def _tokenizer_eos(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    @functools.cached_property
+    def layers(self) -> nn.ModuleList:
+        """Its decoder layers. Raises ValueError, as `norm` does, where the model does not show them; then it decodes
+        all the same, without a draft."""
+        return _layers_and_norm(self.decoder, self.config.num_hidden_layers)[0]
+
+    @functools.cached_property
+    def norm(self) -> nn.Module:
+        """Its final norm, whose output the head reads."""
+        return _layers_and_norm(self.decoder, self.config.num_hidden_layers)[1]
 
     def read_layers(self, aux_layers: Sequence[int] | None) -> None:
         """Chooses the layers to capture (None: the engines' default). Raises ValueError for ids it does not have."""
@@ -111,11 +122,12 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Most tokens it reads: its positions, or those that longrope's chosen factors are for."""
-        rope = RopeConfig.from_hf(self.config.to_dict()).for_length(self.max_length)
+        """Most tokens it reads: its positions, or those that longrope's chosen factors are for. `UNLIMITED` where its
+        config names no limit."""
+        rope = RopeConfig.from_hf(self.shape).for_length(self.max_length)
         if rope.rope_type == "longrope" and not rope.long:
             return rope.original_max_position_embeddings
-        return getattr(self.config, "max_position_embeddings", self.max_length)
+        return self.shape.get("max_position_embeddings", UNLIMITED)
 
     def compile(self, **options: Any) -> None:
         """Compiles the norms and MLPs of its layers, once for all of them and for every length: what stands between
@@ -249,8 +261,9 @@ class Target:
         if self._one_logit:
             at = [n - 1 for n in ends]
             inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
-        layers = (self.aux_layers if layers is None else layers) if features else ()
-        with self._captured(layers) as held, any_length(self.device):
+        layers = self.aux_layers if layers is None else layers
+        capture = self._captured(layers) if features else nullcontext()
+        with capture as held, any_length(self.device):
             logits = self._run(ids, cache, inputs)
         place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
@@ -441,8 +454,7 @@ def load_target(
     try:
         # said each time, because transformers would otherwise ask on standard input, where prompts come from
         trusted = dict(revision=revision, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(name, **trusted)
-        RopeConfig.from_hf(config.get_text_config(decoder=True).to_dict())
+        RopeConfig.from_hf(llama_names(AutoConfig.from_pretrained(name, **trusted).get_text_config(decoder=True)))
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True,
             **trusted,
@@ -471,6 +483,26 @@ def load_target(
     )
 
 
+def target_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, max_length: int | None = None
+) -> Target:
+    """A target made of a loaded transformers model, which is used in place and frozen.
+
+    `tokenizer` None is the one that lies where the model came from. Raises ValueError where there is none, and for a
+    model that is no causal language model.
+    """
+    name = model.config.name_or_path
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is no causal language model; load one by AutoModelForCausalLM")
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as e:
+            where = f"in {name}, where the model is from" if name else "since the model does not say where it is from"
+            raise ValueError(f"no tokenizer can be loaded {where}; give load(model, tokenizer=..) one") from e
+    return Target(model, tokenizer, name=name or type(model).__name__, max_length=max_length)
+
+
 def _cure(e: Exception) -> str:
     if "Safetensor" in type(e).__name__:
         return ". A weights file is cut short or damaged: copy or download it again"
@@ -483,14 +515,33 @@ def _first_line(e: Exception) -> str:
     return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip()
 
 
-def _layers_and_norm(decoder: nn.Module, n: int) -> tuple[nn.ModuleList, nn.Module]:
-    children = dict(decoder.named_children())
+def _decoder(model: nn.Module, n: int) -> nn.Module:
+    """What transformers calls the decoder, or where that does not show n layers and a final norm, the first module that
+    does (Llama 4's decoder is the whole model, ModernBERT's its head)."""
+    shown = next((m for m in (model.get_decoder(), *model.modules()) if all(_shown(m, n))), None)
+    return model.get_decoder() if shown is None else shown
+
+
+def _shown(module: nn.Module, n: int) -> tuple[list[nn.ModuleList], list[nn.Module]]:
+    """Its lists of n layers and what is named as a final norm, each empty where there is none."""
+    children = dict(module.named_children())
     layers = [m for m in children.values() if isinstance(m, nn.ModuleList) and len(m) == n]
-    norms = [m for name, m in children.items() if ("norm" in name or name.startswith("ln_")) and "embed" not in name]
+    return layers, [m for name, m in children.items() if _names_final_norm(name)]
+
+
+def _names_final_norm(child: str) -> bool:
+    """Whether a decoder's child of this name is its final norm (LFM2's is "embedding_norm") and no norm of embeddings
+    (Bloom's, Bart's)."""
+    return child == "embedding_norm" or (("norm" in child or child.startswith("ln_")) and "embed" not in child)
+
+
+def _layers_and_norm(decoder: nn.Module, n: int) -> tuple[nn.ModuleList, nn.Module]:
+    """Raises ValueError where the decoder does not show them."""
+    layers, norms = _shown(decoder, n)
     if len(layers) != 1 or not norms:
         raise ValueError(
             f"{type(decoder).__name__} does not show its {n} decoder layers and final norm as transformers' causal "
-            "language models do, so its hidden states cannot be read"
+            "language models do, so its hidden states cannot be read; it decodes, but no draft can be trained for it"
         )
     return layers[0], norms[-1]
 
