@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import pickle
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,81 +15,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fledge.config import DraftConfig
+from fledge.files import reading, replacing
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = "pytorch_model.bin"  # where the EAGLE authors' drafts have theirs
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-
-
-# -- whole or not at all ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory to write into, which takes the place of `directory` when the block ends well.
-
-    A reader finds the old content or the new, never a part: a crash between leaves the old one under a name of
-    fledge's own, from which `recover` puts it back. A full disk raises OSError with the cause and the cure, and leaves
-    the old content.
-    """
-    directory = Path(directory)
-    new, old = _beside(directory, "new"), _beside(directory, "old")
-    recover(directory)
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        yield new
-        for file in new.iterdir():
-            _flush(file)
-        _flush(new)
-    except BaseException as e:
-        shutil.rmtree(new, ignore_errors=True)
-        full = disk_full(e)
-        if full is None:
-            raise
-        raise OSError(
-            full,
-            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some space "
-            "or choose another --out, and go on with --resume",
-        ) from e
-    if directory.exists():
-        directory.rename(old)
-    new.rename(directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def disk_full(error: BaseException | None) -> int | None:
-    """The errno of a full disk that an exception is, or hides: torch.save makes a RuntimeError of it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return error.errno
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def recover(directory: Path) -> None:
-    """Undoes a replacement that was stopped between its two renames. Deletes nothing."""
-    old = _beside(directory, "old")
-    if old.exists() and not Path(directory).exists():
-        old.rename(directory)
-
-
-def _beside(directory: Path, which: str) -> Path:
-    """A place that nobody else has a use for."""
-    return Path(directory).with_name(f".{Path(directory).name}.fledge-{which}")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------
@@ -158,8 +85,10 @@ def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.b
 
 def read_draft_config(directory: str | Path) -> DraftConfig:
     """config.json of a draft. Raises ValueError with the cause where there is none or it is not an EAGLE draft."""
-    directory = Path(directory)
-    recover(directory)
+    return reading(Path(directory), _read_config)
+
+
+def _read_config(directory: Path) -> DraftConfig:
     file = directory / CONFIG
     if not file.is_file():
         run = directory / "draft"
@@ -201,8 +130,11 @@ def load_draft(
     Raises ValueError naming what is wrong: a missing, foreign or wrongly shaped tensor, no vocabulary map where the
     draft needs one, or a map other than the one its config was written with.
     """
-    directory = Path(directory)
-    config = read_draft_config(directory)
+    return reading(Path(directory), _load).to(device=device, dtype=dtype).eval()
+
+
+def _load(directory: Path) -> Draft:
+    config = _read_config(directory)
     file = directory / WEIGHTS
     if not file.is_file() and (directory / PICKLED).is_file():
         file = directory / PICKLED
@@ -240,7 +172,7 @@ def load_draft(
     recorded = config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
         raise ValueError(f"the vocabulary map in {file} is not the one its {CONFIG} was written with")
-    return draft.to(device=device, dtype=dtype).eval()
+    return draft
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
