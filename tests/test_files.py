@@ -25,6 +25,13 @@ def listing(directory: Path) -> list[str]:
 # -- whole or not at all ----------------------------------------------------------------------------------------------
 
 
+def python(script: str, *words: object) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
 class Killed(BaseException):
     """Stands for the process ending here."""
 
@@ -84,6 +91,59 @@ def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, 
     assert read(tmp_path / "d") == [content, content]
     write(tmp_path / "d", "newer")
     assert read(tmp_path / "d") == ["newer", "newer"] and listing(tmp_path) == ["d"]
+
+
+TWO_KILLS = """
+import os, signal, sys
+from pathlib import Path
+from fledge.files import reading, replacing
+
+os.fsync = lambda handle: None  # slow, and for power cuts alone
+
+def write(directory, content):
+    with replacing(directory) as new:
+        (new / "a").write_text(content)
+        (new / "b").write_text(content)
+
+def content_of(directory):
+    (content,) = {reading(directory, lambda place: (place / name).read_text()) for name in ("a", "b")}
+    return content
+
+def killed_before(point, directory, content):  # whether there was such a point, at which files are touched
+    if (pid := os.fork()) == 0:
+        done = 0
+        def watch(event, given):
+            nonlocal done
+            done += event == "open" or event.startswith("os.")
+            if done == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(watch)
+        write(directory, content)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+first, found, more = 0, set(), True
+while more:
+    first, second, killed = first + 1, 0, True
+    while killed and more:
+        second += 1
+        directory = Path(sys.argv[1], f"{first} {second}", "d")
+        write(directory, "old")
+        more = killed_before(first, directory, "new")
+        before = content_of(directory)
+        killed = killed_before(second, directory, "newer")
+        assert content_of(directory) in (before, "newer"), (first, second)
+        found.add((before, content_of(directory)))
+        write(directory, "last")
+        assert content_of(directory) == "last" and os.listdir(directory.parent) == ["d"]
+assert found == {(a, b) for a in ("old", "new") for b in (a, "newer")}
+"""
+
+
+def test_two_kills_anywhere_lose_nothing(tmp_path):
+    """Of a process that replaces a directory, and of the next one that does: the old content is there, or the new."""
+    with python(TWO_KILLS, tmp_path) as process:
+        assert process.wait(timeout=300) == 0
 
 
 def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
@@ -253,13 +313,6 @@ while done < 40:
 """
 
 
-def python(script: str, *words: object) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-
-
 def test_a_second_process_is_told_who_holds_a_lock_until_that_dies(tmp_path):
     lock = tmp_path / "lock"
     with python(HOLDER, lock) as holder:
@@ -298,6 +351,4 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Not implemented")))
     told = []
     with held(tmp_path / "lock", "the run", told.append):
-        assert told == [
-            "the file system of the run has no locks (Not implemented): start no second job that writes there"
-        ]
+        assert told == ["the file system of the run has no locks (Not implemented): start no other job that writes it"]

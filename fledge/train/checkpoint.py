@@ -82,9 +82,8 @@ class RunDirectory:
         except (ValueError, RecursionError) as e:
             raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
         if not isinstance(config, dict):
-            raise ValueError(
-                f"{self.config} holds a {type(config).__name__}, no object; it is damaged, start a new run"
-            )
+            kind = type(config).__name__
+            raise ValueError(f"{self.config} holds a {kind}, not an object; it is damaged, start a new run")
         return config
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
