@@ -19,7 +19,7 @@ from fledge.eval.environment import environment
 from fledge.eval.metrics import tau
 from fledge.eval.prompts import read_prompts
 from fledge.eval.run import first_prompt, near_ties
-from fledge.jobs.options import dtype_named, write_json
+from fledge.jobs.options import dtype_named, place_of_record, write_json
 from fledge.types import Sampling
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default=None)
     options = parser.parse_args()
+    place_of_record(options.out)
     target = load(options.target, device=options.device, dtype=dtype_named(options.dtype)).target
     prompts = in_turn(options.prompts, options.limit or options.batch)
     rows = []

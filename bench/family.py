@@ -27,7 +27,7 @@ from fledge.eval.metrics import alpha, tau
 from fledge.eval.prompts import read_prompts
 from fledge.eval.run import first_prompt
 from fledge.jobs import train
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.jobs.show import Show
 from fledge.types import Sampling
 
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
+    place_of_record(options.out)
     split(options)
     with ProcessPoolExecutor(len(options.methods), multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(reached, options.methods, [options] * len(options.methods)))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fledge.eval.environment import environment
 from fledge.jobs import train
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.jobs.show import Show
 from fledge.train import heap
 
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    place_of_record(options.out)
     rows = []
     for kept in (False, True) * options.turns:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:

@@ -20,7 +20,7 @@ import torch
 from train_step import ceiling, in_turn, profile, seconds
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.kernels.linear import WideSum
 from fledge.kernels.loss import loss_and_gradients
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
+    place_of_record(options.out)
     if options.device == "cpu" and not options.sizes:
         parser.error("the record's sizes are for a GPU; --sizes chooses others")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES

@@ -18,7 +18,7 @@ from train_step import SHAPES, given, in_turn, row_of
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Ways, ttt_queued
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    place_of_record(options.out)
     if options.device != "cpu":
         torch.set_num_threads(1)
     record = {"environment": environment(options.device, "bfloat16"), "shape": SHAPES[options.shape], "rows": []}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.kernels.any_length import BACKENDS
 
 
@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/sdpa.json"))
     options = parser.parse_args()
+    place_of_record(options.out)
     record = {"environment": environment("cuda", "bfloat16"), "rows": []}
     for batch, masked, start in ((1, False, 200), (16, True, 400), (1, True, 600)):
         own = {"batch": batch, "masked": masked, "torch's choice_ms": measure(batch, masked, start)}

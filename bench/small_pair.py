@@ -14,8 +14,10 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+from fledge.decode.engine import resolve_device
+from fledge.eval.environment import environment
 from fledge.jobs import evaluate, train
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.jobs.show import Show
 
 CALIBRATION = 40  # steps, of which the first half warms up
@@ -37,12 +39,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, which is quicker")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
+    place_of_record(options.out)
 
     base = train.TrainOptions(
         target=str(options.target), depth=5, draft_vocab=4096, max_length=512, row_length=8192, save_every=10**6,
         eval_prompts=str(options.chats / "sgd_dev.jsonl"), lr=options.lr, device=options.device,
     )  # fmt: skip
-    records = {}
+    records = {"environment": environment(resolve_device(options.device), "float32")}
     for name, files, seconds in (
         ("sgd", ("sgd_train",), options.seconds),
         ("mixed", MIXED, options.mixed_seconds),

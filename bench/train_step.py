@@ -26,7 +26,7 @@ import torch
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
-from fledge.jobs.options import write_json
+from fledge.jobs.options import place_of_record, write_json
 from fledge.models.draft import Draft
 from fledge.train.ahead import with_features
 from fledge.train.memory import SMALL_CHUNK
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--compile-target", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
+    place_of_record(options.out)
     cpu = options.device == "cpu"
     if not options.tokens and (cpu or options.supervised or options.teachers):
         parser.error("the record's cases are for a GPU, and as they are; --tokens chooses others")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import flag_of
 from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.show import Show
+from fledge.jobs.show import Plain, Show, WhileRead, drop
 from fledge.jobs.train import TrainOptions
 
 app = typer.Typer(
@@ -48,7 +50,12 @@ def _command(name: str, options: type) -> Callable[[Callable[[Any], None]], None
 
     def register(job: Callable[[Any], None]) -> None:
         def run(**values: Any) -> None:
-            job(options(**values))
+            try:
+                job(options(**values))
+                sys.stdout.flush()
+            except BrokenPipeError:  # `| head` has read enough
+                drop(sys.stdout)
+                raise typer.Exit(128 + signal.SIGPIPE) from None
 
         hints = get_type_hints(options)
         parameters = [_parameter(f, hints[f.name]) for f in dataclasses.fields(options)]
@@ -90,13 +97,13 @@ def generate(options: GenerateOptions) -> None:
 def evaluate(options: EvalOptions) -> None:
     from fledge.jobs.evaluate import run, table
 
-    record = run(options, Show(quiet=options.json))
-    if options.json:
-        print(json.dumps(record, indent=2))
-    else:
-        from rich.console import Console
+    def show(record: dict[str, Any]) -> None:
+        if options.json:
+            print(json.dumps(record, indent=2), flush=True)
+        else:
+            table(record, Plain().print)
 
-        table(record, Console(highlight=False, soft_wrap=True).print)
+    record = run(options, Show(quiet=options.json), show)
     if any(r["different"] for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output beyond numerical noise; please report this")
 
@@ -119,20 +126,45 @@ def inspect_draft(options: InspectOptions) -> None:
 
 def main() -> None:
     """Runs the command line. What a user can mend is told in a sentence on standard error, with exit code 2."""
+    _open_closed_streams()
+    _end_as_by_ctrl_c()
     try:
         _quiet_transformers()
         warnings.formatwarning = _sentence
         app()
     except (ValueError, OSError, FloatingPointError) as e:
-        print(f"fledge: {e}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(e))
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as e:
         if type(e).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             raise
-        print(f"fledge: the GPU has not enough memory for this: {e}", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"the GPU has not enough memory for this: {e}")
+
+
+def _fail(reason: str) -> None:
+    """Ends with exit code 2 and a line on standard error, if that can be written."""
+    print(f"fledge: {reason}", file=WhileRead(sys.stderr), flush=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the reason itself may be a full disk; Python would try again
+        drop(sys.stdout)
+    sys.exit(2)
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that is closed (`>&-`) is read and written as /dev/null: no file that is opened later gets its
+    number, and with it what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open as long as the process)
+
+
+def _end_as_by_ctrl_c() -> None:
+    """A termination request, or a terminal that goes away (but not under nohup), cleans up as an interruption does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _sentence(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:

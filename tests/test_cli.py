@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import resource
 import shutil
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +18,12 @@ from conftest import tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
+from fledge.files import beside, held
 from fledge.jobs import generate as generate_job
+from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
+from fledge.jobs.options import is_record
 from fledge.models.target import Target, load_target
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -516,6 +525,160 @@ def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err
+
+
+RECORD = {
+    "tau": 2.0,
+    "environment": {k: None for k in "device dtype cores threads python torch transformers commit".split()},
+}
+
+
+def test_eval_out_replaces_earlier_records_alone(made, draft, fledge, tmp_path):
+    """Refused before any work, with the file as it was; neighbours are let be, and a link is written through."""
+    config = shutil.copy(draft / "config.json", tmp_path / "config.json")
+    prompts = shutil.copy(made / "prompts.jsonl", tmp_path / "prompts.jsonl")
+    mine = {
+        "noted.json": json.dumps({"a": RECORD, "note": "mine"}), "environment.json": '{"environment": {"home": "/"}}',
+        "list.json": json.dumps([RECORD]), "nothing.json": "{}", "deep.json": "[" * 5000, "bytes": "\x00\x01",
+    }  # fmt: skip
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.json").symlink_to("noted.json")
+    (tmp_path / "nowhere.json").symlink_to("none.json")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.exists()}
+    words = ["eval", "--target", tmp_path / "none", "--draft", draft, "--prompts", prompts, "--out"]
+    for name in (*mine, "config.json", "prompts.jsonl", "link.json"):
+        went = fledge(*words, tmp_path / name)
+        assert went.code == 2 and f"{name} is there and is no record that fledge wrote" in went.err, went.err
+    for path, reason in (
+        (tmp_path / "nowhere.json", "is a link that leads nowhere"),
+        ("/dev/null", "is a device, pipe or socket"),
+        (tmp_path, "is a directory"),
+    ):
+        went = fledge(*words, path)
+        assert went.code == 2 and f"{path} {reason}" in went.err, went.err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.exists()} == before
+    assert config.exists() and "target" in fledge(*words, tmp_path / "new.json").err, "the target is looked for"
+
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "one.json").write_text(json.dumps(RECORD))
+    (tmp_path / "several.json").write_text(json.dumps({"a": RECORD, "b": {"c": RECORD}}))
+    (tmp_path / "to-one.json").symlink_to("one.json")
+    for name in ("empty.json", "one.json", "several.json", "to-one.json"):
+        (tmp_path / f"{name}.new").write_text("mine")
+        asked = "eval", "--target", made / "target", "--draft", draft, "--prompts", prompts, "--max-new-tokens", 4
+        went = fledge(*asked, "--out", tmp_path / name)
+        assert went.code == 0 and json.loads((tmp_path / name).read_text())["prompts"] == 3, went.err
+        assert (tmp_path / f"{name}.new").read_text() == "mine"
+    assert (tmp_path / "to-one.json").is_symlink() and not list(tmp_path.glob(".fledge*"))
+
+
+def test_every_record_that_is_kept_is_known_as_one():
+    kept = sorted((Path(__file__).parents[1] / "bench" / "results").glob("*.json"))
+    unknown = [file.name for file in kept if not is_record(json.loads(file.read_text()))]
+    assert len(kept) > 10 and unknown == ["demo.json", "small_pair.json"], "those of before they said it for each part"
+
+
+def test_a_full_disk_takes_no_figure_away(made, draft, fledge, tmp_path, monkeypatch):
+    words = ["eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl"]
+    words += ["--max-new-tokens", 4, "--out", tmp_path / "r.json"]
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "more.jsonl").write_text('{"turns": ["it can fly"]}\n')
+    monkeypatch.setattr(os, "fsync", full)
+    for more in ([], ["--prompts", tmp_path / "more.jsonl"]):
+        for way, shown in ((["--json"], '"tau"'), ([], "τ")):
+            went = fledge(*words, *more, *way)
+            assert went.code == 2 and shown in went.out, went
+            assert "no room to write" in went.err and "r.json" in went.err and "free some space" in went.err
+    assert list(tmp_path.iterdir()) == [tmp_path / "more.jsonl"]
+
+
+def closed_pipe(monkeypatch, name: str) -> None:
+    """Standard output as `| true` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, name, os.fdopen(writer, "w"))
+
+
+def test_a_closed_pipe_ends_quietly_as_pipes_do(made, draft, fledge, tmp_path, monkeypatch):
+    """With the exit code of SIGPIPE, and with what was to be written to files."""
+    pair = "--target", made / "target", "--draft", draft, "--max-new-tokens", 4
+    asked = "eval", *pair, "--prompts", made / "prompts.jsonl"
+    for words in (
+        ["inspect", draft], ["generate", *pair, "--prompt", "bird"], [*asked, "--out", tmp_path / "a.json"],
+        [*asked, "--json", "--out", tmp_path / "b.json"],
+    ):  # fmt: skip
+        with monkeypatch.context() as closed:
+            closed_pipe(closed, "stdout")
+            went = fledge(*words)
+            sys.stdout.close()  # flushes, as Python does at its end
+        assert (went.code, went.err) == (141, ""), words
+    assert json.loads((tmp_path / "a.json").read_text())["prompts"] == 3
+    assert json.loads((tmp_path / "b.json").read_text())["prompts"] == 3
+
+
+def test_closed_streams_are_read_and_written_as_nothing(made, draft, fledge, monkeypatch):
+    """`>&- 2>&- <&-`"""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert fledge("generate", "--target", made / "target", "--prompt", "bird", "--max-new-tokens", 4).code == 0
+    assert fledge("inspect", draft / "none").code == 2
+
+
+def test_a_full_standard_output_is_a_sentence(made, draft, fledge, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        went = fledge("inspect", draft)
+        monkeypatch.undo()
+    assert went.code == 2 and went.err == "fledge: [Errno 28] No space left on device\n"
+
+
+def test_regenerate_is_one_process_at_a_time(made, fledge, tmp_path):
+    out = tmp_path / "own.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(out)
+    words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 2]
+    words += ["--max-new-tokens", 4, "--out"]
+    out.write_text("")
+    with held(beside(out, "lock"), str(out)):
+        for name in (out, tmp_path / "link.jsonl"):
+            went = fledge(*words, name)
+            assert went.code == 2 and f"{name} is in use: process {os.getpid()} on" in went.err, went.err
+    assert out.read_text() == ""
+    assert fledge(*words, tmp_path / "link.jsonl").code == 0
+    assert len(out.read_text().splitlines()) == 2 and sorted(tmp_path.iterdir()) == [tmp_path / "link.jsonl", out]
+
+
+def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
+    """Where it is interrupted, by whatever signal, or the disk is full; and it does go on."""
+    out, answer = tmp_path / "own.jsonl", regenerate_job._answer
+    words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 1]
+    words += ["--max-new-tokens", 4, "--out", out]
+
+    def ending(batch, engine, options, start):
+        if start == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer(batch, engine, options, start)
+
+    monkeypatch.setattr(regenerate_job, "_answer", ending)
+    went = fledge(*words)
+    assert went.code == 130 and f"stopped; the same command goes on with {out}" in went.err.replace("\n", " "), went.err
+    monkeypatch.undo()
+    assert len(out.read_text().splitlines()) == 4 and list(tmp_path.iterdir()) == [out]
+
+    size = out.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 300, before[0][1]))
+    try:
+        went = fledge(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+        signal.signal(signal.SIGXFSZ, before[1])
+    assert went.code == 2 and f"{out} cannot be written on: File too large; make room and give the same" in went.err
+    assert out.stat().st_size == size + 300
+    assert fledge(*words).code == 0 and len(out.read_text().splitlines()) == 10
 
 
 def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge, tmp_path):

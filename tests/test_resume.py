@@ -8,14 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_chats, tiny_target_directory
 
+from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
 from fledge.train import trainer
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.interrupt import Interruption
 
 DRIVER = """
 import json, os, random, signal, sys, time
@@ -69,11 +76,102 @@ def test_killed_ten_times_ends_bit_for_bit_the_same(tmp_path):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     drive(target, data, tmp_path / "unbroken", 0)
     drive(target, data, tmp_path / "killed", 10)
+    assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
+
+
+KILLED_AT_EACH_POINT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # before any parallel region, so that forking is safe
+sys.path.insert(0, os.environ["TESTS"])
+from conftest import document, tiny_draft, tiny_target
+from fledge.data.dataset import Rows
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.trainer import Schedule, Source, train
+
+here, steps = Path(sys.argv[1]), int(sys.argv[2])
+target = tiny_target()
+source = Source(target.features, target.logits)
+rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
+schedule = Schedule(steps, 1e-3, depth=2, save_every=1, eval_every=1)
+
+def train_in(out):
+    run = RunDirectory(out)
+    def better(draft):  # than each step before, so that each is published
+        return {"tau": 1 + run.metrics.read_text().count("\\n")}
+    with run.held():
+        resume = run.config.exists()
+        if not resume:
+            run.start({"a": 1})
+        draft = tiny_draft(target, draft_vocab_size=100)
+        train(draft, rows, source, schedule, run, save_dtype=torch.bfloat16, resume=resume, evaluate=better)
+
+def train_until(kill, out):
+    # kill: (checkpoints saved before, number of the thing then done to the directory that the kill comes before)
+    saved = point = 0
+    def reached(*_):
+        nonlocal point
+        point += 1
+        if (saved, point) == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def watch(event, given):
+        writes = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if (writes or changes) and (str(out) in str(given[0]) or not os.path.isabs(str(given[0]))):
+            reached()
+    save, flush = RunDirectory.save_checkpoint, os.fsync
+    def counting(*given):
+        nonlocal saved, point
+        save(*given)
+        (here / "points").open("a").write(f"{point}\\n")
+        saved, point = saved + 1, 0
+    sys.addaudithook(watch)
+    RunDirectory.save_checkpoint = counting
+    os.fsync = lambda handle: (reached(), flush(handle))
+    train_in(out)
+
+def ended(kill, name):
+    pid = os.fork()
+    if pid == 0:
+        train_until(kill, here / name)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+def last_saved():
+    state = RunDirectory(here / "killed").load_checkpoint()
+    return state["progress"]["step"] if state else 0
+
+assert ended(None, "unbroken") == 0
+first, second = map(int, (here / "points").read_text().split()[:2])
+before = 0
+for kill in [(0, i + 1) for i in range(first)] + [(1, i + 1) for i in range(second)]:
+    assert ended(kill, "killed") == signal.SIGKILL, kill
+    assert last_saved() >= before, f"{kill} lost a checkpoint of step {before}"
+    before = last_saved()
+assert before > second
+assert ended(None, "killed") == 0
+"""
+
+
+def test_killed_at_each_point_of_a_save_ends_bit_for_bit_the_same(tmp_path):
+    """A run is killed before the first thing that it does to its directory, gone on with and killed before the second,
+    and so on: before every file that it opens to write, makes, flushes, renames and removes up to its first checkpoint,
+    and then, each time after a step, as it replaces its draft and its checkpoint. No kill loses a checkpoint."""
+    tests = Path(__file__).parent
+    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", KILLED_AT_EACH_POINT, str(tmp_path), "70"]
+    subprocess.run(words, env=environment, check=True, timeout=300)
+    assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
+
+
+def assert_same_run(unbroken: Path, killed: Path) -> None:
+    """To the bit, in what is served, gone on from and recorded, but for how long it took; and nothing else is there."""
     for part in ("draft/model.safetensors", "checkpoint/model.safetensors"):
-        assert (tmp_path / "unbroken" / part).read_bytes() == (tmp_path / "killed" / part).read_bytes(), part
+        assert (unbroken / part).read_bytes() == (killed / part).read_bytes(), part
+    assert sorted(os.listdir(unbroken)) == sorted(os.listdir(killed))
     ours, theirs = (
-        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("unbroken", "killed")
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (unbroken, killed)
     )
     for metrics in (*ours, *theirs):
         del metrics["seconds"], metrics["tokens_per_s"]
@@ -135,6 +233,222 @@ def test_nothing_of_the_users_is_replaced(name, tmp_path, fledge):
     assert (mine / "thesis.txt").read_text() == "mine"
     refused = fledge("train", "--target", target, "--data", data, "--out", "", "--steps", 1)
     assert refused.code == 2 and "--out is empty" in refused.err
+
+
+FLAGS = "--max-length 64 --row-length 128 --steps 6 --depth 2 --save-every 100 --device cpu".split()
+
+
+def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
+    """Has something happen in the middle of a training step."""
+    computed = trainer._step
+
+    def acting(*given):
+        if given[-1].step == step - 1:
+            act()
+        return computed(*given)
+
+    monkeypatch.setattr(trainer, "_step", acting)
+
+
+def send(*signals: int) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)  # the handler runs, and says what it says
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [signal.SIGINT],
+        [signal.SIGTERM],
+        [signal.SIGHUP],
+        [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP],
+        [signal.SIGINT, signal.SIGTERM],
+    ],
+    ids=lambda signals: "-".join(s.name for s in signals),
+)
+def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge, monkeypatch):
+    """A terminal that closes sends SIGHUP, and its shell another; a scheduler sends SIGTERM."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    during_step(monkeypatch, 3, lambda: send(*signals))
+    ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+    assert ran.code == 130 and ran.err.count("stopping after this step; once more") == 1, ran.err
+    assert f"stopped after step 3; go on with: fledge train --resume {tmp_path / 'run'}" in ran.err.replace("\n", "")
+    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
+    monkeypatch.undo()
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+    assert not (tmp_path / "run" / ".fledge-lock").exists()
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, fledge, monkeypatch):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    during_step(monkeypatch, 3, lambda: send(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ran.code == 0 and (tmp_path / "run" / "draft").exists(), ran.err
+
+
+def test_a_second_ctrl_c_lets_a_save_end(tmp_path, fledge, monkeypatch):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    save = torch.save
+
+    def interrupted(*given):
+        send(signal.SIGINT, signal.SIGINT)
+        save(*given)
+
+    during_step(monkeypatch, 2, lambda: send(signal.SIGINT))
+    monkeypatch.setattr(torch, "save", interrupted)
+    ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+    assert ran.code == 130 and "stopped after step 2; go on with" in ran.err, ran.err
+    assert ran.err.count("a checkpoint is being saved; stopping when it is whole") == 2
+    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 2
+
+
+def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    during_step(monkeypatch, 2, lambda: send(signal.SIGINT, signal.SIGINT))
+    ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+    assert ran.code == 130 and "stopped at once, before the first checkpoint; begin again with" in ran.err, ran.err
+
+
+def test_an_interruption_is_said_from_another_thread():
+    """The signal may come while this one is writing a line, and a stream takes no line within another."""
+    told = []
+    with Interruption(lambda line: told.append((line, threading.current_thread()))) as interruption:
+        send(signal.SIGINT)
+        assert interruption.asked
+    ((line, thread),) = told
+    assert "stopping after this step" in line and thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("how", ["closed pipe", "full disk"])
+def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fledge, monkeypatch):
+    """`2>&1 | head`, or a terminal that is gone: after the step, with a checkpoint, and with no traceback."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    if how == "closed pipe":
+        reader, writer = os.pipe()
+        stderr = os.fdopen(writer, "w")
+    else:
+        stderr = open("/dev/full", "w")  # noqa: SIM115
+    with stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        if how == "closed pipe":
+            during_step(monkeypatch, 1, lambda: os.close(reader))
+        ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+        monkeypatch.undo()
+    assert ran.code == 130
+    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 1
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+
+
+def test_what_ends_before_training_leaves_nothing(tmp_path, fledge, monkeypatch):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    monkeypatch.setattr(train_job, "_documents", lambda *given: send(signal.SIGHUP))
+    ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
+    assert ran.code == 130 and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    words = ["train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS]
+    assert fledge(*words).code == 0
+    for run, second in ((tmp_path / "run", ["train", "--resume", tmp_path / "run"]), (tmp_path / "new", words)):
+        with RunDirectory(run).held():
+            ran = fledge(*(run if word == tmp_path / "run" else word for word in second))
+            assert ran.code == 2 and f"{run} is in use: process {os.getpid()} on" in ran.err, ran.err
+    assert not (tmp_path / "new").exists()
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "train.json"])
+def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
+    """Before it trains, not at its second save."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
+    (tmp_path / "run" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    ran = fledge("train", "--resume", tmp_path / "run")
+    assert ran.code == 2 and f"{name} is a symbolic link" in ran.err and "move what it leads to" in ran.err, ran.err
+    (tmp_path / "run" / name).unlink()  # the cure
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / name)
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+
+
+def states(state: dict) -> dict[str, object]:
+    """What a state may be when training did not write it."""
+    progress, optimizer = state["progress"], state["optimizer"]
+    adamw, masters = optimizer["adamw"], optimizer["masters"]
+    moments = {i: {**m, "exp_avg": m["exp_avg"][:1]} for i, m in adamw["state"].items()}
+    return {
+        "empty": {},
+        "no optimizer": {"progress": progress},
+        "no progress": {"optimizer": optimizer},
+        "a list": [state],
+        "a step of words": {**state, "progress": {**progress, "step": "three"}},
+        "a step after the last": {**state, "progress": {**progress, "step": 99}},
+        "no such place": {**state, "progress": {**progress, "place": (0, 10**9)}},
+        "a place of one": {**state, "progress": {**progress, "place": (0,)}},
+        "progress in a list": {**state, "progress": [1, 2]},
+        "foreign progress": {**state, "progress": {**progress, "loss": 1.0}},
+        "too few weights": {**state, "optimizer": {**optimizer, "masters": masters[1:]}},
+        "another shape": {**state, "optimizer": {**optimizer, "masters": [m.flatten()[:1] for m in masters]}},
+        "weights of words": {**state, "optimizer": {**optimizer, "masters": ["w" for _ in masters]}},
+        "moments of another shape": {**state, "optimizer": {**optimizer, "adamw": {**adamw, "state": moments}}},
+        "no moments": {**state, "optimizer": {**optimizer, "adamw": {}}},
+    }
+
+
+def test_a_state_that_training_did_not_write_is_told(tmp_path, fledge):
+    """Of a checkpoint without hashes, as they once were; a whole one of those goes on."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
+    checkpoint = tmp_path / "run" / "checkpoint"
+    (checkpoint / "SHA256SUMS").unlink()
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    for what, other in states(state).items():
+        torch.save(other, checkpoint / "state.pt")
+        ran = fledge("train", "--resume", tmp_path / "run")
+        assert ran.code == 2 and "state.pt cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
+    torch.save(state, checkpoint / "state.pt")
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+
+
+def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
+    file = tmp_path / "run" / "checkpoint" / "state.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    ran = fledge("train", "--resume", tmp_path / "run")
+    assert ran.code == 2 and "its SHA-256 is not the one it was written with" in ran.err, ran.err
+    words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
+    assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the cure that is named"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: [c], "holds a list, not an object"),
+        (lambda c: {**c, "options": [1]}, "lacks the run's options"),
+        (lambda c: {"options": c["options"]}, "lacks the run's options"),
+        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "lr is 'fast'"),
+        (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "steps is 2.5"),
+        (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "data is 'chats.jsonl'"),
+        (lambda c: {**c, "options": {**c["options"], "data": [3]}}, "data is [3]"),
+        (lambda c: {**c, "options": {**c["options"], "target": {"a": 1}}}, "target is {'a': 1}"),
+        (lambda c: {**c, "options": {**c["options"], "fc_norm": None}}, "fc_norm is None"),
+    ],
+)
+def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
+    options = asdict(train_job.TrainOptions(target="target", data=["chats.jsonl"]))
+    (tmp_path / "train.json").write_text(json.dumps(change({"options": options, "data_sha256": "0"})))
+    ran = fledge("train", "--resume", tmp_path)
+    assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
 
 
 @pytest.mark.parametrize(

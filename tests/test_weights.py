@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +22,7 @@ from transformers import AutoConfig
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
 from fledge.models import weights
 from fledge.models.draft import Draft
-from fledge.models.weights import fit, load_draft, read_draft_config, recover, replacing, save_draft
+from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
 from fledge.train.checkpoint import RunDirectory
 
 V, D, INNER, HEADS, KV, HEAD = 120, 32, 48, 4, 2, 8
@@ -477,94 +479,46 @@ def test_longropes_other_list_is_refused():
 # -- whole or not at all ----------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Stands for the process ending here."""
-
-
-def write(directory: Path, content: str) -> None:
-    with replacing(directory) as new:
-        (new / "a").write_text(content)
-        (new / "b").write_text(content)
-
-
-def read(directory: Path) -> list[str]:
-    recover(directory)
-    return [(directory / n).read_text() for n in ("a", "b")] if directory.exists() else []
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
-def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
-    for before in ([], ["old", "old"]):
-        with pytest.raises(error), replacing(tmp_path / "d") as new:
-            (new / "a").write_text("half")
-            raise error("stop")
-        assert read(tmp_path / "d") == before
-        assert listing(tmp_path) == (["d"] if before else [])
-        write(tmp_path / "d", "old")
-
-
-def test_a_file_that_is_no_longer_written_goes(tmp_path):
-    write(tmp_path / "d", "old")
-    with replacing(tmp_path / "d") as new:
-        (new / "c").write_text("new")
-    assert listing(tmp_path / "d") == ["c"] and listing(tmp_path) == ["d"]
-
-
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("after", [False, True], ids=["before it", "after it"])
-def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, call, after):
-    """The process ends before or after the first (old away) or the second (new in place) rename."""
-    write(tmp_path / "d", "old")
-    rename, calls = Path.rename, []
-
-    def dying(self, target):
-        calls.append(self)
-        if len(calls) == call and not after:
-            raise Killed
-        rename(self, target)
-        if len(calls) == call:
-            raise Killed
-
-    monkeypatch.setattr(Path, "rename", dying)
-    with pytest.raises(Killed):
-        write(tmp_path / "d", "new")
-    monkeypatch.undo()
-    assert (tmp_path / "d").exists() == ((call, after) in {(1, False), (2, True)})
-    content = "new" if (call, after) == (2, True) else "old"
-    assert read(tmp_path / "d") == [content, content]
-    write(tmp_path / "d", "newer")
-    assert read(tmp_path / "d") == ["newer", "newer"] and listing(tmp_path) == ["d"]
-
-
-def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
-    for name in ("d", ".d.fledge-old", ".d.fledge-new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a").write_text(name)
-    write(tmp_path / "d", "new")
-    assert read(tmp_path / "d") == ["new", "new"] and listing(tmp_path) == ["d"]
-
-
-def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
-    """A rename may reach the disk before the content it points to, so a power cut must find the content there."""
-    flush, flushed = weights._flush, []
-
-    def noting(path):
-        flush(path)
-        flushed.append((path.name, (tmp_path / "d").exists()))
-
-    monkeypatch.setattr(weights, "_flush", noting)
-    write(tmp_path / "d", "new")
-    assert sorted(flushed) == sorted([("a", False), ("b", False), (".d.fledge-new", False), (tmp_path.name, True)])
-
-
-def test_readers_undo_a_replacement_stopped_half_way(tmp_path):
+def test_readers_find_the_old_content_and_rename_nothing(tmp_path, monkeypatch):
+    """Where a replacement was stopped between its two renames, on a disk that nobody may write to."""
     draft = saved(tmp_path / "d")
     (tmp_path / "d").rename(tmp_path / ".d.fledge-old")
-    assert same(load_draft(tmp_path / "d"), draft)
     run = RunDirectory(tmp_path / "run")
     run.save_checkpoint(draft, torch.float32, {"step": 3})
     run.checkpoint.rename(tmp_path / "run" / ".checkpoint.fledge-old")
+    before = listing(tmp_path), listing(tmp_path / "run")
+
+    def read_only(*given, **named):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, read_only)
+    assert same(load_draft(tmp_path / "d"), draft)
+    assert read_draft_config(tmp_path / "d") == load_draft(tmp_path / "d").config
     assert run.load_checkpoint() == {"step": 3}
+    assert same(load_draft(run.checkpoint), draft)
+    assert (listing(tmp_path), listing(tmp_path / "run")) == before
+
+
+def test_a_draft_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """Never the config of one beside the weights of another, nor an error because files went away."""
+    small = dict(hidden_size=16, own_embeddings=True)
+    saved(tmp_path / "d", seed=1)
+    read, replaced = weights.read_tensors, []
+
+    def replacing_first(file):
+        if not replaced:
+            replaced.append(saved(tmp_path / "d", seed=2, **small))
+        return read(file)
+
+    monkeypatch.setattr(weights, "read_tensors", replacing_first)
+    assert same(load_draft(tmp_path / "d"), replaced[0]) and len(replaced) == 1
+
+
+def test_the_directory_one_is_in_is_a_draft_too(tmp_path, monkeypatch):
+    draft = saved(tmp_path / "d")
+    monkeypatch.chdir(tmp_path / "d")
+    assert same(load_draft("."), draft)
 
 
 def test_what_lies_beside_is_the_users_own(tmp_path):
@@ -572,7 +526,7 @@ def test_what_lies_beside_is_the_users_own(tmp_path):
     draft = saved(tmp_path / "d")
     copies = {name: saved(tmp_path / name, seed=5) for name in ("d.old", "d.new")}
     assert same(load_draft(tmp_path / "d"), draft)
-    write(tmp_path / "d", "new")
+    saved(tmp_path / "d", seed=2)
     assert all(same(load_draft(tmp_path / name), copy) for name, copy in copies.items())
 
 
@@ -683,20 +637,6 @@ def test_no_space_left(tmp_path, monkeypatch, where):
     assert same(load_draft(tmp_path / "d"), draft) and listing(tmp_path) == ["d"]
 
 
-def test_a_disk_that_fills_as_the_file_is_flushed(tmp_path, monkeypatch):
-    write(tmp_path / "d", "old")
-    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(OSError, match="no room to save"):
-        write(tmp_path / "d", "new")
-    monkeypatch.undo()
-    assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == ["d"]
-
-
-def test_other_errors_keep_their_own_words(tmp_path):
-    with pytest.raises(PermissionError, match="not yours"), replacing(tmp_path / "d"):
-        raise PermissionError(errno.EACCES, "not yours")
-
-
 # -- a run's directory ------------------------------------------------------------------------------------------------
 
 
@@ -713,17 +653,65 @@ def test_a_run_is_started_once(tmp_path):
         run.read_config()
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty"])
-def test_a_damaged_state_is_told(tmp_path, damage):
+@pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "of before there were hashes"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty", "a list"])
+def test_a_damaged_state_is_told(tmp_path, damage, hashed):
     run = RunDirectory(tmp_path)
     run.save_checkpoint(make(), torch.float32, {"step": 1, "x": torch.zeros(1000)})
     file = run.checkpoint / "state.pt"
     content = file.read_bytes()
     file.unlink()
-    if damage != "gone":
+    if damage == "a list":
+        torch.save([1, 2], file)
+    elif damage != "gone":
         file.write_bytes({"cut": content[: len(content) // 2], "noise": b"not a checkpoint", "empty": b""}[damage])
-    with pytest.raises(ValueError, match=r"state\.pt cannot be read .* damaged, start a new run"):
+    if not hashed:
+        (run.checkpoint / "SHA256SUMS").unlink()
+    with pytest.raises(ValueError, match=r"state\.pt cannot be read .* damaged, start a new run.* --init-from"):
         run.load_checkpoint()
+
+
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "config.json"])
+def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
+    run = RunDirectory(tmp_path)
+    run.save_checkpoint(make(), torch.float32, {"x": torch.ones(1000)})
+    file = run.checkpoint / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 is not .*start a new run"
+    ):
+        run.load_checkpoint()
+    (run.checkpoint / "SHA256SUMS").write_text("garbled")
+    with pytest.raises(ValueError, match="SHA256SUMS is damaged"):
+        run.load_checkpoint()
+
+
+def test_the_hashes_are_those_of_sha256sum(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.save_checkpoint(make(), torch.float32, {"step": 1})
+    lines = (run.checkpoint / "SHA256SUMS").read_text().splitlines()
+    assert lines == [
+        f"{hashlib.sha256((run.checkpoint / name).read_bytes()).hexdigest()}  {name}"
+        for name in ("state.pt", "model.safetensors", "config.json")
+    ]
+    assert sorted([*(line.split("  ")[1] for line in lines), "SHA256SUMS"]) == listing(run.checkpoint)
+
+
+def test_a_checkpoint_of_before_there_were_hashes_goes_on(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.save_checkpoint(make(), torch.float32, {"step": 1})
+    (run.checkpoint / "SHA256SUMS").unlink()
+    assert run.load_checkpoint() == {"step": 1}
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "[" * 5000, "{", "\x00"])
+def test_a_train_json_that_is_none_is_told(tmp_path, text):
+    run = RunDirectory(tmp_path)
+    run.config.write_text(text)
+    with pytest.raises(ValueError, match=r"train\.json .* is damaged, start a new run"):
+        run.read_config()
 
 
 def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
@@ -732,6 +720,77 @@ def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
     loaded = run.load_checkpoint()
     assert loaded["place"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
     assert same(load_draft(run.checkpoint), draft)
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": "2"}', '["step"]', "{}}", '{"step": 1e999}', "\xff}"])
+def test_a_line_that_training_did_not_write_is_told(tmp_path, line):
+    run = RunDirectory(tmp_path)
+    before = b'{"step": 1}\n' + line.encode("latin-1").replace(b"]", b"]}") + b'\n{"step": 2}\n'
+    run.metrics.write_bytes(before)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is none that training wrote; remove it"):
+        run.truncate_metrics(1)
+    assert run.metrics.read_bytes() == before
+
+
+OWNED = {"draft": "directory", "checkpoint": "directory", "metrics.jsonl": "file", "train.json": "file"}
+
+
+@pytest.mark.parametrize("name", [*OWNED, ".checkpoint.fledge-new", ".draft.fledge-old"])
+@pytest.mark.parametrize("how", ["link", "dangling link", "other kind"])
+def test_what_a_run_cannot_replace_is_refused_before_it_begins(tmp_path, name, how):
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    elsewhere, place, kind = tmp_path / "elsewhere", run.path / name, OWNED.get(name, "directory")
+    if how == "other kind":
+        place.write_text("mine") if kind == "directory" else place.mkdir()
+    else:
+        place.symlink_to(elsewhere)
+        if how == "link":
+            elsewhere.mkdir() if kind == "directory" else elsewhere.write_text("mine")
+    wanted = (
+        f"is no {kind}, so a run" if how == "other kind" else "is a symbolic link.*move what it leads to in its place"
+    )
+    with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.held():
+        pytest.fail("it was begun")
+    assert listing(run.path) == [name] and place.is_symlink() == ("link" in how)
+    if name in OWNED:
+        with pytest.raises(ValueError, match=r"is there, and a run|holds a training run"):
+            run.check_free()
+
+
+def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    run = RunDirectory(tmp_path / "run")
+    with run.held():
+        run.start({"a": 1})
+        for step in (1, 2):
+            run.save_checkpoint(make(), torch.float32, {"step": step})
+    assert run.load_checkpoint() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "train.json"]
+
+
+def test_a_run_has_one_owner_who_mends_it(tmp_path):
+    """What was half done when its last owner was killed is put right by the next, and by nobody else."""
+    run = RunDirectory(tmp_path / "run")
+    with run.held():
+        run.save_checkpoint(make(), torch.float32, {"step": 1})
+    run.checkpoint.rename(run.path / ".checkpoint.fledge-old")
+    (run.path / ".fledge-new-0123").write_text("half of metrics.json")
+    (run.path / ".fledge-lock").write_text("process 1 on another machine")
+    with run.held():
+        assert listing(run.path) == [".fledge-lock", "checkpoint"]
+        with pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"), run.held():
+            pytest.fail("two own it")
+    assert listing(run.path) == ["checkpoint"]
+
+
+def test_a_run_that_writes_nothing_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="no data"), RunDirectory(tmp_path / "run").held():
+        raise ValueError("no data")
+    (tmp_path / "mine").mkdir()
+    with RunDirectory(tmp_path / "mine").held():
+        pass
+    assert listing(tmp_path) == ["mine"]
 
 
 def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):

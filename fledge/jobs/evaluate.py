@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,18 +29,23 @@ class EvalOptions(DecodeOptions):
         "new tokens a prompt (default: 128, at most half the target's context)", None, least=1
     )
     batch: int = opt("prompts decoded together, with and without the draft", 1)
-    out: str | None = opt("also write the JSON here", None)
+    out: str | None = opt("also write the JSON here; a file that is no earlier record is left alone", None)
     json: bool = opt("print the JSON alone", False)
 
 
-def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
-    """One record, or {what tells it from the others: record} for several drafts, modes or prompts files."""
+def run(
+    options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
+) -> dict[str, Any]:
+    """One record, or {what tells it from the others: record} for several drafts, modes or prompts files.
+
+    `show` gets it before it is written, so that a disk that is full takes no figure away.
+    """
     from pathlib import Path
 
     from fledge.decode.engine import check_drafting, mode_of
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
-    from fledge.jobs.options import new_tokens, place_of, write_json
+    from fledge.jobs.options import new_tokens, place_of_record, write_json
     from fledge.models.weights import read_draft_config
 
     if not options.prompts:
@@ -47,7 +53,7 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
     if not options.draft:
         raise ValueError("give --draft DIR")
     if options.out:
-        place_of(options.out, "--out")
+        place_of_record(options.out)
     modes, sampling = options.draft_mode or [None], options.sampling()
     for flag, values in (
         ("--draft", options.draft), ("--draft-mode", options.draft_mode),
@@ -78,6 +84,9 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         )
     records: dict[str, Any] = {}
     for name, prompts in sets.items():
+        if options.out and records:  # what is measured so far; if it cannot be written, that is told at the end
+            with contextlib.suppress(OSError, ValueError):
+                write_json(options.out, records)
         labels = {" ".join(itertools.compress((*way, name), varied)): engine for way, engine in engines.items()}
         what = f"{name} with and without " + ("the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting")
         with progress.counting(f"decoding {what}", len(prompts)) as advance:
@@ -85,9 +94,13 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
                 labels, prompts, sampling=sampling, max_new_tokens=most, batch=options.batch,
                 advance=advance,
             )  # fmt: skip
+    record = _single(records)
+    try:
+        show(record)
+    finally:
         if options.out:
-            write_json(options.out, _single(records))
-    return _single(records)
+            write_json(options.out, record)
+    return record
 
 
 def _single(records: dict[str, Any]) -> dict[str, Any]:

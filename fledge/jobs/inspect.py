@@ -23,11 +23,11 @@ class InspectOptions:
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     """Prints findings; returns whether nothing is wrong. Raises ValueError where there is no draft to look at."""
-    from fledge.models.weights import config_file, open_draft, read_draft_config
+    from fledge.models.weights import check_draft, open_draft, read_draft_config
 
     if options.trust_remote_code and not options.target:
         raise ValueError("--trust-remote-code is about a target's code; give --target with it, or leave it out")
-    config_file(options.directory)
+    check_draft(options.directory)
     config, problems, notes = None, [], []
     try:
         config = read_draft_config(options.directory)

@@ -12,11 +12,14 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
+from fledge.files import replace_text
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
     from fledge.models.target import Target
     from fledge.types import Sampling
+
+LARGEST_RECORD = 2**26  # bytes; what is larger is not read to find out that it is none
 
 
 def opt(
@@ -85,14 +88,51 @@ def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
     if not str(path):
         raise ValueError(f"{flag} is empty; give it a name")
     path = Path(path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{flag} {path} is a link that leads nowhere; remove it or choose another name")
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if there == path and path.is_dir() != directory:
-        raise ValueError(f"{flag} {path} is {'a directory' if path.is_dir() else 'a file'}; choose another name")
+    if there == path and not (path.is_dir() if directory else path.is_file()):
+        kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a device, pipe or socket"
+        raise ValueError(f"{flag} {path} is {kind}; choose another name")
     if there != path and not there.is_dir():
         raise ValueError(f"{flag} {path} cannot be made: {there} is no directory; choose another name")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{flag} {path} cannot be written: {there} is not yours to write to; choose another name")
+    places = [there]
+    if path.is_file():
+        places.append(Path(os.path.realpath(path)).parent)  # which gets the file that replaces or locks it
+    if locked := next((p for p in places if not os.access(p, os.W_OK)), None):
+        raise ValueError(f"{flag} {path} cannot be written: {locked} is not yours to write to; choose another name")
     return path
+
+
+def place_of_record(path: str | Path, flag: str = "--out") -> Path:
+    """Where a job will write its JSON record. Raises ValueError, before the work, where it cannot, or where a file is
+    there that is not an earlier record."""
+    path = place_of(path, flag)
+    if path.exists() and path.stat().st_size and not _is_record_file(path):
+        raise ValueError(
+            f"{flag} {path} is there and is no record that fledge wrote; it is left alone, choose another name"
+        )
+    return path
+
+
+def _is_record_file(file: Path) -> bool:
+    if file.stat().st_size > LARGEST_RECORD:
+        return False
+    try:
+        return is_record(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_record(value: Any) -> bool:
+    """Whether a JSON value is a record of ours: an object that says under `environment` what it was measured on, as
+    `fledge.eval.environment` does, or an object of nothing but records."""
+    if not isinstance(value, dict) or not value:
+        return False
+    measured_on = value.get("environment")
+    if isinstance(measured_on, dict):
+        return {"device", "dtype", "python", "torch", "transformers", "commit"} <= measured_on.keys()
+    return all(is_record(v) for v in value.values())
 
 
 def dtype_named(name: str | None):
@@ -108,12 +148,10 @@ def dtype_named(name: str | None):
 
 
 def write_json(path: str | Path, record: Any) -> None:
-    """Writes a record whole or not at all."""
-    path = Path(path)
+    """Writes a record whole or not at all, over an earlier one if there is one. Raises ValueError for another file."""
+    path = place_of_record(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(record, indent=2) + "\n")
-    new.replace(path)
+    replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def trust_option() -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.files import beside, held
 from fledge.jobs.options import Options, dtype_named, new_tokens, opt, place_of, template_kwargs, trust_option
 
 if TYPE_CHECKING:
@@ -46,17 +49,30 @@ class RegenerateOptions(Options):
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes one line a record, in order; killed at any moment, the same command goes on after the last whole line."""
     from fledge.data.read import read_records
-    from fledge.data.template import ChatTemplate
-    from fledge.decode.engine import BATCH, load
 
     if not options.data:
         raise ValueError("give --data FILE")
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch} answers nothing; 1 is least")
+    out = place_of(options.out, "--out")
     records = read_records(options.data, options.seed)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: an empty text has nothing to go on with; remove it")
-    out = place_of(options.out, "--out")
+    with held(beside(out, "lock"), str(out), say):
+        try:
+            _answer_rest(options, records, out, say, progress)
+        except KeyboardInterrupt:
+            say(f"stopped; the same command goes on with {out}")
+            raise
+
+
+def _answer_rest(
+    options: RegenerateOptions, records: list[Record], out: Path, say: Callable[[str], None], progress: Any
+) -> None:
+    """Answers the records that have no line in the file yet, which no other process may write."""
+    from fledge.data.template import ChatTemplate
+    from fledge.decode.engine import BATCH, load
+
     done = _finished(out, records, options)
     if done == len(records):
         say(f"{out} is complete: {done:,} records")
@@ -73,15 +89,13 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
     together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
     cut = 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as f, progress.counting("answering", len(records), done) as advance:
+    with out.open("ab", buffering=0) as f, progress.counting("answering", len(records), done) as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
             rows, unfinished = _answer(batch, engine, options, most, start)
             cut += unfinished
             try:
-                f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-                f.flush()
+                _write(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             except OSError as e:
                 cure = "make room and give the same command to go on"
                 raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
@@ -89,6 +103,12 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     say(f"wrote {len(records):,} records to {out}")
     if cut:
         say(f"{cut:,} answers reached --max-new-tokens {most}; they are kept as far as they go")
+
+
+def _write(f: FileIO, data: bytes) -> None:
+    """Writes all of it. Nothing stays in a buffer, whose writing would fail again when the file is closed."""
+    while data:
+        data = data[f.write(data) :]
 
 
 def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
@@ -109,7 +129,7 @@ def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> i
     if not ours:
         raise ValueError(f"{out} is there, and not of this --data and these options; choose another --out")
     if torn:
-        out.write_bytes(text[: -len(torn)])
+        os.truncate(out, len(text) - len(torn))
     return len(lines)
 
 

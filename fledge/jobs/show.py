@@ -2,23 +2,76 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def drop(stream: TextIO) -> None:
+    """Sends what is written to a stream nowhere from now on, also what Python still has of it and writes at exit."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+class WhileRead:
+    """A stream whose reader may go away (a closed pipe, a terminal that hung up): what is written after that is
+    dropped, and `unheard` is True."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.unheard = False
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        self.unheard = True
+        drop(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Plain(Console):
+    """Standard output for tables; a closed pipe raises BrokenPipeError, as `print` does."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        raise  # what rich has caught where it calls this
 
 
 class Show:
     """What a job tells its user while it runs. `quiet` says nothing."""
 
     def __init__(self, quiet: bool = False):
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._stream = WhileRead(sys.stderr)
+        self.console = Console(file=self._stream, stderr=True, quiet=quiet, highlight=False)
         self._bar: Progress | None = None
         self._task: Any = None
         self._line_at = 0.0
+
+    @property
+    def unheard(self) -> bool:
+        """Whether nobody reads standard error any more."""
+        return self._stream.unheard
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)

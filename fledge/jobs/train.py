@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from fledge.jobs.options import (
     Options,
@@ -120,25 +120,36 @@ SHAPE = (
 
 
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
-    """Trains (or goes on) and returns the last metrics. `say` prints a line, `progress` shows steps."""
+    """Trains (or goes on) and returns the last metrics. `say` prints a line, `progress` shows steps.
+
+    Raises KeyboardInterrupt where it was interrupted, after it said how to go on, and ValueError for options that
+    cannot be or a directory that another process writes.
+    """
+    from fledge.train.checkpoint import RunDirectory
+
+    directory = RunDirectory(options.resume or options.out)
+    if options.resume:
+        options = _saved_options(directory, options)
+    else:
+        place_of(options.out, "--out", directory=True)
+        directory.check_free()
+    with directory.held(say):
+        return _train(options, directory, say, progress)
+
+
+def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
+    """`run` in a directory that this process holds."""
     import torch
 
     from fledge.data.dataset import Rows
     from fledge.decode.engine import resolve_device
     from fledge.models.target import load_target
     from fledge.models.weights import fit
-    from fledge.train.checkpoint import RunDirectory
     from fledge.train.heap import keep_freed
     from fledge.train.trainer import Source, train
 
-    directory = RunDirectory(options.resume or options.out)
-    if options.resume:
-        options = _saved_options(directory, options)
-        if options.init_from and directory.checkpoint.exists():  # what lies there may be another draft by now
-            options = replace(options, init_from=str(directory.checkpoint))
-    else:
-        place_of(options.out, "--out", directory=True)
-        directory.check_free()
+    if options.resume and options.init_from and directory.checkpoint.exists():
+        options = replace(options, init_from=str(directory.checkpoint))  # the draft it names may be another by now
     _check(options)
     options = replace(options, depth=options.depth or _depth_begun(options) or 5)
     device = resolve_device(options.device)
@@ -204,7 +215,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
         where = train(
             draft, rows, source, schedule, directory,
             save_dtype=torch.bfloat16, evaluate=evaluate, resume=bool(options.resume),
-            report=report, say=say,
+            report=report, say=say, stop=lambda: progress.unheard,
         )  # fmt: skip
     except KeyboardInterrupt:
         say(_go_on(directory, options, "stopped at once"))
@@ -240,10 +251,12 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
     """The options that a run was started with. Raises ValueError where others are asked for. Trust is asked for anew,
     since a file cannot give it: where the run had it, --trust-remote-code belongs to the command."""
     config = directory.read_config()
-    if not {"options", "data_sha256"} <= config.keys():
+    if not isinstance(config.get("options"), dict) or not isinstance(config.get("data_sha256"), str):
         raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
-    known = {f.name for f in fields(TrainOptions)}
-    saved = {k: v for k, v in config["options"].items() if k in known}
+    hints = get_type_hints(TrainOptions)
+    saved = {k: v for k, v in config["options"].items() if k in hints}
+    if wrong := next((k for k, v in saved.items() if not _is_of(v, hints[k])), None):
+        raise ValueError(f"{directory.config}: {wrong} is {saved[wrong]!r:.40}; it is damaged, start a new run")
     trust = asked.trust_remote_code and saved.get("trust_remote_code") is True
     defaults = TrainOptions(resume=asked.resume, trust_remote_code=trust)
     given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
@@ -252,6 +265,14 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
             f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
         )
     return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume, "trust_remote_code": trust})
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of an option's type, such as `int | None` or `list[str]`."""
+    kinds = get_args(hint) or (hint,)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(type(v) in kinds for v in value)
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def _with_whole_paths(options: TrainOptions) -> TrainOptions:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +16,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig, engine_layers
 from fledge.fields import MOST_LAYERS, shortened
+from fledge.files import reading, replacing
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.health import findings
@@ -32,75 +28,6 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = "pytorch_model.bin"  # where the EAGLE authors' drafts have theirs
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-
-
-# -- whole or not at all ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory to write into, which takes the place of `directory` when the block ends well.
-
-    A reader finds the old content or the new, never a part: a crash between leaves the old one under a name of
-    fledge's own, from which `recover` puts it back. A full disk raises OSError with the cause and the cure, and leaves
-    the old content.
-    """
-    directory = Path(directory)
-    new, old = _beside(directory, "new"), _beside(directory, "old")
-    recover(directory)
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        yield new
-        for file in new.iterdir():
-            _flush(file)
-        _flush(new)
-    except BaseException as e:
-        shutil.rmtree(new, ignore_errors=True)
-        full = disk_full(e)
-        if full is None:
-            raise
-        raise OSError(
-            full,
-            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some space "
-            "or choose another --out, and go on with --resume",
-        ) from e
-    if directory.exists():
-        directory.rename(old)
-    new.rename(directory)
-    _flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def disk_full(error: BaseException | None) -> int | None:
-    """The errno of a full disk that an exception is, or hides: torch.save makes a RuntimeError of it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return error.errno
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def recover(directory: Path) -> None:
-    """Undoes a replacement that was stopped between its two renames. Deletes nothing."""
-    old = _beside(directory, "old")
-    if old.exists() and not Path(directory).exists():
-        old.rename(directory)
-
-
-def _beside(directory: Path, which: str) -> Path:
-    """A place that nobody else has a use for."""
-    return Path(directory).with_name(f".{Path(directory).name}.fledge-{which}")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------
@@ -165,13 +92,15 @@ def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.b
 def read_draft_config(name: str | Path) -> DraftConfig:
     """config.json of a draft, by its directory or hub id. Raises ValueError with the cause where there is none or it is
     not an EAGLE draft's."""
-    return _read_config(config_file(name))[0]
+    return reading(draft_directory(name), lambda directory: _read_config(_config_file(directory))[0])
 
 
-def config_file(name: str | Path) -> Path:
-    """config.json of a draft, by its directory or hub id. Raises ValueError where there is none."""
-    directory = draft_directory(name)
-    recover(directory)
+def check_draft(name: str | Path) -> None:
+    """Raises ValueError where there is no draft of that name, a directory or hub id."""
+    reading(draft_directory(name), _config_file)
+
+
+def _config_file(directory: Path) -> Path:
     file = directory / CONFIG
     if not file.is_file():
         run = directory / "draft"
@@ -241,7 +170,11 @@ def open_draft(name: str | Path) -> DraftFiles:
     vocabulary map where the draft needs one or a map other than the one its config was written with, weights that can
     say nothing. Memory for the weights is taken only by `build`, so that no config can ask for more than the file has.
     """
-    written = config_file(name)
+    return reading(draft_directory(name), _open)
+
+
+def _open(directory: Path) -> DraftFiles:
+    written = _config_file(directory)
     config, ours = _read_config(written)
     file = written.with_name(WEIGHTS)
     if not file.is_file() and written.with_name(PICKLED).is_file():

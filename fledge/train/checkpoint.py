@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fledge.files import beside, held, mend, reading, remove_abandoned, replace_text, replacing
 from fledge.models.draft import Draft
-from fledge.models.weights import disk_full, recover, replacing, save_draft, write_draft
+from fledge.models.weights import CONFIG, WEIGHTS, save_draft, write_draft
+
+STATE = "state.pt"
+SUMS = "SHA256SUMS"  # of a checkpoint's files, as the program sha256sum writes and checks them
 
 
 class RunDirectory:
@@ -22,71 +30,143 @@ class RunDirectory:
 
     def check_free(self) -> None:
         """Raises ValueError where a run has already been, or something else that a run would replace."""
-        if self.config.exists():
+        if self.config.is_file():
             raise ValueError(
                 f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
             )
-        for taken in (self.draft, self.checkpoint, self.metrics):
-            if taken.exists():
+        for taken in (self.config, self.draft, self.checkpoint, self.metrics):
+            if os.path.lexists(taken):
                 raise ValueError(f"{taken} is there, and a run in {self.path} would replace it; choose another --out")
+
+    @contextlib.contextmanager
+    def held(self, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+        """Makes this process the only one that writes here while the block runs, and puts right what a process that
+        was killed left half done. The directory is made for it, and removed again if nothing was written.
+
+        Raises ValueError where another process is at it, or something lies here that a run cannot replace; see
+        `files.held` for `say`.
+        """
+        self._check_own()
+        made = not self.path.exists()
+        try:
+            with held(self.path / ".fledge-lock", str(self.path), say):
+                mend(self.draft)
+                mend(self.checkpoint)
+                remove_abandoned(self.path)
+                yield
+        finally:
+            if made:
+                with contextlib.suppress(OSError):  # it is not empty: there is a run now
+                    self.path.rmdir()
+
+    def _check_own(self) -> None:
+        """Raises ValueError for a link or another kind of thing where a run has a directory or a file."""
+        for directory in (self.draft, self.checkpoint):
+            for path in (directory, beside(directory, "old"), beside(directory, "new")):
+                _check_kind(path, Path.is_dir, "directory")
+        for file in (self.config, self.metrics):
+            _check_kind(file, Path.is_file, "file")
 
     def start(self, config: dict[str, Any]) -> None:
         """Makes the directory for a new run. Raises ValueError where one has already been."""
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace_text(self.config, json.dumps(config, indent=2) + "\n")
+        replace_text(self.config, json.dumps(config, indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
+        """What `start` wrote. Raises ValueError where there is no run, or its file is damaged."""
         if not self.config.is_file():
             raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
         try:
-            return json.loads(self.config.read_text())
-        except ValueError as e:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
+        if not isinstance(config, dict):
+            kind = type(config).__name__
+            raise ValueError(f"{self.config} holds a {kind}, not an object; it is damaged, start a new run")
+        return config
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
         with replacing(self.checkpoint) as new:
             write_draft(draft, new, dtype)
-            with (new / "state.pt").open("wb") as f:
+            with (new / STATE).open("wb") as f:
                 torch.save(state, f)
+            sums = "".join(f"{_sha256(new / name)}  {name}\n" for name in (STATE, WEIGHTS, CONFIG))
+            (new / SUMS).write_text(sums)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last whole checkpoint's state, or None if the run was stopped before its first."""
-        recover(self.checkpoint)
-        file = self.checkpoint / "state.pt"
-        if not self.checkpoint.exists():
+        """The last whole checkpoint's state, or None if the run was stopped before its first.
+
+        Raises ValueError where a file is not as it was written (checkpoints of before there were hashes are taken as
+        they are), or the state is no dict.
+        """
+        return reading(self.checkpoint, self._state)
+
+    def _state(self, checkpoint: Path) -> dict[str, Any] | None:
+        if not checkpoint.exists():
             return None
+        self._check_sums(checkpoint)
         try:
-            return torch.load(file, map_location="cpu", weights_only=True)
+            state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
         except Exception as e:
-            raise ValueError(
-                f"{file} cannot be read ({type(e).__name__}); it is damaged, start a new run, which may go on from the "
-                f"weights with --init-from {self.checkpoint}"
-            ) from e
+            raise self.damaged(type(e).__name__) from e
+        if not isinstance(state, dict):
+            raise self.damaged(f"it holds a {type(state).__name__}")
+        return state
+
+    def _check_sums(self, checkpoint: Path) -> None:
+        if not (checkpoint / SUMS).exists():
+            return
+        recorded = [line.split("  ") for line in (checkpoint / SUMS).read_text(errors="replace").splitlines()]
+        if [name for _, *name in recorded] != [[STATE], [WEIGHTS], [CONFIG]]:
+            raise ValueError(f"{checkpoint / SUMS} is damaged; start a new run")
+        for known, name in recorded:
+            if not (checkpoint / name).is_file():
+                raise self.damaged("it is missing", name)
+            if _sha256(checkpoint / name) != known:
+                raise self.damaged("its SHA-256 is not the one it was written with", name)
+
+    def damaged(self, why: str, name: str = STATE) -> ValueError:
+        """What to raise where a checkpoint's file cannot be gone on with."""
+        cure = f", which may go on from the weights with --init-from {self.checkpoint}" if name == STATE else ""
+        return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{cure}")
 
     def publish(self, draft: Draft, dtype: torch.dtype) -> None:
         """Makes this the draft to serve."""
         save_draft(draft, self.draft, dtype)
 
     def truncate_metrics(self, step: int) -> None:
-        """Drops metrics of steps after `step`, which a resumed run will write again."""
-        if self.metrics.exists():
-            lines = self.metrics.read_text().splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            _replace_text(self.metrics, "".join(line + "\n" for line in kept))
+        """Drops metrics of steps after `step`, which a resumed run will write again, and a line cut short.
+
+        Raises ValueError for a line that training did not write.
+        """
+        if not self.metrics.exists():
+            return
+        lines = [(i, line) for i, line in enumerate(self.metrics.read_bytes().split(b"\n"), 1) if line.endswith(b"}")]
+        kept = [line.decode() for i, line in lines if self._step_of(line, i) <= step]
+        replace_text(self.metrics, "".join(line + "\n" for line in kept))
+
+    def _step_of(self, line: bytes, number: int) -> int:
+        try:
+            step = json.loads(line.decode())["step"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            step = None
+        if not isinstance(step, int):
+            raise ValueError(f"{self.metrics}, line {number} is none that training wrote; remove it to go on")
+        return step
 
 
-def _replace_text(file: Path, text: str) -> None:
-    """Writes a small file whole, or leaves it as it was."""
-    temporary = file.with_name(file.name + ".new")
-    try:
-        temporary.write_text(text)
-        temporary.replace(file)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        if disk_full(e) is None:
-            raise
-        raise OSError(
-            e.errno, f"no room to write {file} ({e.strerror}); free some space or choose another --out"
-        ) from e
+def _check_kind(path: Path, kind: Callable[[Path], bool], name: str) -> None:
+    if path.is_symlink():
+        raise ValueError(
+            f"{path} is a symbolic link, and a run replaces its {name}s whole, which would cut it off; move what it "
+            "leads to in its place, or keep the whole run elsewhere and link its directory"
+        )
+    if path.exists() and not kind(path):
+        raise ValueError(f"{path} is no {name}, so a run cannot replace it; move it away")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

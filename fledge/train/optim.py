@@ -54,10 +54,20 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        """Takes up what `state_dict` gave. Raises ValueError, KeyError or TypeError for anything else."""
         for p, m, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
+            _check_shape("a weight", saved, m)
             m.copy_(saved)
             p.copy_(m)
         self.adamw.load_state_dict(state["adamw"])
+        for m, moments in self.adamw.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                _check_shape(name, moments[name], m)
+
+
+def _check_shape(what: str, saved: Tensor, wanted: Tensor) -> None:
+    if saved.shape != wanted.shape:  # a copy would repeat it to fit
+        raise ValueError(f"{what} is {list(saved.shape)}, not {list(wanted.shape)}")
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:

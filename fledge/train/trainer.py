@@ -6,11 +6,9 @@ import functools
 import json
 import math
 import operator
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from fledge.models.draft import Draft
 from fledge.train.ahead import with_features
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
+from fledge.train.interrupt import Interruption
 from fledge.train.objective import Ways, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.types import Features, Packed, Step
@@ -81,18 +80,24 @@ def train(
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     say: Callable[[str], None] = lambda line: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
 
     `run.draft` ends as the draft with the best τ of `evaluate`, or the last one without it. `report` gets each
-    step's metrics, as metrics.jsonl does; `say` a line where it is interrupted.
+    step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
+    `Interruption`), and `stop`, asked after each step. Raises ValueError where the checkpoint to resume from is not
+    of such a run.
     """
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     progress = Progress()
     saved = run.load_checkpoint() if resume else None
     if saved is not None:
-        optimizer.load_state_dict(saved["optimizer"])
-        progress = Progress(**saved["progress"])
+        try:
+            optimizer.load_state_dict(saved["optimizer"])
+            progress = _progress_of(saved["progress"], schedule.steps, rows)
+        except (LookupError, TypeError, AttributeError, ValueError) as e:
+            raise run.damaged(f"it is not the state of this run, {type(e).__name__}: {e}") from e
     run.truncate_metrics(progress.step)
 
     if draft.device.type == "cuda":
@@ -106,8 +111,7 @@ def train(
     upcoming = with_features(
         _from(rows, progress.place, left), source.features, draft.device, ahead=schedule.ways.ahead
     )  # fmt: skip
-    told = "stopping after this step; once more stops at once, and what is not in a checkpoint is lost"
-    with _interruptible(lambda: say(told)) as interrupted, run.metrics.open("a") as log:
+    with Interruption(say) as interruption, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
             began = time.perf_counter()
             total, tokens, lr, norm = _step(draft, rows, upcoming, source, schedule, optimizer, progress)
@@ -128,12 +132,27 @@ def train(
             log.write(json.dumps(metrics) + "\n")
             log.flush()
             report(metrics)
-            if last or progress.step % schedule.save_every == 0 or interrupted():
-                save()
-            if interrupted():
-                break
+            if last or progress.step % schedule.save_every == 0 or interruption.asked or stop():
+                with interruption.saving():
+                    save()
+                if interruption.asked or stop():  # also while it saved
+                    break
     if not evaluate and progress.step == schedule.steps:
         run.publish(draft, save_dtype)
+    return progress
+
+
+def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
+    """Where a checkpoint stands. Raises TypeError or ValueError for what training did not write."""
+    progress = Progress(**saved)
+    for f in fields(Progress):
+        value = getattr(progress, f.name)
+        if type(value) not in ((int, float) if isinstance(f.default, float) else (type(f.default),)):
+            raise TypeError(f"{f.name} is {value!r}")
+    epoch, row = progress.place
+    inside = 0 <= progress.step <= steps and epoch >= 0 and 0 <= row < len(rows.epoch(int(epoch)))
+    if not inside or (type(epoch), type(row)) != (int, int):
+        raise ValueError(f"step {progress.step} of {steps} at {progress.place}")
     return progress
 
 
@@ -230,23 +249,3 @@ def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float)
         "lr": lr,
         "grad_norm": norm,
     }
-
-
-@contextmanager
-def _interruptible(tell: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C or termination request into a flag that is read between steps, and tells of it; a second
-    one raises."""
-    asked: list[int] = []
-
-    def note(number, _frame):
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        tell()
-
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
