@@ -227,8 +227,8 @@ def test_dates_and_bytes_of_tables_are_refused_with_their_row(tmp_path, value, k
         return tmp_path / f"{len(list(tmp_path.iterdir())) - 1}.parquet"
 
     chat = [USER, ANSWER]
-    refused(table(messages=[chat, chat], tools=[[], [value]]), rf"row 1: it holds a {kind}|row 2: it holds a {kind}")
-    refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1: it holds a {kind}, which is neither text")
+    refused(table(messages=[chat, chat], tools=[[], [value]]), f"row 2, `tools`: it holds a {kind}")
+    refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1, message 1: it holds a {kind}, which")
     refused(table(messages=[[{"role": "user", "content": value}]]), "row 1, message 1: its content is")
     refused(table(text=[value]), rf"row 1 has none of .* only text \({kind}\)")
     assert texts(read_records([str(table(text=["a"], at=[value]))])) == ["a"]  # what is not read may be anything

@@ -66,10 +66,11 @@ def check_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
     vLLM joins them. Raises ValueError, naming the place, for every other content (images, numbers, objects), for null
     but where an assistant calls tools, and for values that are not JSON."""
     told = [_message(m, where, i) for i, m in enumerate(messages, 1)]
-    try:
-        check_text("".join([text for m in told for field in m.items() for text in field]), where)
-    except TypeError:  # not strings alone, as where tools are called: the same check, slower
-        _check_json(told, where)
+    try:  # quick, for messages that are strings throughout, as nearly all are
+        "".join([text for m in told for field in m.items() for text in field]).encode()
+    except (TypeError, UnicodeEncodeError):
+        for i, m in enumerate(told, 1):
+            _check_json(m, f"{where}, message {i}")
     return told
 
 
@@ -92,7 +93,7 @@ def _chat(row: dict[str, Any], messages: list[Any], where: str, given: int = 0) 
         told = [*check_messages([{"role": "system", "content": row["system"]}], f"{where}, `system`"), *told]
         given += bool(given)
     if tools:
-        _check_json(tools, where)
+        _check_json(tools, f"{where}, `tools`")
     return Record(where, messages=told, tools=tools, given=given)
 
 
