@@ -748,7 +748,7 @@ def test_prompts_of_any_text_are_read_or_refused_with_their_place(tmp_path):
     file.write_text('\ufeff{"turns": ["a\u2028b"]}\n{"turns": ["c"]}\n')
     assert [p.turns for p in read_prompts(file)] == [("a\u2028b",), ("c",)]
     file.write_text('{"turns": ["a"]}\n3\n')
-    with pytest.raises(ValueError, match="line 2 has neither"):
+    with pytest.raises(ValueError, match="line 2 is a int, not an object with"):
         read_prompts(file)
     file.write_bytes('{"turns": ["é"]}'.encode("latin-1"))
     with pytest.raises(ValueError, match="is not UTF-8"):

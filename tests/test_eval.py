@@ -49,7 +49,7 @@ def test_prompts_of_every_kind(tmp_path):
 
 
 def test_bad_prompts_are_named(tmp_path):
-    for text, cause in (("", "is empty"), ("{", "line 1 is not JSON"), ('{"turns": "a"}\n', "line 1 has neither")):
+    for text, cause in (("", "is empty"), ("{", "line 1 is not JSON"), ('{"turns": "a"}\n', "line 1 has none of")):
         (tmp_path / "p.jsonl").write_text(text)
         with pytest.raises(ValueError, match=cause):
             read_prompts(tmp_path / "p.jsonl")

@@ -23,7 +23,7 @@ class EvalOptions(DecodeOptions):
         "chain, tree (EAGLE-2's) or parallel (P-EAGLE's; default: chain or parallel, as the draft is); repeatable, to "
         "compare", many=True
     )  # fmt: skip
-    prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
+    prompts: list[str] = opt("files, globs or hub ids, in any layout that train takes; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None, least=1)
     max_new_tokens: int | None = opt(
         "new tokens a prompt (default: 128, at most half the target's context)", None, least=1

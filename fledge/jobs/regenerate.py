@@ -16,7 +16,7 @@ from fledge.files import beside, held
 from fledge.jobs.options import Options, dtype_named, new_tokens, opt, place_of, template_kwargs, trust_option
 
 if TYPE_CHECKING:
-    from fledge.data.read import Record
+    from fledge.data.record import Record
     from fledge.decode.engine import Engine
 
 
@@ -138,6 +138,7 @@ def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
     most = options.max_new_tokens or NEW_TOKENS
     asked = [record.messages, record.text, record.tools, options.target, most, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
+    asked += [record.turns, record.given] if record.turns or record.given else []
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
@@ -167,11 +168,20 @@ def _answer(
     told: list[list[dict[str, Any]]] = [[] for _ in batch]
     rows: list[dict[str, Any]] = [_head(r, options) for r in batch]
     cut = 0
-    prompts = {i: template.prompt_ids(r.text)[: options.prompt_tokens] for i, r in enumerate(batch) if r.text}
+    prompts = {
+        i: template.prompt_ids(r.text[: r.given]) if r.given else template.prompt_ids(r.text)[: options.prompt_tokens]
+        for i, r in enumerate(batch) if r.text
+    }  # fmt: skip
     for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
-        rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
+        if given := batch[i].given:
+            rows[i] |= {"prompt": batch[i].text[:given], "completion": text}
+        else:
+            rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
         cut += unfinished
-    waiting = {i: _with_answer(r.messages) for i, r in enumerate(batch) if r.messages}
+    waiting: dict[int, list[dict[str, Any]]] = {}
+    for i, record in enumerate(batch):
+        if record.text is None:
+            told[i], waiting[i] = _to_answer(record)
     for turn in itertools.count(1):
         for i in list(waiting):
             while waiting[i] and waiting[i][0]["role"] != "assistant":
@@ -186,15 +196,23 @@ def _answer(
             waiting[i].pop(0)
             cut += unfinished
     for i, record in enumerate(batch):
-        if record.messages:
-            rows[i]["messages"] = _without_open_end(told[i])
-            rows[i] |= {"tools": record.tools} if record.tools else {}
+        if record.text is None:
+            answered, given = _without_open_end(told[i]), record.given
+            said = {"prompt": answered[:given], "completion": answered[given:]} if given else {"messages": answered}
+            rows[i] |= said | ({"tools": record.tools} if record.tools else {})
     return rows, cut
 
 
-def _with_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, and a place for the answer to a prompt that has none."""
-    return [*messages, *([] if any(m["role"] == "assistant" for m in messages) else [{"role": "assistant"}])]
+def _to_answer(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A conversation in two: messages that are only read, which are those given as a prompt or an opening of the
+    assistant's, and those with answers to be made anew. A prompt without any gets a place for one."""
+    place = {"role": "assistant"}
+    if record.turns:
+        return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, place)]
+    messages = record.messages or []
+    read = record.given or int(messages[0]["role"] == "assistant")
+    rest = messages[read:]
+    return messages[:read], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [place])]
 
 
 def _without_open_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

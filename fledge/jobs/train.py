@@ -25,7 +25,7 @@ from fledge.jobs.options import (
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
-    from fledge.data.read import Record
+    from fledge.data.record import Record
     from fledge.data.template import ChatTemplate
     from fledge.models.draft import Draft
     from fledge.models.target import Target
@@ -41,7 +41,7 @@ class TrainOptions(Options):
     target: str | None = opt("the model to speed up: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_option()
     data: list[str] = opt(
-        "files, globs in quotes or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
+        "files, quoted globs or hub ids (owner/name@revision:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
     out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
@@ -88,9 +88,9 @@ class TrainOptions(Options):
         "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0, least=0
     )
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
-    skip_bad: bool = opt("count and leave out conversations the template refuses", False)
+    skip_bad: bool = opt("count and leave out records that are not text or that the template refuses", False)
     eval_prompts: str | None = opt(
-        "held-out prompts for τ while training, the first turns of 32 at most (default: 16 records of the data)", None
+        "file or hub id of prompts for τ while training, the first turns of 32 (default: 16 records of the data)", None
     )
     eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
     eval_tokens: int | None = opt(
@@ -279,12 +279,14 @@ def _with_whole_paths(options: TrainOptions) -> TrainOptions:
     """The options with whole paths, to be gone on with from another directory."""
     from fledge.data.read import whole_path
 
-    paths = {n: getattr(options, n) for n in ("target", "init_from", "eval_prompts")}
+    paths = {n: getattr(options, n) for n in ("target", "init_from")}
     there = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
-    return replace(options, data=[whole_path(source) for source in options.data], **there)
+    prompts = whole_path(options.eval_prompts) if options.eval_prompts else None
+    return replace(options, data=[whole_path(source) for source in options.data], eval_prompts=prompts, **there)
 
 
 def _check(options: TrainOptions) -> None:
+    from fledge.data.read import check_source
     from fledge.kernels.loss import KINDS
     from fledge.kernels.ttt_attention import IMPLS
 
@@ -300,8 +302,8 @@ def _check(options: TrainOptions) -> None:
         if value not in known:
             raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
     _method(options)
-    if options.eval_prompts and not Path(options.eval_prompts).is_file():
-        raise ValueError(f"--eval-prompts {options.eval_prompts} does not exist")
+    if options.eval_prompts:
+        check_source(options.eval_prompts, "--eval-prompts")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
     if options.log and importlib.util.find_spec(options.log) is None:
@@ -422,7 +424,8 @@ def _documents(
     from fledge.data.dataset import make_documents
     from fledge.data.read import read_records
 
-    records = read_records(options.data, options.seed)
+    skipped: list[str] = []
+    records = read_records(options.data, options.seed, skip=skipped.append if options.skip_bad else None)
     held_out: list[Record] = []
     if decodes and not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
         chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
@@ -431,7 +434,7 @@ def _documents(
         records = [r for r in records if r.said() not in kept_out]
     with progress.counting("reading chats", len(records)) as advance:
         documents, report = make_documents(
-            records, template, options.max_length, skip_bad=options.skip_bad, advance=advance
+            records, template, options.max_length, skip_bad=options.skip_bad, skipped=skipped, advance=advance
         )
     say(str(report))
     return documents, held_out
@@ -626,6 +629,10 @@ def _evaluator(
     def fits(prompt: EvalPrompt) -> bool:
         return len(template.prompt_ids(first_prompt(prompt))) <= room
 
+    def start(record: Record) -> list[int]:
+        ids = template.prompt_ids(record.text[: record.given or None])
+        return ids[: min(len(ids) if record.given else len(ids) // 2, options.max_length // 2, room)]
+
     if options.eval_prompts:
         prompts = read_prompts(options.eval_prompts, 32)
         if not all(map(fits, prompts)):
@@ -633,8 +640,7 @@ def _evaluator(
                 f"{options.eval_prompts} has a prompt of over {room} tokens, more than the target can read"
             )
     else:
-        texts = [template.prompt_ids(r.text) for r in held_out if r.text is not None]
-        starts = [ids[: min(len(ids) // 2, options.max_length // 2, room)] for ids in texts]
+        starts = [start(r) for r in held_out if r.text is not None]
         prompts = [EvalPrompt(text=target.tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
         prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if fits(p)]
     if not prompts and options.eval_every:
