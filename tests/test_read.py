@@ -423,7 +423,10 @@ def test_hub_ids_name_a_revision_and_a_split(monkeypatch, source, asked):
     monkeypatch.setattr(datasets, "load_dataset", lambda n, **k: calls.append((n, k)) or [{"text": "a"}])
     check_source(source, "--data")
     assert texts(read_records([source])) == ["a"] * times
-    assert calls == [(name, {"split": split, "revision": revision})] and whole_path(source) == source
+    assert (
+        calls == [(name, {"split": split, "revision": revision, "trust_remote_code": False})]
+        and whole_path(source) == source
+    )
 
 
 def test_a_source_that_is_not_there_is_named_with_its_flag(tmp_path):
