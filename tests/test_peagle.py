@@ -194,7 +194,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
     documents, filler = layout
     row = row_of(documents, filler)
     live = row.live(steps)
-    kept = DropTokens(rate, least, key).keep(row, live)
+    kept = DropTokens(rate, least).keep(row, live, key)
     assert torch.equal(kept[0], live[0])
     for d in range(1, steps):
         pool = set(live[d].tolist()) & (set(kept[d - 1].tolist()) if d > 1 else set(live[d].tolist()))
@@ -204,13 +204,13 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
             n = sum(row.doc_T[live[d]] == doc)
             wanted = min(len(mine), int(int(n) * max(rate**d, least)))
             assert sum(row.doc_T[kept[d]] == doc) == wanted
-    again = DropTokens(rate, least, key).keep(row, live)
+    again = DropTokens(rate, least).keep(row, live, key)
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
-def test_shares_that_are_none() -> None:
+def test_rates_outside_their_range_are_refused() -> None:
     for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="no shares"):
+        with pytest.raises(ValueError, match="the rate is above 0 and at most 1"):
             DropTokens(rate, least)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from conftest import document, row_of, tiny_draft, tiny_target
 from torch import Tensor, multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -57,7 +58,7 @@ def run_rank(rank: int, world: int, directory: Path) -> None:
     for method in VARIANTS:
         target, draft = pair(method)
         for layer in draft.blocks:
-            fully_shard(layer)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
         assert any(isinstance(p, DTensor) for p in draft.parameters())
