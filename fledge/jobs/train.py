@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fledge.models.draft import Draft
     from fledge.models.target import Target
     from fledge.train.checkpoint import RunDirectory
+    from fledge.train.objective import Implementation
     from fledge.train.trainer import Progress, Schedule
     from fledge.types import Document
 
@@ -182,12 +183,13 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
     schedule = _schedule(options, draft, rows)
     source = Source(target.features, target.logits)
-    schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
+    schedule = replace(schedule, implementation=_implementation(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
-    kept = "recompute" if schedule.ways.recompute else "keep"
+    kept = "recompute" if schedule.implementation.recompute else "keep"
     # a run resumed must not choose slots again: other chunks round otherwise
-    options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
+    implementation = schedule.implementation
+    options = replace(options, impl=implementation.attention, slots=implementation.slots, activations=kept)
     evaluate = _evaluator(options, target, template, held_out) if decodes else None
     if decodes and evaluate is None and held_out:
         say("no held-out chat fits the target with --eval-tokens, so τ is not decoded; --eval-prompts FILE would")
@@ -223,7 +225,7 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     except torch.OutOfMemoryError as e:
         saved = directory.checkpoint
         anew = f"train on from its weights (--init-from {saved})" if saved.exists() else "train anew"
-        cure = f"{anew} in another --out with fewer than {schedule.ways.slots:,} --slots, or shorter rows"
+        cure = f"{anew} in another --out with fewer than {schedule.implementation.slots:,} --slots, or shorter rows"
         raise ValueError(f"the GPU ran out of memory; {cure}") from e
     finally:
         progress.close()
@@ -514,52 +516,51 @@ def _new_config(options: TrainOptions, target: Target, mask: int | None) -> Draf
 
 
 def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
+    from fledge.train.cod import DropTokens
+    from fledge.train.objective import Objective
     from fledge.train.trainer import Schedule
 
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
+    objective = Objective(
+        depth=1 if draft.eagle1 else options.depth, gamma=1.0 if draft.peagle else options.gamma, loss=options.loss,
+        keep_out_of_vocab=options.keep_unseen, noise=options.feature_noise,
+        drop=DropTokens(*_drop(options)) if draft.peagle else None,
+    )  # fmt: skip
     return Schedule(
-        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=1.0 if draft.peagle else options.gamma,
-        depth=1 if draft.eagle1 else options.depth, noise=options.feature_noise, seed=options.seed,
-        drop=_drop(options) if draft.peagle else None,
-        kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
-        weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
-        eval_every=options.eval_every, save_every=options.save_every,
+        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, objective=objective, seed=options.seed,
+        rows_per_step=options.rows_per_step, warmup=options.warmup, weight_decay=options.weight_decay,
+        clip=options.clip, eval_every=options.eval_every, save_every=options.save_every,
     )  # fmt: skip
 
 
-def _ways(
-    options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Any, say: Callable[[str], None]
-) -> Any:
-    """How steps are computed: as asked for, and on a GPU so that they fit, found out by trying.
+def _implementation(
+    options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Schedule, say: Callable[[str], None]
+) -> Implementation:
+    """How steps are computed: as asked for, and on a GPU so that they fit, which is tried out.
 
-    Raises ValueError for what this device cannot do, or where no way fits.
+    Raises ValueError for what this device cannot do, or where nothing fits.
     """
     import torch
 
-    from fledge.train.ahead import with_features
-    from fledge.train.cod import DropTokens
     from fledge.train.memory import CPU_SLOTS, LEAST, Trial, choose, ladder, longest_row, of_length
-    from fledge.train.objective import Ways, ttt
+    from fledge.train.objective import Implementation, ttt
+    from fledge.train.prefetch import with_features
 
-    impl = _impl(options, draft.device.type == "cuda")
-    fast = "eager" if impl == "eager" else "triton"
-    ways = Ways(attention=impl, loss=fast, layers=fast)
+    attention = _impl(options, draft.device.type == "cuda")
+    fast = "eager" if attention == "eager" else "triton"
+    implementation = Implementation(attention=attention, loss=fast, layers=fast)
     if draft.device.type != "cuda":
-        return replace(ways, slots=options.slots or CPU_SLOTS)
+        return replace(implementation, slots=options.slots or CPU_SLOTS)
 
-    def step(row: Any, ways: Ways) -> Any:
-        upcoming = with_features([row, row], source.features, draft.device, ahead=ways.ahead)
+    def step(row: Any, implementation: Implementation) -> Any:
+        upcoming = with_features([row, row], source.features, draft.device, prefetch=implementation.prefetch)
         row, features = next(upcoming)
-        ttt(
-            draft, row, features, source.logits, steps=schedule.depth, gamma=schedule.gamma,
-            kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
-            drop=DropTokens(*schedule.drop) if schedule.drop else None,
-        )  # fmt: skip
+        ttt(draft, row, features, source.logits, schedule.objective, implementation)
         return upcoming  # which holds the next row's features
 
-    asked = ladder(ways, slots=options.slots, activations=options.activations)
+    asked = ladder(implementation, slots=options.slots, activations=options.activations)
     trial = Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
-    step(of_length(trial.rows[0], LEAST), asked[-1])  # loads what a process loads once, before memory is short
+    step(of_length(trial.rows[0], LEAST), asked[-1])  # warms up lazy initialisation, before memory is measured
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
@@ -574,14 +575,14 @@ def _ways(
             f"{max(d.tokens.numel() for d in rows.documents):,}, and none that is a tenth longer"
         )
         return asked[-1]
-    ways, taken = choose(trial, asked, available, tried)
+    chosen, taken = choose(trial, asked, available, tried)
     say(
         f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
-        f"{impl}, {ways.slots:,} slots in flight"
-        + (", the MLP's activations computed again" if ways.recompute else "")
-        + (", the target one row ahead" if ways.ahead else "")
+        f"{attention}, {chosen.slots:,} slots in flight"
+        + (", the MLP's activations computed again" if chosen.recompute else "")
+        + (", the target one row ahead" if chosen.prefetch else "")
     )
-    return ways
+    return chosen
 
 
 def _row_tried(tokens: int, taken: int | None, available: int) -> str:

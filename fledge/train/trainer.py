@@ -17,12 +17,11 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
-from fledge.train.ahead import with_features
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.cod import DropTokens
 from fledge.train.interrupt import Interruption
-from fledge.train.objective import Ways, ttt_queued
+from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.train.prefetch import with_features
 from fledge.types import Features, Packed, Step
 
 
@@ -32,19 +31,14 @@ class Schedule:
 
     steps: int
     lr: float
-    depth: int = 5
-    gamma: float = 0.8
+    objective: Objective = Objective()
+    implementation: Implementation = Implementation()
     rows_per_step: int = 1
     warmup: float = 0.05
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    keep_unseen: bool = False
-    kind: str = "ce"
-    noise: float = 0.0
-    drop: tuple[float, float] | None = None
     seed: int = 0
-    ways: Ways = Ways()
     eval_every: int = 0
     save_every: int = 100
 
@@ -109,7 +103,7 @@ def train(
 
     left = (schedule.steps - progress.step) * schedule.rows_per_step
     upcoming = with_features(
-        _from(rows, progress.place, left), source.features, draft.device, ahead=schedule.ways.ahead
+        _from(rows, progress.place, left), source.features, draft.device, prefetch=schedule.implementation.prefetch
     )  # fmt: skip
     with Interruption(say) as interruption, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
@@ -174,28 +168,16 @@ def _step(
         row, features = next(upcoming)
         tokens += rows.tokens(progress.place)
         progress.place = rows.next(progress.place)
-        found.append(
-            ttt_queued(
-                draft,
-                row,
-                features,
-                source.logits,
-                steps=schedule.depth,
-                gamma=schedule.gamma,
-                kind=schedule.kind,
-                keep_unseen=schedule.keep_unseen,
-                noise=(schedule.noise, key := f"{schedule.seed} {progress.step} {i}"),
-                drop=DropTokens(*schedule.drop, key) if schedule.drop else None,
-                ways=schedule.ways,
-            )
-        )
+        key = f"{schedule.seed} {progress.step} {i}"
+        found.append(ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key))
         del features  # before the row after the next is begun
         optimizer.accumulate()
-    discounts = to_device([torch.tensor([schedule.gamma**k for k in range(schedule.depth)])], draft.device)[0]
+    objective = schedule.objective
+    discounts = to_device([torch.tensor([objective.gamma**k for k in range(objective.depth)])], draft.device)[0]
     scored = sum((f.scored_K() * discounts).sum() for f in found)
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-    total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
+    total = functools.reduce(operator.add, [f.to_step() for f in found])  # the first thing that waits for the device
     norm = norm.item()
     if not math.isfinite(norm):  # nothing is saved after this
         rows_read = _from(rows, begun, schedule.rows_per_step)
@@ -235,11 +217,11 @@ def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float)
     live = total.live_K.clamp_min(1)
     committed, rounds = total.walked
     tau = {"tau": committed / max(rounds, 1)}
-    if schedule.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
+    if schedule.objective.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
         tau = {"tau_slots": 1 + float((total.survive_K / live).sum())}
     return {
         "step": step,
-        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.gamma), 1e-9),
+        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.objective.gamma), 1e-9),
         **tau,
         "hit": (total.hit_K / live).tolist(),
         "accept": (total.accept_K / live).tolist(),
