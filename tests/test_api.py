@@ -301,4 +301,4 @@ def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fled
     config["options"]["steps"] = "many"
     (out / "train.json").write_text(json.dumps(config))
     ran = fledge("train", "--resume", out)
-    assert ran.code == 2 and ran.err == "fledge: --steps 'many' is not of type int | None\n"
+    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; it is damaged" in ran.err

@@ -47,7 +47,7 @@ class Options:
         hints = get_type_hints(type(self))
         for f in fields(self):
             if not _is_a(hints[f.name], getattr(self, f.name)):
-                raise ValueError(f"{flag_of(f.name)} {getattr(self, f.name)!r} is not of type {f.type}")
+                raise ValueError(f"{flag_of(f.name)} {getattr(self, f.name)!r:.60} is not of type {f.type}")
             value, (least, above, most) = getattr(self, f.name), (f.metadata[k] for k in ("least", "above", "most"))
             if value is None or least is above is most is None:
                 continue

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import (
     Options,
@@ -255,10 +255,8 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
     config = directory.read_config()
     if not isinstance(config.get("options"), dict) or not isinstance(config.get("data_sha256"), str):
         raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
-    hints = get_type_hints(TrainOptions)
-    saved = {k: v for k, v in config["options"].items() if k in hints}
-    if wrong := next((k for k, v in saved.items() if not _is_of(v, hints[k])), None):
-        raise ValueError(f"{directory.config}: {wrong} is {saved[wrong]!r:.40}; it is damaged, start a new run")
+    known = {f.name for f in fields(TrainOptions)}
+    saved = {k: v for k, v in config["options"].items() if k in known}
     trust = asked.trust_remote_code and saved.get("trust_remote_code") is True
     defaults = TrainOptions(resume=asked.resume, trust_remote_code=trust)
     given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
@@ -266,15 +264,10 @@ def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
         raise ValueError(
             f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
         )
-    return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume, "trust_remote_code": trust})
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of an option's type, such as `int | None` or `list[str]`."""
-    kinds = get_args(hint) or (hint,)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(type(v) in kinds for v in value)
-    return type(value) in kinds or (type(value) is int and float in kinds)
+    try:
+        return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume, "trust_remote_code": trust})
+    except ValueError as e:
+        raise ValueError(f"{directory.config}: {e}; it is damaged, start a new run") from e
 
 
 def _with_whole_paths(options: TrainOptions) -> TrainOptions:
