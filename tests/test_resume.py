@@ -437,7 +437,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
         (lambda c: [c], "holds a list, not an object"),
         (lambda c: {**c, "options": [1]}, "lacks the run's options"),
         (lambda c: {"options": c["options"]}, "lacks the run's options"),
-        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "lr is 'fast'"),
+        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "--lr 'fast' is not of type"),
         (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "--steps 2.5 is not of type"),
         (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "--data 'chats.jsonl' is not of type"),
         (lambda c: {**c, "options": {**c["options"], "data": [3]}}, "--data [3] is not of type"),
