@@ -15,7 +15,7 @@ SHOWN = 60  # characters of a wrong value that a message repeats
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs return_generation_indices kwargs tokenizer bos_token eos_token "
+    "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
     "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
 )
 LONGEST_KWARGS = 10_000  # characters of the JSON of a template's arguments
