@@ -15,7 +15,7 @@ SHOWN = 60  # characters of a wrong value that a message repeats
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs return_generation_indices kwargs tokenizer bos_token eos_token "
+    "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
     "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
 )
 LONGEST_KWARGS = 10_000  # characters of the JSON of a template's arguments
@@ -42,7 +42,7 @@ def number(above: float, most: float) -> Kind:
     return Kind(f"a number above {above:g} and at most {most:g}", lambda x: _is_number(x) and above < x <= most)
 
 
-def share(most: float) -> Kind:
+def up_to(most: float) -> Kind:
     """A finite number from 0 on."""
     return Kind(f"a number from 0 to {most:g}", lambda x: _is_number(x) and 0 <= x <= most)
 
@@ -85,8 +85,8 @@ ROPE = {
     "attention_factor": number(0, 1e6),
     "beta_fast": number(0, 1e6),
     "beta_slow": number(0, 1e6),
-    "mscale": share(1e3),
-    "mscale_all_dim": share(1e3),
+    "mscale": up_to(1e3),
+    "mscale_all_dim": up_to(1e3),
     "truncate": FLAG,
     "short_factor": FACTORS,
     "long_factor": FACTORS,
@@ -105,7 +105,7 @@ OWN = {  # under `fledge`
     "template_kwargs": OBJECT,
     "depth": whole(1, 64),
     "max_length": POSITIONS,
-    "coverage": share(1),
+    "coverage": up_to(1),
 }
 CONFIG = {
     "architectures": several(TEXT, 64),
