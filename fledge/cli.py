@@ -16,7 +16,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import flag_of
 from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.show import Show
+from fledge.jobs.show import Paper, Show, complain
 from fledge.jobs.train import TrainOptions
 
 app = typer.Typer(
@@ -77,9 +77,7 @@ def evaluate(options: EvalOptions) -> None:
     if options.json:
         print(json.dumps(record, indent=2))
     else:
-        from rich.console import Console
-
-        table(record, Console(highlight=False, soft_wrap=True).print)
+        table(record, Paper())
     if any(r["different"] for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output beyond numerical noise; please report this")
 
@@ -96,7 +94,7 @@ def regenerate(options: RegenerateOptions) -> None:
 def inspect_draft(options: InspectOptions) -> None:
     from fledge.jobs.inspect import run
 
-    if not run(options, print):
+    if not run(options, Paper().print):
         raise typer.Exit(1)
 
 
@@ -106,14 +104,14 @@ def main() -> None:
         _quiet_transformers()
         app()
     except (ValueError, OSError, FloatingPointError) as e:
-        print(f"fledge: {e}", file=sys.stderr)
+        complain(e)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as e:
         if type(e).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             raise
-        print(f"fledge: the GPU has not enough memory for this: {e}", file=sys.stderr)
+        complain(f"the GPU has not enough memory for this: {e}")
         sys.exit(2)
 
 

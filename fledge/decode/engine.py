@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -134,12 +134,14 @@ class Engine:
         stop: Sequence[str] = (),
         speculate: bool = True,
         request: int | Sequence[int] = 0,
+        answered: Callable[[int], None] = lambda place: None,
     ) -> list[Completion]:
         """Decodes many prompts, at most `batch` together (None: 16, or one by one where the target keeps requests apart
         no other way); where one ends, the next takes its place. Each answer is what the prompt alone would get, as
         request number `request`, + 1, + 2 .. (or those given), with logits processors of its own, copies of those
-        given, since they may remember what they saw. Other options are those of `stream`. Raises ValueError, before any
-        is decoded, where a prompt is empty or does not fit."""
+        given, since they may remember what they saw. `answered` is told of each prompt's place when its answer is over.
+        Other options are those of `stream`. Raises ValueError, before any is decoded, where a prompt is empty or does
+        not fit."""
         if batch is not None and batch < 1:
             raise ValueError(f"a batch of {batch} decodes nothing; 1 is least")
         if batch != 1 and (refusal := self._refusal):
@@ -152,8 +154,11 @@ class Engine:
         for number, prompt in zip(numbers, prompts, strict=True):
             own = replace(sampling, processors=copy.deepcopy(sampling.processors))
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+        places = {asked: place for place, asked in enumerate(requests)}
         for asked in self._decode(requests, batch or BATCH, speculate):
             asked.say()
+            if asked.over:
+                answered(places[asked])
         for asked in requests:
             asked.close()
         return [asked.done for asked in requests]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.jobs.options import DecodeOptions, opt
+from fledge.jobs.show import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     if options.raw and options.system:
         raise ValueError("--raw goes on with the prompt alone, without a chat template; leave --system out")
     sampling, engine = options.sampling(), options.engine(options.draft, options.draft_mode)
+    if options.prompt is None and sys.stdin.isatty():
+        say("type the prompt; Ctrl-D on a line of its own ends it")
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     try:
         text.encode()
@@ -40,8 +43,9 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
         _prompt(options, text, engine.target.tokenizer.chat_template is not None),
         max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop, into=done,
     )  # fmt: skip
+    terminal = sys.stdout.isatty()  # which would obey what a model may write; a file or a pipe gets every character
     for piece in stream:
-        sys.stdout.write(piece)
+        sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     if options.stats:

@@ -64,10 +64,12 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
     cut = 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as f, progress.counting("answering", len(records), done) as advance:
+    answers = [_answers(r) for r in records]
+    counting = progress.counting("answers", sum(answers), sum(answers[:done]))
+    with out.open("a", encoding="utf-8") as f, counting as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, start)
+            rows, unfinished = _answer(batch, engine, options, start, advance)
             cut += unfinished
             try:
                 f.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -75,7 +77,6 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             except OSError as e:
                 cure = "make room and give the same command to go on"
                 raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
-            advance(len(batch))
     say(f"wrote {len(records):,} records to {out}")
     if cut:
         say(f"{cut:,} answers reached --max-new-tokens {options.max_new_tokens}; they are kept as far as they go")
@@ -111,10 +112,11 @@ def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
 
 
 def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, start: int
+    batch: list[Record], engine: Engine, options: RegenerateOptions, start: int, advance: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], int]:
     """Answers every assistant turn anew, each behind the target's own earlier answers. Returns rows, answers cut.
-    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one."""
+    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one.
+    `advance` is called for each answer."""
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
@@ -129,6 +131,7 @@ def _answer(
         done = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
+            answered=lambda place: advance(),
         )  # fmt: skip
         return [(c.text, c.finish == "length") for c in done]
 
@@ -158,6 +161,11 @@ def _answer(
             rows[i]["messages"] = _without_open_end(told[i])
             rows[i] |= {"tools": record.tools} if record.tools else {}
     return rows, cut
+
+
+def _answers(record: Record) -> int:
+    """How many answers a record asks for."""
+    return sum(m["role"] == "assistant" for m in _with_answer(record.messages)) if record.messages else 1
 
 
 def _with_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
