@@ -80,7 +80,7 @@ def _paths(name: str) -> list[Path]:
     files = [f for p in found for f in (_inside(p) if p.is_dir() else [p])]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{file} does not exist; --data takes files, globs or hub ids like owner/name")
+            raise ValueError(f"{file} does not exist; give files, globs or hub ids like owner/name")
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty")
     return files

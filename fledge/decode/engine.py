@@ -48,11 +48,11 @@ def mode_of(method: str, mode: str | None, stable: bool) -> str:
     """The way of drafting that a method's draft has: its own where none is asked for. P-EAGLE's chain comes of one
     pass. Raises ValueError for a way that it has not."""
     if method == "peagle" and not stable:
-        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; leave --draft-cache out")
+        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; its draft cache is stable")
     if method == "peagle":
         return "tree" if mode == "tree" else "parallel"
     if mode == "parallel":
-        raise ValueError("--draft-mode parallel is for drafts of P-EAGLE; use chain or tree")
+        raise ValueError("draft mode parallel is for drafts of P-EAGLE; use chain or tree")
     return mode or "chain"
 
 
@@ -222,9 +222,10 @@ class Engine:
         if new < 1:
             raise ValueError(f"max_new_tokens is {new}; ask for at least one")
         if prompt + new > limit:
+            fewer = f", or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
             raise ValueError(
                 f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
-                f"reads at most {limit}; shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
+                f"reads at most {limit}; shorten the prompt{fewer}"
             )
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
@@ -281,6 +282,7 @@ def load(
     something is missing, damaged, or does not fit.
     """
     device = resolve_device(device) if isinstance(target, str) else target.device
+    draft_device = resolve_device(draft_device) if draft_device else device
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"
     loaded = target
@@ -289,20 +291,22 @@ def load(
         loaded = load_target(target, device=device, dtype=dtype, max_length=most)
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
-    made = load_draft(draft, device=resolve_device(draft_device or device), dtype=loaded.dtype)
+    made = load_draft(draft, device=draft_device, dtype=loaded.dtype)
     return Engine(loaded, made, template_kwargs=template_kwargs, **drafting)
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
+    """ "auto" to what this machine has. Raises ValueError for a device that is no CPU or CUDA GPU, or is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         named = torch.device(device)
     except RuntimeError as e:
-        raise ValueError(f"--device {device} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+        raise ValueError(f"{device!r} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"fledge runs on CPUs and CUDA GPUs, not on {device}; use auto, cpu, cuda, cuda:1, ..")
     there = torch.cuda.device_count()
     if named.type == "cuda" and (named.index or 0) >= there:
-        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use --device cpu"
-        raise ValueError(f"--device {device}: this machine shows {shows}")
+        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use cpu"
+        raise ValueError(f"device {device}: this machine shows {shows}")
     return device

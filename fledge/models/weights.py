@@ -58,8 +58,8 @@ def replacing(directory: Path) -> Iterator[Path]:
             raise
         raise OSError(
             full,
-            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some space "
-            "or choose another --out, and go on with --resume",
+            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some "
+            "space; training then goes on with fledge train --resume",
         ) from e
     if directory.exists():
         directory.rename(old)

@@ -87,6 +87,4 @@ def _replace_text(file: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         if disk_full(e) is None:
             raise
-        raise OSError(
-            e.errno, f"no room to write {file} ({e.strerror}); free some space or choose another --out"
-        ) from e
+        raise OSError(e.errno, f"no room to write {file} ({e.strerror}); free some space") from e

@@ -85,7 +85,7 @@ def ttt_queued(
     which weigh alike (`gamma` 1), `drop` says which slots are trained (None: all that are live).
     """
     if draft.eagle1 and steps != 1:
-        raise ValueError(f"EAGLE-1 trains one step, not {steps}; --depth is for drafting with it")
+        raise ValueError(f"EAGLE-1 trains one step, not {steps}; more are for drafting with it")
     draft.compute(ways.layers, recompute=ways.recompute)
     first = _FirstPass(draft, row, features, ways, noise)
     live = row.live(steps)
