@@ -14,7 +14,7 @@ import typer
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import flag_of
+from fledge.jobs.options import Options, default_of, flag_of, flags
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.show import Paper, Show, complain
 from fledge.jobs.train import TrainOptions
@@ -26,16 +26,17 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, options: type) -> Callable[[Callable[[Any], None]], None]:
+def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], None]], None]:
     """Registers a job under `name` with a flag for each field of its options."""
 
     def register(job: Callable[[Any], None]) -> None:
-        def run(**values: Any) -> None:
-            job(options(**values))
+        def run(context: typer.Context, **values: Any) -> None:
+            given = {name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"}
+            job(options(**values, given=frozenset(given)))
 
         hints = get_type_hints(options)
-        parameters = [_parameter(f, hints[f.name]) for f in dataclasses.fields(options)]
-        run.__signature__ = inspect.Signature(parameters)
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        run.__signature__ = inspect.Signature([context, *(_parameter(f, hints[f.name]) for f in flags(options))])
         app.command(name, help=options.__doc__)(run)
 
     return register
@@ -46,10 +47,7 @@ def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
         info = typer.Argument(help=f.metadata["help"])
     else:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
-    if f.default_factory is not dataclasses.MISSING:
-        default = f.default_factory()
-    else:
-        default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
+    default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 

@@ -12,6 +12,7 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -135,14 +136,14 @@ class Sampling:
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature {self.temperature} is negative; use 0 for greedy decoding")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} is negative or no number; use 0 for greedy decoding")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} is negative; use 0 for no limit")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be positive; 1 is none")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be a positive number; 1 is none")
         if self.draft not in ("greedy", "sample"):
             raise ValueError(f"draft sampling {self.draft!r} is neither 'greedy' nor 'sample'")
 

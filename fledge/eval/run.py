@@ -90,9 +90,10 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
-    """τ of greedy decoding alone, for choosing checkpoints."""
+    """τ of greedy decoding alone, for choosing checkpoints; empty where no round was decoded."""
     done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
-    return {"tau": tau([c.trace for c in done])}
+    traces = [c.trace for c in done]
+    return {"tau": tau(traces)} if any(t.rounds for t in traces) else {}
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:

@@ -68,6 +68,8 @@ def run(options: EvalOptions, progress: Any) -> dict[str, Any]:
         target = engines[way].target
     kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
+    if options.template_kwargs and not templated:
+        raise ValueError("no prompt is a chat, which --template-kwargs are for; leave them out")
     if templated and any(k != kwargs[options.draft[0]] for k in kwargs.values()):
         raise ValueError(
             f"the drafts were trained with different template arguments ({kwargs}), so that they would be asked "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fledge.jobs.options import opt
+from fledge.jobs.options import Options, opt
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(Options):
     """Say what a draft is, for which target, what it reads and says, and whether anything is wrong with it."""
 
     directory: str = opt("a draft's directory", flag="argument")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs
+from fledge.jobs.options import GREEDY, LARGEST_SEED, Options, dtype_named, opt, place_of, template_kwargs
 
 if TYPE_CHECKING:
     from fledge.data.read import Record
@@ -27,14 +27,19 @@ class RegenerateOptions(Options):
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
     max_new_tokens: int = opt("most tokens of an answer", 512, least=1)
     prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
-    temperature: float = opt("0 is greedy", 0.0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
+    temperature: float = opt("0 is greedy", 0.0, least=0)
+    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
     batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
     limit: int | None = opt("at most this many records", None, least=1)
     template_kwargs: str | None = opt("JSON passed to the chat template", None)
-    seed: int = opt("of sampling", 0)
+    seed: int = opt("of sampling, and of the shares (@0.5) of --data", 0, least=0, most=LARGEST_SEED)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            self.refuse(["top_p"], GREEDY)
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
@@ -124,9 +129,10 @@ def _answer(
     def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
         room = engine.target.context - options.max_new_tokens
         if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
+            fewer = ", or lower --max-new-tokens" if len(prompts[long]) < engine.target.context else ""
             raise ValueError(
                 f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {options.max_new_tokens}, "
-                f"and the target reads at most {engine.target.context}; shorten it, or lower --max-new-tokens"
+                f"and the target reads at most {engine.target.context}; shorten it{fewer}"
             )
         done = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
