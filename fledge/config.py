@@ -205,7 +205,7 @@ class DraftConfig:
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
-                f"choose a --draft-vocab of at most {self.vocab_size}"
+                f"choose {self.vocab_size} at most"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -217,7 +217,7 @@ class DraftConfig:
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"a draft {self.hidden_size} wide cannot read the target's {self.target_hidden_size}-wide embeddings; "
-                "train embeddings of its own (--train-embeddings) or make it as wide as the target"
+                "it needs embeddings of its own, or to be as wide as the target"
             )
         if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_hidden_states:
             raise ValueError(

@@ -262,7 +262,7 @@ def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch
         return {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
 
     monkeypatch.setattr(Target, "_placed", mixing)
-    with pytest.raises(ValueError, match="each request must see its own text alone; leave --batch out"):
+    with pytest.raises(ValueError, match="each request must see its own text alone; decode them one by one"):
         engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
 
 

@@ -164,7 +164,8 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
         (["--method", "peagle", "--depth", 1], "it is at least 2"),
         (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
         (["--cod-rate", 0.5], "are P-EAGLE's"),
-        (["--method", "peagle", "--gamma", 0.5], "P-EAGLE.s depths weigh alike"),
+        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE, whose depths weigh alike"),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1, which trains one step"),
         (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
         (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
@@ -193,9 +194,13 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--layers", 0], "--layers 0: it is at least 1"),
         (["--max-length", 0], "--max-length 0: it is at least 3"),
         (["--max-length", 5000], "more than the target reads; give 512 or less"),
-        (["--device", "foo"], "--device foo is no device"),
+        (["--device", "foo"], "'foo' is no device"),
+        (["--device", "mps"], "fledge runs on CPUs and CUDA GPUs, not on mps"),
+        (["--seed", 2**64], "--seed 18446744073709551616: it is at least 0 and at most 18446744073709551615"),
+        (["--seed", -1], "--seed -1: it is at least 0"),
+        (["--lr", 10**400], "--lr inf: it is above 0"),
         (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
-        (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),
+        (["--draft-vocab", 1], "--draft-vocab 1: it is at least 2"),
         (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
         (["--eval-tokens", 600], "--eval-tokens 600 leaves no room in the 512"),
         (["--eval-prompts", "nowhere.jsonl"], "--eval-prompts nowhere.jsonl does not exist"),
@@ -357,6 +362,104 @@ def test_a_run_of_before_is_resumed(fledge, tmp_path):
 def test_resuming_takes_no_other_options(made, draft, fledge):
     went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
     assert went.code == 2 and "leave --steps, --lr out" in went.err
+    for same in (["--steps", 3], ["--epochs", 1.0], ["--out", "draft-run"]):  # the run's own, and defaults
+        went = fledge("train", "--resume", made / "run", *same)
+        assert went.code == 2 and f"leave {same[0]} out" in went.err, went.err
+
+
+def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fledge, tmp_path):
+    """As older versions took them."""
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    begun = json.loads((run / "train.json").read_text())
+    begun["options"]["epochs"] = 2.0
+    (run / "train.json").write_text(json.dumps(begun))
+    went = fledge("train", "--resume", run)
+    assert went.code == 0 and "this run was finished" in went.err, went.err
+
+
+def test_init_from_refuses_a_shape_that_is_the_default(made, draft, fledge, tmp_path):
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run"]
+    went = fledge(*words, "--max-length", 64, "--init-from", draft, "--layers", 1)
+    assert went.code == 2 and "--layers does nothing with --init-from" in went.err, went.err
+
+
+def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatch):
+    few = tiny_chats(tmp_path / "few.jsonl", 20)
+    words = ["train", "--target", made / "target", "--data", few, "--max-length", 64, "--steps", 2, "--device", "cpu"]
+    went = fledge(*words, "--out", tmp_path / "run", "--row-length", 10**9)
+    held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
+    assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
+    assert f"a row of 1,000,000,000 tokens would hold more than the data's {held:,}" in went.err
+    monkeypatch.setattr(train_job, "_memory", lambda device: 400_000)
+    went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
+    shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
+    assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
+    assert fledge(*words, "--out", tmp_path / "more", "--row-length", shorter).code == 0
+
+
+def test_held_out_records_are_counted(made, fledge, tmp_path):
+    chats = (made / "chats.jsonl").read_text()
+    (tmp_path / "twice.jsonl").write_text(2 * chats)
+    words = ["--target", made / "target", "--data", tmp_path / "twice.jsonl", *TRAIN, "--eval-tokens", 2]
+    went = fledge("train", *words, "--out", tmp_path / "run")
+    copies = int(re.search(r"^16 of 400 records are held out, .* and (\d+) more that say the same$", went.err, re.M)[1])
+    assert went.code == 0 and f"\n{400 - 16 - copies} records, " in went.err, went.err
+    said = [{r: f"{i} " + "bird " * (3 if i % 2 else 600) for r in ("user", "assistant")} for i in range(160)]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in each.items()]} for each in said]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words[3] = tmp_path / "long.jsonl"
+    went = fledge("train", *words, "--out", tmp_path / "run2")
+    (tmp_path / "one.jsonl").write_text(200 * (json.dumps(rows[1]) + "\n"))
+    words[3] = tmp_path / "one.jsonl"
+    same = fledge("train", *words, "--out", tmp_path / "run3")
+    assert same.code == 0 and "200 records" in same.err and "held out" not in same.err, same.err
+    assert re.search(r"τ is decoded on \d+ of the 16 held-out records; the others are too long", went.err), went.err
+
+
+def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
+    """τ is of rounds, and an answer of one token, asked for or not, has none: the draft is then the last one."""
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
+    for name, tokens, reason in (("a", 1, "a token alone needs no draft"), ("b", 8, "there is no decoded τ")):
+        monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("no round has no τ"))
+        with monkeypatch.context() as m:
+            m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
+            went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
+        assert went.code == 0 and reason in went.err and "τ 0.0" not in went.err, went.err
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert len(lines) == 3 and not any("eval_tau" in m for m in lines)
+        saved, last = (load_file(tmp_path / name / d / "model.safetensors") for d in ("draft", "checkpoint"))
+        assert all(torch.equal(saved[n], last[n]) for n in last)
+
+
+def test_a_small_vocabulary_says_what_its_loss_leaves_out(made, fledge, tmp_path):
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *SAME_SHAPE, "--eval-tokens", 2]
+    went = fledge(*words, "--draft-vocab", 2, "--out", tmp_path / "run")
+    assert went.code == 0 and "the loss is of those alone" in went.err and "loss 0.000" not in went.err, went.err
+
+
+def test_regenerate_tells_of_each_answer(made, tmp_path):
+    """And not of 64 records at once."""
+    from contextlib import contextmanager
+
+    from fledge.jobs.regenerate import RegenerateOptions, run
+
+    out, seen = tmp_path / "own.jsonl", []
+
+    class Progress:
+        @contextmanager
+        def counting(self, what, total, done=0):
+            seen.append((total, done))
+            yield lambda: seen.append(out.stat().st_size)
+
+    options = RegenerateOptions(
+        target=str(made / "target"), data=[str(made / "chats.jsonl")], out=str(out), limit=8, max_new_tokens=4
+    )
+    run(options, lambda line: None, Progress())
+    assert seen == [(16, 0)] + 16 * [0], "two answers a record, told before all are written together"
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
+    seen.clear()
+    run(options, lambda line: None, Progress())
+    assert seen[0] == (16, 6) and len(seen) == 11
 
 
 @pytest.mark.parametrize(
@@ -658,7 +761,7 @@ def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
     words += ["--max-new-tokens", 4, "--out", out]
 
     def ending(*given):
-        if given[-1] == 4:  # records answered
+        if given[4] == 4:  # records answered
             os.kill(os.getpid(), signal.SIGTERM)
         return answer(*given)
 
@@ -759,7 +862,7 @@ def test_generate_refuses_what_it_would_leave_out(made, draft, fledge):
     words = ["generate", "--target", made / "target", "--prompt", "the young bird"]
     for more, reason in (
         (["--raw", "--system", "be kind"], "leave --system out"),
-        (["--draft-mode", "bush"], "none of chain, tree"),
+        (["--draft", draft, "--draft-mode", "bush"], "none of chain, tree"),
         (["--draft", made / "run"], f"the run's draft is {draft}"),
         (["--draft", draft, "--depth", 0], "--depth 0: it is at least 1"),
         (["--draft", draft, "--draft-device", "cuda"], "no CUDA device" if not torch.cuda.is_available() else ""),
@@ -842,7 +945,11 @@ def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_refused(made, draft, fledge):
     refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 600)
-    assert refused.code == 2 and "reads at most 512" in refused.err
+    assert refused.code == 2 and refused.err.endswith("reads at most 512; shorten the prompt\n"), refused.err
+    refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", 500)
+    room = int(re.search(r"or ask for at most (\d+) new tokens", refused.err)[1])
+    fits = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", room)
+    assert refused.code == 2 and fits.code == 0, fits.err
 
 
 def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -54,11 +54,11 @@ def mode_of(method: str, mode: str | None, stable: bool) -> str:
     """The way of drafting that a method's draft has: its own where none is asked for. P-EAGLE's chain comes of one
     pass. Raises ValueError for a way that it has not."""
     if method == "peagle" and not stable:
-        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; leave --draft-cache out")
+        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; its draft cache is stable")
     if method == "peagle":
         return "tree" if mode == "tree" else "parallel"
     if mode == "parallel":
-        raise ValueError("--draft-mode parallel is for drafts of P-EAGLE; use chain or tree")
+        raise ValueError("draft mode parallel is for drafts of P-EAGLE; use chain or tree")
     return mode or "chain"
 
 
@@ -152,13 +152,15 @@ class Engine:
         stop: str | Sequence[str] = (),
         speculate: bool = True,
         request: int | Sequence[int] = 0,
+        answered: Callable[[int], None] = lambda place: None,
         **sampling_options: Any,
     ) -> list[Completion]:
         """Decodes many prompts, at most `batch` together (None: 16, or one by one where the target keeps requests apart
         no other way); where one ends, the next takes its place. Each answer is what the prompt alone would get, as
         request number `request`, + 1, + 2 .. (or those given), with logits processors of its own, copies of those
-        given, since they may remember what they saw. Other options are those of `stream`. Raises TypeError and
-        ValueError, before any is decoded, for what is no list of prompts, or where one is empty or does not fit."""
+        given, since they may remember what they saw. `answered` is told of each prompt's place when its answer is over.
+        Other options are those of `stream`. Raises TypeError and ValueError, before any is decoded, for what is no list
+        of prompts, or where one is empty or does not fit."""
         sampling, prompts = _sampling(sampling, sampling_options), check_prompts(prompts)
         check_type("batch", batch, Integral | None, "an integer")
         if batch is not None and batch < 1:
@@ -172,8 +174,11 @@ class Engine:
         for number, prompt in zip(numbers, prompts, strict=True):
             own = replace(sampling, processors=copy.deepcopy(sampling.processors))
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+        places = {asked: place for place, asked in enumerate(requests)}
         for asked in self._decode(requests, batch or BATCH, speculate):
             asked.say()
+            if asked.over:
+                answered(places[asked])
         for asked in requests:
             asked.close()
         self._watch(requests)
@@ -260,9 +265,10 @@ class Engine:
         if new < 1:
             raise ValueError(f"max_new_tokens is {new}; ask for at least one")
         if prompt + new > limit:
+            fewer = f", or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
             raise ValueError(
                 f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
-                f"reads at most {limit}; shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
+                f"reads at most {limit}; shorten the prompt{fewer}"
             )
 
     @property
@@ -345,6 +351,7 @@ def load(
     fit, and TypeError for arguments of another kind.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
+    draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"
     most = config.provenance.max_length if longrope else None
@@ -363,20 +370,22 @@ def load(
         loaded = target
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
-    made = load_draft(draft, device=resolve_device(draft_device or str(loaded.device)), dtype=loaded.dtype)
+    made = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
     return Engine(loaded, made, template_kwargs=template_kwargs, **drafting)
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" to what this machine has. Raises ValueError where a device is asked for that is not there."""
+    """ "auto" to what this machine has. Raises ValueError for a device that is no CPU or CUDA GPU, or is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         named = torch.device(device)
     except RuntimeError as e:
-        raise ValueError(f"--device {device} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+        raise ValueError(f"{device!r} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"fledge runs on CPUs and CUDA GPUs, not on {device}; use auto, cpu, cuda, cuda:1, ..")
     there = torch.cuda.device_count()
     if named.type == "cuda" and (named.index or 0) >= there:
-        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use --device cpu"
-        raise ValueError(f"--device {device}: this machine shows {shows}")
+        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use cpu"
+        raise ValueError(f"device {device}: this machine shows {shows}")
     return device

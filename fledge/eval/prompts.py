@@ -20,6 +20,11 @@ class EvalPrompt:
     turns: tuple[str, ...] = ()
     where: str = "a prompt"
 
+    @property
+    def answers(self) -> int:
+        """How many answers it asks for."""
+        return max(len(self.turns), 1)
+
 
 def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
     """At most `limit` prompts, spread evenly over a source. Raises ValueError as `read_records`."""

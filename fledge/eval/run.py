@@ -30,11 +30,11 @@ def evaluate(
     sampling: Sampling,
     max_new_tokens: int,
     batch: int = 1,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
     """Every prompt by every engine, all of one target, and without a draft, `batch` of them together; one by one, the
     ways take turns at going first. Returns a JSON-ready record for each engine, all against the same baseline.
-    `advance` is told of how many prompts a turn is done.
+    `advance` is called for each answer: every turn of every prompt, by each engine and by the baseline.
 
     Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
     allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
@@ -93,11 +93,13 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
-    """τ of greedy decoding alone, for choosing checkpoints. A draft that has learnt nothing yet is no news there."""
+    """τ of greedy decoding alone, for choosing checkpoints; empty where no round was decoded. A draft that has learnt
+    nothing yet is no news there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)
         done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
-    return {"tau": tau([c.trace for c in done])}
+    traces = [c.trace for c in done]
+    return {"tau": tau(traces)} if any(t.rounds for t in traces) else {}
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
@@ -148,12 +150,13 @@ class _AllWays:
             self._generate(way, asked, batch, options)
 
     def decode(
-        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[int], None]
+        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[], None]
     ) -> None:
         """A turn of every prompt, then the next of those that have one, which follows the baseline's answers."""
+        options = options | dict(answered=lambda place: advance())
         answers: list[list[str]] = [[] for _ in prompts]
-        for turn in range(max(max(len(p.turns), 1) for p in prompts)):
-            asking = [i for i, p in enumerate(prompts) if turn < max(len(p.turns), 1)]
+        for turn in range(max(p.answers for p in prompts)):
+            asking = [i for i, p in enumerate(prompts) if turn < p.answers]
             together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
             for group in (asking[i : i + together] for i in range(0, len(asking), together)):
                 asked = [self.ids_of(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
@@ -166,7 +169,6 @@ class _AllWays:
                 for i, completion in zip(group, self.made[BASELINE][-len(group) :], strict=True):
                     answers[i].append(completion.text)
                 self.ids += asked
-                advance(sum(turn + 1 == max(len(prompts[i].turns), 1) for i in group))
 
     def speed(self, way: str | None) -> float:
         """Tokens a second."""

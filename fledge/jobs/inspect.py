@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.jobs.options import opt, trust_option
+from fledge.jobs.options import Options, opt, trust_option
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(Options):
     """Say what a draft is, for which target, what it reads and says, and whether anything is wrong with it."""
 
     directory: str = opt("a draft: a directory or hub id (owner/name or owner/name@revision)", flag="argument")

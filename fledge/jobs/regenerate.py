@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.files import beside, held
-from fledge.jobs.options import Options, dtype_named, new_tokens, opt, place_of, template_kwargs, trust_option
+from fledge.jobs.options import (
+    GREEDY,
+    LARGEST_SEED,
+    Options,
+    dtype_named,
+    new_tokens,
+    opt,
+    place_of,
+    template_kwargs,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from fledge.data.record import Record
@@ -36,14 +46,19 @@ class RegenerateOptions(Options):
         "most tokens of an answer (default: 512, at most half the target's context)", None, least=1
     )
     prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
-    temperature: float = opt("0 is greedy", 0.0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
+    temperature: float = opt("0 is greedy", 0.0, least=0)
+    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
     batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
     limit: int | None = opt("at most this many records", None, least=1)
     template_kwargs: str | None = opt("JSON passed to the chat template", None)
-    seed: int = opt("of sampling", 0)
+    seed: int = opt("of sampling, and of the shares (@0.5) of --data", 0, least=0, most=LARGEST_SEED)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            self.refuse(["top_p"], GREEDY)
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
@@ -89,17 +104,18 @@ def _answer_rest(
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
     together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
     cut = 0
-    with out.open("ab", buffering=0) as f, progress.counting("answering", len(records), done) as advance:
+    answers = [_answers(r) for r in records]
+    counting = progress.counting("answers", sum(answers), sum(answers[:done]))
+    with out.open("ab", buffering=0) as f, counting as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, most, start)
+            rows, unfinished = _answer(batch, engine, options, most, start, advance)
             cut += unfinished
             try:
                 _write(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             except OSError as e:
                 cure = "make room and give the same command to go on"
                 raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
-            advance(len(batch))
     say(f"wrote {len(records):,} records to {out}")
     if cut:
         say(f"{cut:,} answers reached --max-new-tokens {most}; they are kept as far as they go")
@@ -143,11 +159,13 @@ def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
 
 
 def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, most: int, start: int
-) -> tuple[list[dict[str, Any]], int]:
+    batch: list[Record], engine: Engine, options: RegenerateOptions, most: int, start: int,
+    advance: Callable[[], None],
+) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
     """Answers every assistant turn anew in at most `most` tokens, each behind the target's own earlier answers.
     Returns rows, answers cut.
-    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one."""
+    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one.
+    `advance` is called for each answer."""
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
@@ -155,13 +173,15 @@ def _answer(
     def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
         room = engine.target.context - most
         if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
+            fewer = ", or lower --max-new-tokens" if len(prompts[long]) < engine.target.context else ""
             raise ValueError(
                 f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {most}, "
-                f"and the target reads at most {engine.target.context}; shorten it, or lower --max-new-tokens"
+                f"and the target reads at most {engine.target.context}; shorten it{fewer}"
             )
         done = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=most, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
+            answered=lambda place: advance(),
         )  # fmt: skip
         return [(c.text, c.finish == "length") for c in done]
 
@@ -201,6 +221,13 @@ def _answer(
             said = {"prompt": answered[:given], "completion": answered[given:]} if given else {"messages": answered}
             rows[i] |= said | ({"tools": record.tools} if record.tools else {})
     return rows, cut
+
+
+def _answers(record: Record) -> int:
+    """How many answers a record asks for."""
+    if record.text is not None:
+        return 1
+    return sum(m["role"] == "assistant" for m in _to_answer(record)[1])
 
 
 def _to_answer(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -8,14 +8,15 @@ import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import (
+    LARGEST_SEED,
     Options,
     dtype_named,
-    flag_of,
+    flags,
     new_tokens,
     opt,
     place_of,
@@ -57,13 +58,15 @@ class TrainOptions(Options):
         None, least=1, most=64,
     )  # fmt: skip
     draft_vocab: int | None = opt(
-        "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=1
+        "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=2
     )
     max_length: int | None = opt(
         "longest document, in tokens; longer ones are cut into windows (default: 2,048, or the target's context)",
         None, least=3,
     )  # fmt: skip
-    row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None, least=3)
+    row_length: int | None = opt(
+        "tokens of a packed row (default: twice --max-length; at most the data)", None, least=3
+    )
     rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1)
     lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
     warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
@@ -78,7 +81,7 @@ class TrainOptions(Options):
     norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
     qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
     aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3, or others under 7 layers)", None)
-    layers: int = opt("decoder layers of the draft", 1, least=1)
+    layers: int = opt("decoder layers of the draft", 1, least=1, most=512)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
     cod_rate: float | None = opt(
@@ -99,7 +102,9 @@ class TrainOptions(Options):
     )
     save_every: int = opt("steps between checkpoints", 200, least=1)
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
-    seed: int = opt("of initial weights, packing and held-out records", 0)
+    seed: int = opt(
+        "of initial weights, packing, held-out records and shares (@0.5) of the data", 0, least=0, most=LARGEST_SEED
+    )
     impl: str | None = opt("how a step is computed: eager, flex or triton (default: triton on a GPU)", None)
     slots: int | None = opt(
         "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None, least=1
@@ -110,13 +115,23 @@ class TrainOptions(Options):
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume:
+            others = [f.name for f in flags(self) if f.name not in WITH_RESUME]
+            self.refuse(others, f"with --resume, which goes on with the options that {self.resume} was started with;")
+        elif self.was_given("steps"):
+            self.refuse(["epochs"], "with --steps, which says how long to train;")
+
 
 EVAL_RECORDS = 16
 MAX_LENGTH = 2048  # tokens of the longest document where nobody says
+WITH_RESUME = ("resume", "trust_remote_code")  # options that go together with --resume
+ROW_BYTES = 4 * 8  # of a packed row's token: its id, span, position and document
 # options that a draft to go on with has settled
 SHAPE = (
     "draft_vocab", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "aux_layers",
-    "layers",
+    "layers", "fc_bias",
 )  # fmt: skip
 
 
@@ -180,7 +195,7 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     torch.manual_seed(options.seed)
     draft = _draft(options, target, template, documents, say).to(device=target.device, dtype=target.dtype)
     fit(draft, target)
-    rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
+    rows = Rows(documents, _row_length(options, target, documents, say), options.seed)
     schedule = _schedule(options, draft, rows)
     source = Source(target.features, target.logits)
     schedule = replace(schedule, implementation=_implementation(options, draft, rows, source, schedule, say))
@@ -190,13 +205,9 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     # a run resumed must not choose slots again: other chunks round otherwise
     implementation = schedule.implementation
     options = replace(options, impl=implementation.attention, slots=implementation.slots, activations=kept)
-    evaluate = _evaluator(options, target, template, held_out) if decodes else None
-    if decodes and evaluate is None and held_out:
-        say("no held-out chat fits the target with --eval-tokens, so τ is not decoded; --eval-prompts FILE would")
-    elif decodes and evaluate is None:
-        say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
+    evaluate = _evaluator(options, target, template, held_out, say) if decodes else None
     if not options.resume:
-        directory.start({"options": asdict(_with_whole_paths(options)), "data_sha256": _fingerprint(documents)})
+        directory.start({"options": _with_whole_paths(options).by_name(), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
         raise ValueError(f"the data is not what {options.resume} was started with; resuming needs the same files")
     say(
@@ -246,26 +257,23 @@ def _go_on(directory: RunDirectory, options: TrainOptions, how: str) -> str:
 
 def _best(where: Progress, schedule: Schedule) -> str:
     """Which draft it is, where several were measured."""
-    return f", of step {where.best_step:,} (decoded τ {where.best_tau:.3f})" if schedule.eval_every else ""
+    several = schedule.eval_every and where.best_step
+    return f", of step {where.best_step:,} (decoded τ {where.best_tau:.3f})" if several else ""
 
 
-def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
-    """The options that a run was started with. Raises ValueError where others are asked for. Trust is asked for anew,
-    since a file cannot give it: where the run had it, --trust-remote-code belongs to the command."""
+def _saved_options(directory: RunDirectory, asked: TrainOptions) -> TrainOptions:
+    """The options that a run was started with. Trust is asked for anew, since a file cannot give it: where the run had
+    it, --trust-remote-code belongs to the command. Raises ValueError where it had not, or for a damaged file."""
     config = directory.read_config()
     if not isinstance(config.get("options"), dict) or not isinstance(config.get("data_sha256"), str):
         raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
-    known = {f.name for f in fields(TrainOptions)}
+    known = {f.name for f in flags(TrainOptions)}
     saved = {k: v for k, v in config["options"].items() if k in known}
-    trust = asked.trust_remote_code and saved.get("trust_remote_code") is True
-    defaults = TrainOptions(resume=asked.resume, trust_remote_code=trust)
-    given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
-    if given:
-        raise ValueError(
-            f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
-        )
+    if asked.trust_remote_code and saved.get("trust_remote_code") is not True:
+        raise ValueError(f"{directory.path} was started without --trust-remote-code; leave it out")
+    saved |= {"resume": asked.resume, "out": asked.resume, "trust_remote_code": asked.trust_remote_code}
     try:
-        return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume, "trust_remote_code": trust})
+        return TrainOptions(**saved, given=frozenset())
     except ValueError as e:
         raise ValueError(f"{directory.config}: {e}; it is damaged, start a new run") from e
 
@@ -319,16 +327,16 @@ def _method(options: TrainOptions) -> str:
         raise ValueError(f"--method {method}, but {options.init_from} is a draft of {begun.method}")
     if begun and method == "eagle3.1" and not (begun.fc_norm and begun.norm_output):
         raise ValueError(f"--method eagle3.1, but {options.init_from} was begun without its norms; leave --method out")
-    shape = [n for n in SHAPE if options.init_from and getattr(options, n) != getattr(TrainOptions(), n)]
-    if shape:
-        given = ", ".join(map(flag_of, shape))
-        raise ValueError(f"--init-from keeps the draft's own vocabulary and shape; leave {given} out")
+    if options.init_from:
+        options.refuse(SHAPE, "with --init-from, which keeps the draft's own vocabulary and shape;")
     if method != "eagle1" and (options.fc_bias or options.feature_noise):
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
     if method == "peagle" and options.depth == 1:
         raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
-    if method == "peagle" and options.gamma != TrainOptions().gamma:
-        raise ValueError("--gamma weighs steps that follow one another; P-EAGLE's depths weigh alike, leave it out")
+    if method == "peagle":
+        options.refuse(["gamma"], "with P-EAGLE, whose depths weigh alike;")
+    if method == "eagle1":
+        options.refuse(["gamma"], "with EAGLE-1, which trains one step;")
     if method != "peagle" and (options.cod_rate is not None or options.cod_least is not None):
         raise ValueError("--cod-rate and --cod-least are P-EAGLE's; use --method peagle")
     try:
@@ -423,16 +431,54 @@ def _documents(
     records = read_records(options.data, options.seed, skip=skipped.append if options.skip_bad else None)
     held_out: list[Record] = []
     if decodes and not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
-        chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
-        held_out = [r for i, r in enumerate(records) if i in chosen]
-        kept_out = {r.said() for r in held_out}  # of a record that is there twice, no copy is trained on
-        records = [r for r in records if r.said() not in kept_out]
+        records, held_out = _hold_out(records, options.seed, say)
     with progress.counting("reading chats", len(records)) as advance:
         documents, report = make_documents(
             records, template, options.max_length, skip_bad=options.skip_bad, skipped=skipped, advance=advance
         )
     say(str(report))
     return documents, held_out
+
+
+def _hold_out(records: list[Record], seed: int, say: Callable[[str], None]) -> tuple[list[Record], list[Record]]:
+    """The records to train on, and those to decode τ on; of a record that is there twice, no copy is trained on. All
+    are trained on where that would leave none."""
+    chosen = set(random.Random(seed).sample(range(len(records)), EVAL_RECORDS))
+    held_out = [r for i, r in enumerate(records) if i in chosen]
+    kept_out = {r.said() for r in held_out}
+    others = [r for r in records if r.said() not in kept_out]
+    if not others:
+        return records, []
+    copies = len(records) - len(others) - len(held_out)
+    more = f", and {copies:,} more that say the same" if copies else ""
+    say(f"{len(held_out)} of {len(records):,} records are held out, to decode τ on{more}")
+    return others, held_out
+
+
+def _row_length(options: TrainOptions, target: Target, documents: list[Document], say: Callable[[str], None]) -> int:
+    """Tokens of a packed row: at most what the data has. Raises ValueError where not even what a row's features take
+    fits in memory."""
+    asked, tokens = options.row_length or 2 * options.max_length, sum(d.tokens.numel() for d in documents)
+    if asked > tokens and options.row_length:
+        say(f"a row of {asked:,} tokens would hold more than the data's {tokens:,}: rows are as long as that")
+    row = min(asked, tokens)
+    states, width = len(target.aux_layers) + 1, target.embedding.shape[1]
+    least, there = row * (ROW_BYTES + states * width * target.dtype.itemsize), _memory(target.device)
+    if least > there:
+        raise ValueError(
+            f"--row-length {row:,}: the target's hidden states alone take {least / 2**30:,.1f} GiB of the "
+            f"{there / 2**30:,.1f} GiB that there are; shorten it to some {there * row // (4 * least):,} or less"
+        )
+    return row
+
+
+def _memory(device: Any) -> int:
+    """Bytes of memory that a torch device has."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _draft(
@@ -459,7 +505,7 @@ def _draft(
         if problem := mismatch(draft.config, target):
             raise ValueError(f"--init-from {options.init_from} does not fit {target.name}: {problem}")
         covered = coverage_of(draft.target_ids(), documents, vocab)
-        say(f"the draft can say {covered:.2%} of the assistant's words")
+        say(f"the draft can say {_covered(covered)}")
         draft.config = draft.config.with_provenance(coverage=covered, **known)
         mask = draft.config.mask_token_id
         if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
@@ -474,7 +520,7 @@ def _draft(
         return draft.train()
     method, mask = _method(options), None
     ids, coverage = choose_vocabulary(documents, vocab, _draft_vocab(options, vocab), target.stop_ids)
-    say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
+    say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {_covered(coverage)}")
     if method == "peagle":
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
         say(f"token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for words not known yet")
@@ -484,6 +530,12 @@ def _draft(
     draft.set_vocabulary(ids)
     start_from_target(draft, target)
     return draft
+
+
+def _covered(coverage: float) -> str:
+    """The share of the data's words that a draft can say, and what it means where that is small."""
+    little = "; the loss is of those alone, and a low one says little: a draft of more words would learn more"
+    return f"{coverage:.2%} of the assistant's words" + (little if coverage < 0.5 else "")
 
 
 def _draft_vocab(options: TrainOptions, vocab: int) -> int:
@@ -604,9 +656,9 @@ def _impl(options: TrainOptions, gpu: bool) -> str:
 
 
 def _evaluator(
-    options: TrainOptions, target: Target, template: ChatTemplate, held_out: list[Record]
+    options: TrainOptions, target: Target, template: ChatTemplate, held_out: list[Record], say: Callable[[str], None]
 ) -> Callable[[Draft], dict[str, float]] | None:
-    """τ of the real decoder on held-out prompts, in the dtype that trains; None without prompts.
+    """τ of the real decoder on held-out prompts, in the dtype that trains; None, and it is said why, without any.
 
     Prompts given by name must fit the target's context (ValueError before training starts); of the data's own, texts
     are cut short and longer chats left out.
@@ -643,10 +695,24 @@ def _evaluator(
             "trained on; give --eval-prompts"
         )
     if not prompts:
+        why = (
+            "no held-out chat fits the target with --eval-tokens"
+            if held_out
+            else "so few records leave none to hold out"
+        )
+        say(f"{why}, so τ is not decoded; --eval-prompts FILE would")
+        return None
+    if len(prompts) < len(held_out):
+        say(f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; the others are too long")
+    if options.eval_tokens < 2:
+        say("a token alone needs no draft, so τ is not decoded; --eval-tokens 2 or more would")
         return None
 
     def evaluate(draft: Draft) -> dict[str, float]:
-        return acceptance(Engine(target, draft, template_kwargs=template.kwargs), prompts, options.eval_tokens)
+        found = acceptance(Engine(target, draft, template_kwargs=template.kwargs), prompts, options.eval_tokens)
+        if not found:
+            say("every held-out answer ended with its first token, before a draft was asked for: there is no decoded τ")
+        return found
 
     return evaluate
 

@@ -420,7 +420,7 @@ class Target:
                 raise ValueError(f"{name} cannot verify {_masked(requests)}: {why}; {_CURE[requests]}")
 
 
-_CURE = {1: "use --draft-mode chain", 2: "leave --batch out"}
+_CURE = {1: "draft chains", 2: "decode them one by one, in batches of 1"}
 
 
 def _masked(requests: int) -> str:

@@ -101,7 +101,7 @@ def ttt_queued(
     Raises ValueError where EAGLE-1, which has one step, is given a depth above 1.
     """
     if draft.eagle1 and objective.depth != 1:
-        raise ValueError(f"EAGLE-1 trains one step, not {objective.depth}; --depth is for drafting with it")
+        raise ValueError(f"EAGLE-1 trains one step, not {objective.depth}; more are for drafting with it")
     row_pass = RowPass(draft, row, features, objective, implementation, key)
     # no name is given to a chunk, so that it is freed before the next one is computed
     parts = [

@@ -78,8 +78,8 @@ def train(
 ) -> Progress:
     """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
 
-    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one without it. `report` gets each
-    step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
+    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one where that measured none. `report` gets
+    each step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
     `Interruption`), and `stop`, asked after each step. Raises ValueError where the checkpoint to resume from is not
     of such a run.
     """
@@ -120,7 +120,7 @@ def train(
             if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
-                if metrics["eval_tau"] > progress.best_tau:
+                if metrics.get("eval_tau", -1.0) > progress.best_tau:
                     progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
                     run.publish(draft, save_dtype)
             log.write(json.dumps(metrics) + "\n")
@@ -131,7 +131,7 @@ def train(
                     save()
                 if interruption.asked or stop():  # also while it saved
                     break
-    if not evaluate and progress.step == schedule.steps:
+    if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
         run.publish(draft, save_dtype)
     return progress
 
