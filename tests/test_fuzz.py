@@ -1,0 +1,281 @@
+"""Damaged and hostile inputs of every command: each case ends in a result or in one sentence, never in a traceback.
+
+A table names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files, options). For
+each, hypothesis draws how the input is damaged and the command that reads it is run as its console script would.
+
+    make fuzz                                       # 2,000 cases
+    FUZZ_CASES=500 pytest tests/test_fuzz.py        # so many of each input
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_chats, tiny_target_directory
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+CASES = int(os.environ.get("FUZZ_CASES", "12"))  # of each input; continuous integration runs a seeded few
+LONGEST = 20_000  # characters of what a failing command may say
+
+# JSON text that may stand where a value is expected
+ODD = (
+    "null", "true", "0", "-1", "3.5", "1000000000000", "1e30", "1e400", "NaN", "-Infinity", '""', '"x"', '"32"',
+    '"\\ud83d"', '"\\u001b[31mred\\u001b]0;title\\u0007"', '"\\u202egnirts"', '"\\u0000"', "[]", '[""]', "{}",
+    json.dumps("wings " * 20_000), '[1, "a", null]', '{"a": {"b": []}}', "[" * 5000 + "]" * 5000,
+    '{"a":' * 5000 + "1" + "}" * 5000,
+    '[{"type": "text", "text": "the bird"}]', '[{"type": "image", "url": "x"}]', '[{"type": "text"}]', '["a", "b"]',
+)  # fmt: skip
+TEMPLATES = (
+    "{% for m in messages %}", "{{ messages.__class__.__mro__ }}", "{{ 'a' * 10**12 }}", "{{ undefined.x }}", "",
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('\x1b[31mno') }}", "constant",
+    "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}", "{{ messages | tojson }}", "{{ 1 / 0 }}",
+)  # fmt: skip
+MARK = "@odd@"
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input: `damage(draw, directory)` spoils it in a copy of the fixtures, `commands` read it there."""
+
+    damage: Callable[[Any, Path], list[str] | None]
+    commands: tuple[tuple[str, ...], ...]
+
+
+TRAIN = "train --target target --data chats.jsonl --out new --max-length 64 --row-length 128 --steps 1".split()
+TRAIN += "--depth 2 --eval-tokens 2 --device cpu".split()
+GENERATE = "generate --target target --prompt wings --max-new-tokens 3 --device cpu".split()
+EVAL = "eval --target target --draft run/draft --prompts prompts.jsonl --max-new-tokens 3 --limit 2".split()
+REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --limit 3 --max-new-tokens 2".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, chats, prompts, and a run that was trained on them."""
+    from fledge.jobs.show import Show
+    from fledge.jobs.train import TrainOptions, run
+
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 6)
+    (root / "prompts.jsonl").write_text('{"turns": ["the young bird", "wings"]}\n{"prompt": "it can fly"}\n')
+    show = Show(quiet=True)
+    options = TrainOptions(
+        target=str(root / "target"), data=[str(root / "chats.jsonl")], out=str(root / "run"), max_length=64,
+        row_length=128, steps=1, depth=2, draft_vocab=100, device="cpu", eval_tokens=2,
+    )  # fmt: skip
+    run(options, show.say, show)
+    return root
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path to every value within a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def with_odd_value(draw: Any, value: Any) -> str:
+    """A JSON value as text, with one of its values replaced, removed, or joined by an odd one."""
+    path = draw(st.sampled_from(list(places(value))))
+    how = draw(st.sampled_from(["replace", "remove", "add"]))
+    odd = draw(st.sampled_from(ODD))
+    if not path:
+        return odd
+    value = json.loads(json.dumps(value))
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    if how == "replace":
+        holder[path[-1]] = MARK
+    elif how == "remove":
+        del holder[path[-1]]
+    elif isinstance(holder, dict):
+        names = "tools name system input completion history rope_scaling auto_map method chat_template".split()
+        holder[draw(st.sampled_from(names))] = MARK
+    else:
+        holder.append(MARK)
+    return json.dumps(value).replace(json.dumps(MARK), odd)
+
+
+def damage_text(draw: Any, text: bytes) -> bytes:
+    """Bytes cut short, or with some of them changed or doubled."""
+    at = draw(st.integers(0, max(len(text) - 1, 0)))
+    how = draw(st.sampled_from(["cut", "change", "double", "flip"]))
+    if how == "cut":
+        return text[:at]
+    if how == "change":
+        return text[:at] + draw(st.binary(min_size=1, max_size=4)) + text[at + 1 :]
+    if how == "double":
+        return text[:at] + text
+    return text[:at] + bytes([text[at] ^ (1 << draw(st.integers(0, 7)))]) + text[at + 1 :] if text else b"x"
+
+
+def damage_lines(name: str) -> Callable[[Any, Path], None]:
+    """A file of JSON lines, one of whose records is odd, or whose bytes are."""
+
+    def damage(draw: Any, root: Path) -> None:
+        file = root / name
+        if draw(st.integers(0, 4)) == 0:
+            file.write_bytes(damage_text(draw, file.read_bytes()))
+            return
+        lines = file.read_text().splitlines()
+        i = draw(st.integers(0, len(lines) - 1))
+        lines[i] = with_odd_value(draw, json.loads(lines[i]))
+        file.write_text("\n".join(lines) + "\n")
+
+    return damage
+
+
+def damage_json(name: str) -> Callable[[Any, Path], None]:
+    """A JSON file with an odd value, or whose bytes are odd."""
+
+    def damage(draw: Any, root: Path) -> None:
+        file = root / name
+        text = damage_text(draw, file.read_bytes()) if draw(st.integers(0, 4)) == 0 else None
+        file.write_bytes(with_odd_value(draw, json.loads(file.read_text())).encode() if text is None else text)
+
+    return damage
+
+
+def damage_bytes(name: str) -> Callable[[Any, Path], None]:
+    def damage(draw: Any, root: Path) -> None:
+        (root / name).write_bytes(damage_text(draw, (root / name).read_bytes()))
+
+    return damage
+
+
+def damage_table(draw: Any, root: Path) -> list[str]:
+    """Chats as a table whose columns hold what tables may hold."""
+    import datetime
+
+    import datasets
+
+    columns = {
+        "text": ["wings"] * 3, "day": [datetime.date(2020, 1, 1)] * 3, "raw": [b"\xff\x00"] * 3, "number": [1, 2, 3],
+        "messages": [[{"role": "user", "content": "wings"}, {"role": "assistant", "content": "it can fly"}]] * 3,
+        "conversations": [[{"from": "human", "value": "wings"}, {"from": "gpt", "value": "it can fly"}]] * 3,
+    }  # fmt: skip
+    names = draw(st.lists(st.sampled_from(sorted(columns)), min_size=1, unique=True))
+    values = {name: columns[draw(st.sampled_from(sorted(columns)))] for name in names}
+    datasets.Dataset.from_dict(values).to_parquet(str(root / "chats.parquet"))
+    return ["--data", "chats.parquet"]
+
+
+def damage_weights(draw: Any, root: Path) -> None:
+    """A draft's tensors of other names, shapes, kinds or values; or a pickle of something else."""
+    from safetensors.torch import load_file, save_file
+
+    file = root / "run/draft/model.safetensors"
+    tensors = load_file(file)
+    name = draw(st.sampled_from(sorted(tensors)))
+    how = draw(st.sampled_from(["nan", "huge", "zero", "shape", "dtype", "gone", "name", "pickle", "bytes"]))
+    x = tensors.pop(name)
+    if how == "bytes":
+        file.write_bytes(damage_text(draw, file.read_bytes()))
+        return
+    if how == "pickle":
+        file.unlink()
+        odd = draw(st.sampled_from([[], {}, {"fc.weight": 3}, torch.zeros(3), {3: torch.zeros(3)}, "text"]))
+        torch.save(odd, file.with_name("pytorch_model.bin"))
+        return
+    values = {"nan": x.double() * float("nan"), "huge": x.double() * 1e30, "zero": x * 0, "dtype": x.to(torch.int32)}
+    if how in values:
+        tensors[name] = values[how].to(x.dtype) if how == "zero" else values[how].contiguous()
+    elif how == "shape":
+        tensors[name] = torch.zeros(3)
+    elif how == "name":
+        tensors[draw(st.sampled_from(["model.", "\x1b[31m", "layers.7.", "x" * 9000])) + name] = x
+    save_file(tensors, file)
+
+
+def damage_template(draw: Any, root: Path) -> None:
+    (root / "target/chat_template.jinja").write_text(draw(st.sampled_from(TEMPLATES)))
+
+
+NAMES = "\x1b[31mred.jsonl", "b[1].jsonl", "a@0.5", "a b.jsonl", "x\ny.jsonl", "-", "\xfc\u202e.json"
+CONTENTS = "", "{}", "[1]", '{"text": "the young bird tries"}', "\x1b[31m"
+SHARES = "", "", "@0.5", "@99999999", "@nan", "@-1", ":train"
+
+
+def damage_names(draw: Any, root: Path) -> list[str]:
+    """File names that hold control characters, patterns and separators."""
+    name = draw(st.sampled_from(NAMES))
+    (root / name).write_text(draw(st.sampled_from(CONTENTS)))
+    return ["--data", name + draw(st.sampled_from(SHARES))]
+
+
+FLAGS = """row-length max-length seed depth slots lr device dtype epochs draft-vocab aux-layers eval-prompts init-from
+           resume template-kwargs rows-per-step layers gamma method loss impl log""".split()
+VALUES = (
+    "-1", "0", "1000000000", str(2**70), "nan", "inf", "x", "", "mps", "cuda", "meta", "1,1,1", "chats.jsonl", "[1]",
+    '{"chat_template": "x"}', "run", "run/draft", ".", "/dev/null", "\x1b[31m", "owner/name@rev",
+)  # fmt: skip
+
+
+def damage_options(draw: Any, root: Path) -> list[str]:
+    """Options with values beyond any sense; of those given twice the last value counts."""
+    return [f"--{draw(st.sampled_from(FLAGS))}={draw(st.sampled_from(VALUES))}"]
+
+
+INPUTS: dict[str, Input] = {
+    "chats": Input(damage_lines("chats.jsonl"), (tuple(TRAIN), (*TRAIN, "--skip-bad"), tuple(REGENERATE))),
+    "prompts": Input(damage_lines("prompts.jsonl"), (tuple(EVAL),)),
+    "chats as a table": Input(damage_table, (tuple(TRAIN),)),
+    "names of files": Input(damage_names, (tuple(TRAIN), tuple(REGENERATE))),
+    "a draft's config": Input(
+        damage_json("run/draft/config.json"),
+        (("inspect", "run/draft"), (*GENERATE, "--draft", "run/draft"), (*TRAIN, "--init-from", "run/draft")),
+    ),
+    "a draft's weights": Input(damage_weights, (("inspect", "run/draft"), (*GENERATE, "--draft", "run/draft"))),
+    "a run's options": Input(damage_json("run/train.json"), (("train", "--resume", "run"),)),
+    "a run's state": Input(damage_bytes("run/checkpoint/state.pt"), (("train", "--resume", "run"),)),
+    "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
+    "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),
+    "a chat template": Input(damage_template, (tuple(GENERATE), tuple(TRAIN))),
+    "options": Input(damage_options, (tuple(TRAIN),)),
+}
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", INPUTS)
+def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 0, 1 or 2, a message without control characters and of bounded length, and no exception."""
+    given_input = INPUTS[name]
+
+    @settings(
+        max_examples=CASES, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            root = Path(directory) / "made"
+            shutil.copytree(made, root)
+            monkeypatch.chdir(root)
+            more = given_input.damage(data.draw, root) or []
+            command = data.draw(st.sampled_from(given_input.commands))
+            ended = fledge(*command, *more)
+            monkeypatch.chdir(made)
+        assert ended.code in (0, 1, 2), ended
+        assert "Traceback" not in ended.err
+        if ended.code:
+            assert ended.err.startswith("fledge: ") or command[0] == "inspect" or "\nfledge: " in ended.err, ended
+        assert len(ended.err) <= LONGEST, len(ended.err)
+        said = ended.err + (ended.out if command[0] == "inspect" else "")
+        raw = {c for c in said if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t\r"}
+        assert not raw, raw
+
+    check()
