@@ -21,8 +21,8 @@ from train_step import ceiling, in_turn, profile, seconds
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import place_of_record, write_json
-from fledge.kernels.linear import WideSum
-from fledge.kernels.loss import loss_and_gradients
+from fledge.kernels.gradients import Fp32Accumulator
+from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
 
 SIZES = ((8192, 32_000), (16_384, 32_000), (8192, 64_000))
 
@@ -71,12 +71,9 @@ def measure(impl: str, T: int, W: int, chunk: int | None, options: argparse.Name
             loss = apart(*(x.float() for x in logits) if impl == "apart32" else logits)
             loss.backward()
             return loss.detach()
-        dhead = WideSum(head)
-        loss, _, _ = loss_and_gradients(
-            [h], head, rows, lambda s: last[s] @ target_head.T, ids, [1.0], chunk=chunk, impl=impl,
-            dhead=dhead,
-        )  # fmt: skip
-        return loss
+        teacher = Teacher(lambda s: last[s] @ target_head.T, rows, ids, W)
+        options_of = LossOptions(chunk=chunk, impl=impl)
+        return loss_and_gradients([h], head, teacher, [1.0], options_of, head_sum=Fp32Accumulator(head)).loss
 
     if options.profile and device != "cpu" and impl != "eager":
         work(), work()

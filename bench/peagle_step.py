@@ -20,7 +20,7 @@ from fledge.config import DraftConfig
 from fledge.eval.environment import environment
 from fledge.jobs.options import place_of_record, write_json
 from fledge.train.cod import DropTokens
-from fledge.train.objective import Ways, ttt_queued
+from fledge.train.objective import Implementation, Objective, ttt_queued
 
 
 def main() -> None:
@@ -51,19 +51,18 @@ def main() -> None:
 def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
     device, dtype = options.device, torch.bfloat16
     impl = "eager" if device == "cpu" else "triton"
-    ways = Ways(impl, impl, impl, options.slots, recompute and impl == "triton", 512)
+    ways = Implementation(impl, impl, impl, options.slots, recompute and impl == "triton", 512)
     torch.manual_seed(0)
     config = DraftConfig(**SHAPES[options.shape], num_hidden_layers=options.layers, method="peagle", mask_token_id=0)
     config = replace(config, vocab_size=config.draft_vocab_size)  # a target that says the draft's words alone
     draft, features, head = given(config, tokens, device, dtype)
-    packed, drop = row_of(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2, "0")
+    packed, drop = row_of(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2)
+
+    objective = Objective(depth=options.depth, gamma=1.0, keep_out_of_vocab=True, drop=drop)
 
     def step():
         draft.zero_grad(set_to_none=True)
-        return ttt_queued(
-            draft, packed, features, lambda x: x @ head.T, steps=options.depth, gamma=1.0, keep_unseen=True,
-            drop=drop, ways=ways,
-        )  # fmt: skip
+        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, ways, "0")
 
     gpu = device != "cpu"
     row = {"T": tokens, "ways": asdict(ways)}
@@ -72,7 +71,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
-            first = step().count()
+            first = step().to_step()
         took = statistics.median(in_turn(step, options.repeats, device))
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}

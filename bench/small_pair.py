@@ -20,6 +20,7 @@ from fledge.jobs import evaluate, train
 from fledge.jobs.options import place_of_record, write_json
 from fledge.jobs.show import Show
 
+PLACES = ("target", "data", "eval_prompts", "out")  # options that are no setting
 CALIBRATION = 40  # steps, of which the first half warms up
 MIXED = ("sgd_train", "gsm8k_train", "stories", "taskmaster")
 PROMPT_SETS = ("sgd_dev", "mt_bench", "humaneval", "gsm8k", "alpaca", "qa", "sum")
@@ -79,7 +80,7 @@ def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict
         "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in lines),
         "walked_tau_last_steps": sum(m["tau"] for m in lines[-50:]) / 50,
         "decoded_tau": last["eval_tau"],
-        "options": {k: v for k, v in vars(options).items() if k not in ("target", "data", "eval_prompts", "out")},
+        "options": {k: v for k, v in options.by_name().items() if k not in PLACES},
         "data": [Path(d).stem for d in options.data],
     }
 

@@ -28,9 +28,9 @@ from fledge.config import DraftConfig
 from fledge.eval.environment import environment
 from fledge.jobs.options import place_of_record, write_json
 from fledge.models.draft import Draft
-from fledge.train.ahead import with_features
 from fledge.train.memory import SMALL_CHUNK
-from fledge.train.objective import Ways, ttt_queued
+from fledge.train.objective import Implementation, Objective, ttt_queued
+from fledge.train.prefetch import with_features
 from fledge.types import Features, Packed
 
 SPAN = 256
@@ -55,7 +55,7 @@ class Case:
 
     tokens: int
     supervised: float
-    ways: Ways
+    ways: Implementation
     teacher: str = "W"
 
 
@@ -89,9 +89,9 @@ def main() -> None:
     if not cpu:
         torch.set_num_threads(1)  # as `fledge train` does: the host only plans
     ways = {
-        "eager": Ways(chunk=options.chunk),
-        "flex": Ways("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
-        "triton": Ways("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
+        "eager": Implementation(chunk=options.chunk),
+        "flex": Implementation("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
+        "triton": Implementation("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
     }
     cases = [c for c in recorded(ways) if c.ways.attention in options.impls] if not options.tokens else [
         Case(T, share, ways[impl], teacher)
@@ -124,7 +124,7 @@ def main() -> None:
         write_json(options.out, record)
 
 
-def recorded(ways: dict[str, Ways]) -> list[Case]:
+def recorded(ways: dict[str, Implementation]) -> list[Case]:
     """The cases of bench/results/train_step.json."""
     fast = ways["triton"]
     beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
@@ -234,11 +234,11 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     draft, features, head = given(config, case.tokens, device, dtype)
     packed = row_of(case.tokens, case.supervised, config.vocab_size)
 
+    objective = Objective(depth=options.depth, keep_out_of_vocab=True)
+
     def step():
         draft.zero_grad(set_to_none=True)
-        return ttt_queued(
-            draft, packed, features, lambda x: x @ head.T, steps=options.depth, keep_unseen=True, ways=case.ways
-        )
+        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, case.ways)
 
     def held() -> int:
         return torch.cuda.memory_allocated() if device != "cpu" else 0
@@ -247,9 +247,9 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     if case.ways.attention == "eager" and case.tokens >= LONG:
-        took = seconds(lambda: found.append(step().count()), device)
+        took = seconds(lambda: found.append(step().to_step()), device)
     else:
-        found += [step().count() for _ in range(2)]
+        found += [step().to_step() for _ in range(2)]
         took = statistics.median(in_turn(step, options.repeats, device))
     if options.profile and device != "cpu" and case.ways.attention != "eager":
         profile(step)
@@ -314,21 +314,22 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         target.compile()
     target.check_isolation()
     config = DraftConfig.for_target(
-        hf.to_dict(), max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
+        target.shape, max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
     )
     W = config.draft_vocab_size
     draft = Draft(config).to(device, dtype)
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
     fit(draft, target)
-    schedule = Schedule(steps=100, lr=1e-4, depth=options.depth, keep_unseen=True, ways=case.ways)
+    objective = Objective(depth=options.depth, keep_out_of_vocab=True)
+    schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.ways)
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     rows, source = (
         OneRow(row_of(case.tokens, case.supervised, config.vocab_size)),
         Source(target.features, target.logits),
     )
 
-    def mean(ahead: bool, repeats: int = max(options.repeats, 10)) -> float:
-        upcoming = with_features(itertools.repeat(rows.row), source.features, draft.device, ahead=ahead)
+    def mean(prefetch: bool, repeats: int = max(options.repeats, 10)) -> float:
+        upcoming = with_features(itertools.repeat(rows.row), source.features, draft.device, prefetch=prefetch)
 
         def step() -> None:
             _step(draft, rows, upcoming, source, schedule, optimizer, Progress())
@@ -345,12 +346,12 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         synchronize()
         return (time.perf_counter() - began) / repeats
 
-    took = {ahead: mean(ahead) for ahead in ((False, True) if device != "cpu" else (False,))}
+    took = {prefetch: mean(prefetch) for prefetch in ((False, True) if device != "cpu" else (False,))}
     forward = statistics.median(seconds(lambda: target.features(rows.row), device) for _ in range(5))
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
         "compiled": options.compile_target,
-        "ways": asdict(replace(case.ways, ahead=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
+        "ways": asdict(replace(case.ways, prefetch=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
         "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took[device != "cpu"],
         "one_stream_ms": took[False] * 1e3,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from demo.pretrain import PACKAGES, machine, versions
 
 WORK = Path("runs/ship")
 TARGET = "demo/target"
-SHAPE = "--draft-vocab 2048 --depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
+STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
 def main() -> None:
@@ -38,14 +38,15 @@ def main() -> None:
     WORK.mkdir(parents=True)
     write_texts(options.megabytes, options.own_records)
     first = ["--data", WORK / "text.jsonl", "--out", WORK / "first", "--steps", options.steps, "--lr", "2e-3"]
-    fledge("train", "--target", TARGET, *first, *SHAPE)
+    first += ["--draft-vocab", 2048]
+    fledge("train", "--target", TARGET, *first, *STEPS)
     fledge(
         "regenerate", "--target", TARGET, "--data", WORK / "prompts.jsonl", "--out", WORK / "own.jsonl",
         "--prompt-tokens", 192, "--max-new-tokens", 192, "--batch", 1024,
     )  # fmt: skip
     own = ["--data", WORK / "own.jsonl", "--data", WORK / "text.jsonl@0.05", "--out", WORK / "second"]
     more = ["--init-from", WORK / "first" / "draft", "--steps", options.own_steps, "--lr", "1e-3"]
-    fledge("train", "--target", TARGET, *own, *more, *SHAPE)
+    fledge("train", "--target", TARGET, *own, *more, *STEPS)
     shutil.rmtree(options.out, ignore_errors=True)
     shutil.copytree(WORK / "second" / "draft", options.out)
     record = {

@@ -1,32 +1,57 @@
 """fledge trains EAGLE draft models for any causal language model and decodes with them, losslessly and faster.
 
 >>> import fledge
->>> engine = fledge.load("path/to/target", draft="path/to/draft")
+>>> fledge.train_draft(target="path/to/target", data=["chats.jsonl"], out="run")
+>>> engine = fledge.load("path/to/target", draft="run/draft")
 >>> print(engine.generate("Once upon a time", max_new_tokens=100).text)
->>> for piece in engine.stream([{"role": "user", "content": "Hello"}], sampling=fledge.Sampling(temperature=0.7)):
+>>> for piece in engine.stream([{"role": "user", "content": "Hello"}], temperature=0.7):
 ...     print(piece, end="", flush=True)
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fledge.decode.engine import Completion, Engine, load
+    from fledge.decode.engine import Engine, load
+    from fledge.decode.request import Completion
+    from fledge.jobs.python import TrainedDraft, train_draft
+    from fledge.models.target import Target, load_target
     from fledge.types import Sampling, TreeShape
 
-__all__ = ["Completion", "Engine", "Sampling", "TreeShape", "__version__", "load"]
 __version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "Engine",
+    "Sampling",
+    "Target",
+    "TrainedDraft",
+    "TreeShape",
+    "__version__",
+    "load",
+    "load_target",
+    "train_draft",
+]
+# where each is; torch and transformers take seconds to import, and `fledge --help` needs neither
+_MODULES = {
+    "Completion": "fledge.decode.request",
+    "Engine": "fledge.decode.engine",
+    "Sampling": "fledge.types",
+    "Target": "fledge.models.target",
+    "TrainedDraft": "fledge.jobs.python",
+    "TreeShape": "fledge.types",
+    "load": "fledge.decode.engine",
+    "load_target": "fledge.models.target",
+    "train_draft": "fledge.jobs.python",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import, and `fledge --help` needs neither
-    if name in ("Completion", "Engine", "load"):
-        from fledge.decode import engine
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fledge' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
-        return getattr(engine, name)
-    if name in ("Sampling", "TreeShape"):
-        from fledge import types
 
-        return getattr(types, name)
-    raise AttributeError(f"module 'fledge' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -8,17 +8,19 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from fledge import __version__
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import flag_of
+from fledge.jobs.options import Options, default_of, flag_of, flags
 from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.show import Plain, Show, WhileRead, drop
+from fledge.jobs.show import Paper, Show, complain, drop, message
 from fledge.jobs.train import TrainOptions
 
 app = typer.Typer(
@@ -28,21 +30,37 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, options: type) -> Callable[[Callable[[Any], None]], None]:
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fledge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fledge(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options that go before a command."""
+
+
+def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], None]], None]:
     """Registers a job under `name` with a flag for each field of its options."""
 
     def register(job: Callable[[Any], None]) -> None:
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
+            given = {name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"}
             try:
-                job(options(**values))
+                job(options(**values, given=frozenset(given)))
                 sys.stdout.flush()
             except BrokenPipeError:  # `| head` has read enough
                 drop(sys.stdout)
                 raise typer.Exit(128 + signal.SIGPIPE) from None
 
         hints = get_type_hints(options)
-        parameters = [_parameter(f, hints[f.name]) for f in dataclasses.fields(options)]
-        run.__signature__ = inspect.Signature(parameters)
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        run.__signature__ = inspect.Signature([context, *(_parameter(f, hints[f.name]) for f in flags(options))])
         app.command(name, help=options.__doc__)(run)
 
     return register
@@ -53,10 +71,7 @@ def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
         info = typer.Argument(help=f.metadata["help"])
     else:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
-    if f.default_factory is not dataclasses.MISSING:
-        default = f.default_factory()
-    else:
-        default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
+    default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
@@ -84,7 +99,7 @@ def evaluate(options: EvalOptions) -> None:
         if options.json:
             print(json.dumps(record, indent=2), flush=True)
         else:
-            table(record, Plain().print)
+            table(record, Paper())
 
     record = run(options, Show(quiet=options.json), show)
     if any(r["different"] for r in ([record] if "tau" in record else record.values())):
@@ -103,7 +118,7 @@ def regenerate(options: RegenerateOptions) -> None:
 def inspect_draft(options: InspectOptions) -> None:
     from fledge.jobs.inspect import run
 
-    if not run(options, print):
+    if not run(options, Paper().print):
         raise typer.Exit(1)
 
 
@@ -113,9 +128,10 @@ def main() -> None:
     _end_as_by_ctrl_c()
     try:
         _quiet_transformers()
+        warnings.formatwarning = _sentence
         app()
     except (ValueError, OSError, FloatingPointError) as e:
-        _fail(str(e))
+        _fail(e)
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as e:
@@ -124,9 +140,9 @@ def main() -> None:
         _fail(f"the GPU has not enough memory for this: {e}")
 
 
-def _fail(reason: str) -> None:
+def _fail(reason: object) -> None:
     """Ends with exit code 2 and a line on standard error, if that can be written."""
-    print(f"fledge: {reason}", file=WhileRead(sys.stderr), flush=True)
+    complain(reason)
     try:
         sys.stdout.flush()
     except OSError:  # the reason itself may be a full disk; Python would try again
@@ -147,6 +163,16 @@ def _end_as_by_ctrl_c() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+
+
+def _sentence(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:
+    """How a warning reads: ours as a sentence, without the line of code that it came from."""
+    if category.__module__.startswith("fledge."):
+        return f"fledge: {message(warning)}\n"
+    return _formatwarning(warning, category, *where, **line)
+
+
+_formatwarning = warnings.formatwarning
 
 
 def _quiet_transformers() -> None:

@@ -6,13 +6,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs, shortened, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 METHODS = ("eagle1", "eagle3", "peagle")
 MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as each engine calls it
+# what is read by default of targets too shallow for the engines' default: without the output of the last layer, which
+# SGLang cannot capture, where there are three without it
+SHALLOW = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Llama's names, and what configs call these sizes where their attribute map does not translate the name
+LLAMA_NAMES = {
+    "hidden_size": (),
+    "num_attention_heads": (),
+    "num_key_value_heads": ("num_kv_heads",),
+    "head_dim": ("kv_channels",),
+    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner", "dff"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class RopeConfig:
 
     `long` says which of longrope's two factor lists the whole run uses. It is chosen once, from the configured
     maximum length, because choosing by the length of a call makes packed rows differ from unpacked ones and
-    prefill from decoding.
+    prefill from decoding. YaRN's fields are filled in with transformers' defaults, since SpecForge has none of its own.
     """
 
     rope_type: str = "default"
@@ -41,19 +56,33 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     long: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rope_type != "yarn":
+            return
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+        filled = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        if not (self.mscale and self.mscale_all_dim):  # one alone counts for nothing in transformers: as it is here
+            filled |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> RopeConfig:
         """Reads transformers 5's `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers.
+        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers. Raises ValueError for a kind
+        that cannot be used, or naming a field that is missing or holds what it cannot.
         """
-        params = dict(hf.get("rope_parameters") or {})
-        if "full_attention" in params:  # one set a layer type: the draft's layers attend fully
-            params = dict(params["full_attention"])
-        if hf.get("rope_scaling"):
-            params = {"rope_theta": params.get("rope_theta"), **hf["rope_scaling"]}
-        params = {k: v for k, v in params.items() if v is not None}
-        kind = params.get("rope_type", params.get("type", "default"))
+        top = Fields(hf, CONFIG)
+        given = top.get("rope_parameters", {})
+        if "full_attention" in given:  # one set a layer type: the draft's layers attend fully
+            given = given["full_attention"]
+        params = Fields(given, ROPE, "rope_parameters")
+        theta = params.get("rope_theta")
+        if top.get("rope_scaling"):
+            params = top.within("rope_scaling", ROPE)
+        values = {key: params.get(key) for key in ROPE}
+        kind = values.pop("rope_type") or values.pop("type") or "default"
         kind = "longrope" if kind == "su" else kind
         if kind == "dynamic":
             raise ValueError(
@@ -62,29 +91,30 @@ class RopeConfig:
                 "'linear' in the target's config, or remove the scaling and stay within its trained length."
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"unknown RoPE type {kind!r}; fledge knows {', '.join(ROPE_TYPES)}")
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if hf.get(key) is not None:
-                params.setdefault(key, hf[key])
+            raise ValueError(f"unknown RoPE type {shown(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
+        values["rope_theta"] = values["rope_theta"] or theta or top.get("rope_theta", cls.rope_theta)
+        if values["partial_rotary_factor"] is None:
+            values["partial_rotary_factor"] = top.get("partial_rotary_factor", cls.partial_rotary_factor)
         if kind in ("llama3", "yarn", "longrope"):
             # as in transformers: the top level's trained length wins, and where there is none the positions stand in
-            given = params.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
-            params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings") or given
-        known = {f.name for f in fields(cls)} - {"rope_type", "long"}
-        rope = cls(
-            rope_type=kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if k in known}
-        )
-        return rope._with_factor(hf.get("max_position_embeddings"))
+            trained = values["original_max_position_embeddings"] or top.get("max_position_embeddings")
+            values["original_max_position_embeddings"] = top.get("original_max_position_embeddings", trained)
+        known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "type"}
+        return cls(rope_type=kind, **known)._complete(top.get("max_position_embeddings"))
 
-    def _with_factor(self, max_positions: int | None) -> RopeConfig:
-        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek)."""
+    def _complete(self, max_positions: int | None) -> RopeConfig:
+        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek). Raises
+        ValueError for a field that its kind needs and has not."""
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        missing = [f"a `{key}`" for key in needed.get(self.rope_type, ()) if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"RoPE type {self.rope_type!r} needs {' and '.join(missing)} in the config")
         if self.rope_type == "default" or self.factor is not None:
             return self
         original = self.original_max_position_embeddings
-        if self.rope_type not in ("yarn", "longrope") or not original or not max_positions:
+        if not original or not max_positions:
             raise ValueError(
-                f"RoPE type {self.rope_type!r} needs a `factor` in the config"
-                + ("" if self.rope_type in ("linear", "llama3") else ", or the two lengths that it is the ratio of")
+                f"RoPE type {self.rope_type!r} needs a `factor` in the config, or the two lengths it is the ratio of"
             )
         return replace(self, factor=max_positions / original)
 
@@ -130,7 +160,7 @@ class DraftConfig:
     layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. "peagle" reads
     as EAGLE-3 does and drafts in one pass, `mask_token_id` standing for tokens that are not known yet. `aux_layers`
     counts as transformers' `hidden_states` does: id i is the input of layer i, which is the output of layer i - 1;
-    None is the engines' common default.
+    None is the engines' common default (`engine_layers`).
     """
 
     hidden_size: int
@@ -165,7 +195,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method {shown(self.method)} is none of {', '.join(METHODS)}")
         if self.method == "eagle1":
             self._check_eagle1()
         if (self.method == "peagle") != (self.mask_token_id is not None):
@@ -175,7 +205,7 @@ class DraftConfig:
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
-                f"choose a --draft-vocab of at most {self.vocab_size}"
+                f"choose {self.vocab_size} at most"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -187,7 +217,7 @@ class DraftConfig:
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"a draft {self.hidden_size} wide cannot read the target's {self.target_hidden_size}-wide embeddings; "
-                "train embeddings of its own (--train-embeddings) or make it as wide as the target"
+                "it needs embeddings of its own, or to be as wide as the target"
             )
         if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_hidden_states:
             raise ValueError(
@@ -210,8 +240,8 @@ class DraftConfig:
     def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
         """A one-layer draft as wide as the target, with its heads, RoPE and norms' epsilon.
 
-        `hf` is the target's (text) config as a dict; `overrides` replace any field. Raises ValueError where the
-        target's RoPE cannot be used or the overrides contradict each other.
+        `hf` is what `llama_names` makes of the target's text config; `overrides` replace any field. Raises ValueError
+        where the target's RoPE cannot be used or the overrides contradict each other.
         """
         missing = [k for k in NEEDED if hf.get(k) is None]
         if missing:
@@ -237,53 +267,58 @@ class DraftConfig:
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
         """Reads a draft's config.json. Raises ValueError for what is not an EAGLE draft, with the reason."""
+        top = Fields(hf, CONFIG)
         if "speculators_config" in hf or "speculators_model_type" in hf:
             raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
-        missing = [k for k in NEEDED if k not in hf]
+        missing = [k for k in NEEDED if k not in top]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        method = _method(hf)
-        if method == "eagle1" and hf.get("qkv_bias"):
+        eagle, own = top.within("eagle_config", EAGLE_CONFIG), top.within("fledge", OWN)
+        method, mask = _method(top), _mask_token(top)
+        if method == "eagle1" and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {hf['hidden_act']!r}: every engine's EAGLE-3 draft uses silu")
-        eagle = hf.get("eagle_config") or {}
-        own = hf.get("fledge") or {}
-        aux = own.get("aux_layers", hf.get("eagle_aux_hidden_state_layer_ids"))
-        if aux is None and eagle.get("eagle_aux_hidden_state_layer_ids") is not None:
+        if method == "peagle" and mask is None:
+            raise ValueError(
+                "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
+            )
+        if top.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {shown(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
+        aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
+        if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
             # the nested list counts as SGLang does, by the layer whose output is read
-            aux = [i + 1 for i in eagle["eagle_aux_hidden_state_layer_ids"]]
-        rope = RopeConfig.from_hf(hf)
-        width = hf.get("target_hidden_size") or hf["hidden_size"]
-        aux_count = 0 if method == "eagle1" else hf.get("num_aux_hidden_states") or (len(aux) if aux else 3)
-        kept = {f.name for f in fields(Provenance)}
+            aux = [i + 1 for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
+        hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
+        width = top.get("target_hidden_size", hidden)
+        aux_count = 0 if method == "eagle1" else top.get("num_aux_hidden_states") or (len(aux) if aux else 3)
+        known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
+        check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
         return cls(
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
-            draft_vocab_size=hf.get("draft_vocab_size") or hf["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=top.get("intermediate_size"),
+            vocab_size=vocabulary,
+            draft_vocab_size=top.get("draft_vocab_size", vocabulary),
             target_hidden_size=width,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope=replace(rope, long=bool(own.get("longrope_long", False))),
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
-            num_hidden_layers=hf.get("num_hidden_layers", 1),
+            rms_norm_eps=float(top.get("rms_norm_eps", 1e-6)),
+            rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
+            max_position_embeddings=top.get("max_position_embeddings", 2048),
+            num_hidden_layers=top.get("num_hidden_layers", 1),
             method=method,
-            fc_bias=method == "eagle1" and bool(hf.get("bias", True)),  # absent is True, in the authors' code
+            fc_bias=method == "eagle1" and top.get("bias", True),  # absent is True, in the authors' code
             num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
-            attention_bias=bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            qk_norm=hf.get("model_type") == "qwen3",
-            norm_before_residual=bool(hf.get("norm_before_residual", False)),
-            norm_before_fc=bool(eagle.get("norm_before_fc", hf.get("norm_before_fc", False))),
-            fc_norm=bool(hf.get("fc_norm", hf.get("use_aux_norm", False))),
-            norm_output=bool(hf.get("norm_output", False)),
-            own_embeddings=bool(own.get("own_embeddings", width != hf["hidden_size"])),
-            mask_token_id=_mask_token(hf) if method == "peagle" else None,
-            bos_token_id=_first(hf.get("bos_token_id")),
-            eos_token_id=_first(hf.get("eos_token_id")),
-            pad_token_id=hf.get("pad_token_id"),
-            provenance=Provenance(**{k: v for k, v in own.items() if k in kept}),
+            attention_bias=top.get("attention_bias", False),
+            mlp_bias=top.get("mlp_bias", False),
+            qk_norm=top.get("model_type") == "qwen3",
+            norm_before_residual=top.get("norm_before_residual", False),
+            norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
+            fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
+            norm_output=top.get("norm_output", False),
+            own_embeddings=own.get("own_embeddings", width != hidden),
+            mask_token_id=mask if method == "peagle" else None,
+            bos_token_id=_first(top.get("bos_token_id")),
+            eos_token_id=_first(top.get("eos_token_id")),
+            pad_token_id=top.get("pad_token_id"),
+            provenance=Provenance(**known),
             **_heads(hf),
         )
 
@@ -329,10 +364,10 @@ class DraftConfig:
             hf |= {
                 "norm_before_residual": self.norm_before_residual,
                 "norm_before_fc": self.norm_before_fc,
-                "fc_norm": self.fc_norm,
-                "norm_output": self.norm_output,
                 "num_aux_hidden_states": self.num_aux_hidden_states,
             }
+            # only where they are true: at a `norm_output` of false SpecForge skips its final norm
+            hf |= {name: True for name in ("fc_norm", "norm_output") if getattr(self, name)}
         if self.mask_token_id is not None:
             hf |= dict.fromkeys(MASK_TOKEN, self.mask_token_id)
         if self.rope.partial_rotary_factor != 1.0:
@@ -342,7 +377,7 @@ class DraftConfig:
         if self.target_hidden_size != self.hidden_size:
             hf["target_hidden_size"] = self.target_hidden_size
         layers = self.provenance.target_layers
-        if self.aux_layers and not (layers and self.aux_layers == _default_layers(layers)):
+        if self.aux_layers and not (layers and self.aux_layers == engine_layers(layers)):
             hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
             hf["eagle_config"] = {
                 "eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.aux_layers],
@@ -365,52 +400,95 @@ class DraftConfig:
         return replace(self, provenance=replace(self.provenance, **known))
 
 
-def default_aux_layers(target_layers: int) -> tuple[int, ...]:
-    """The three layers every known EAGLE-3 trainer and engine reads: inputs of layers 2, n/2 and n - 3.
+def llama_names(config: Any) -> dict[str, Any]:
+    """A transformers text config as a dict that has its sizes under the names of Llama's config, as `for_target` reads
+    them.
 
-    Raises ValueError for a target too shallow for three distinct ones (fewer than 7 layers).
+    Names are translated by the config's attribute map and by `LLAMA_NAMES`. A size that the family does not have is
+    derived: an MLP is four times as wide as the hidden state (GPT-2, Bloom), a model without attention gets heads 64
+    wide (Mamba), and a RoPE that no draft can use (Gemma 4's "proportional") becomes a plain one of the same base.
+    `max_position_embeddings` is left out where no longest input is named, as for ALiBi and recurrent layers.
     """
-    layers = _default_layers(target_layers)
-    if len(set(layers)) < 3 or sorted(layers) != list(layers):
+    hf = {name: value for name, value in config.to_dict().items() if value is not None}
+    for name, others in LLAMA_NAMES.items():
+        found = next((k for k in (name, config.attribute_map.get(name), *others) if k in hf), None)
+        if found is not None:
+            hf[name] = hf[found]
+    if width := hf.get("hidden_size"):
+        hf.setdefault("intermediate_size", 4 * width)
+        hf.setdefault("num_attention_heads", width // math.gcd(width, 64))
+    if hf.get("multi_query") and not hf.get("new_decoder_architecture"):  # Falcon-7B and GPTBigCode: one for all heads
+        hf["num_key_value_heads"] = 1
+    return hf | {"rope_parameters": _usable_rope(hf.get("rope_parameters"))}
+
+
+def _usable_rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The RoPE that a draft takes over. "dynamic" stays, to be refused: with it the target itself changes with the
+    length of a call."""
+    parameters = (parameters or {}).get("full_attention") or parameters or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind in (*ROPE_TYPES, "su", "dynamic"):
+        return parameters
+    return {"rope_type": "default", "rope_theta": parameters.get("rope_theta") or 10000.0}
+
+
+def default_aux_layers(target_layers: int) -> tuple[int, ...]:
+    """The three layers that a draft reads where nobody names them, counted as `DraftConfig.aux_layers` are: those of
+    every known EAGLE-3 trainer and engine where the target has them, else others, which its config then lists.
+
+    Raises ValueError for a target that has no three (fewer than 2 layers).
+    """
+    if target_layers < 2:
         raise ValueError(
-            f"a target of {target_layers} layers has no three distinct default layers to read (2, n/2, n-3 = "
-            f"{layers}); name them with --aux-layers, e.g. --aux-layers 1,{target_layers // 2},{target_layers - 1}"
+            "a target of one layer has no three hidden states for EAGLE-3 to read; use --method eagle1, which reads "
+            "the last one alone"
         )
-    return layers
+    return engine_layers(target_layers) or SHALLOW[target_layers]
 
 
-def _default_layers(n: int) -> tuple[int, int, int]:
-    return 2, n // 2, n - 3
+def engine_layers(n: int) -> tuple[int, int, int] | None:
+    """What engines read of a target of n layers where a draft's config lists none; None where those would not be three
+    different layers."""
+    return (2, n // 2, n - 3) if n >= 7 else None
 
 
-def _method(hf: dict[str, Any]) -> str:
+def _method(top: Fields) -> str:
     """Which method's draft a config describes. The authors' name no architecture but Llama's: their EAGLE-3 has a
     draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
-    own = (hf.get("fledge") or {}).get("method")
-    names = [a.lower() for a in hf.get("architectures") or ["eagle3"]]
-    if own or any("eagle3" in a for a in names):
-        return own or ("eagle3" if _mask_token(hf) is None else "peagle")
-    if any("eagle" in a for a in names):
+    own = top.within("fledge", OWN).get("method")
+    names = top.get("architectures") or ["Eagle3"]
+    if own:
+        return own
+    if _mentions("peagle", names):  # SpecForge's and vLLM's own names
+        return "peagle"
+    if _mentions("eagle3", names):
+        return "eagle3" if _mask_token(top) is None else "peagle"
+    if _mentions("eagle", names):
         return "eagle1"
-    if any(hf.get(key) is not None for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
+    if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
         return "eagle3"
-    if hf.get("num_hidden_layers") == 1:
+    if top.get("num_hidden_layers") == 1:
         return "eagle1"
-    raise ValueError(f"architectures {hf.get('architectures')} is not an EAGLE draft")
+    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
 
 
-def _mask_token(hf: dict[str, Any]) -> int | None:
-    return next((hf[key] for key in MASK_TOKEN if hf.get(key) is not None), None)
+def _mentions(word: str, names: list[str]) -> bool:
+    return any(word in name.lower() for name in names)
+
+
+def _mask_token(top: Fields) -> int | None:
+    return next((top.get(key) for key in MASK_TOKEN if key in top), None)
 
 
 def _first(ids: int | list[int] | None) -> int | None:
-    return ids[0] if isinstance(ids, list) else ids
+    return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
 def _heads(hf: dict[str, Any]) -> dict[str, int]:
-    heads = hf["num_attention_heads"]
+    top = Fields(hf, CONFIG)
+    heads = top.get("num_attention_heads")
     return dict(
         num_attention_heads=heads,
-        num_key_value_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        num_key_value_heads=top.get("num_key_value_heads", heads),
+        head_dim=top.get("head_dim") or top.get("hidden_size") // heads,
     )

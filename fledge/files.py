@@ -51,8 +51,8 @@ def replacing(directory: Path) -> Iterator[Path]:
             raise
         raise OSError(
             full,
-            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some space "
-            "or choose another --out, and go on with --resume",
+            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some "
+            "space; training then goes on with fledge train --resume",
         ) from e
     if directory.exists():
         directory.rename(old)
@@ -138,9 +138,7 @@ def replace_text(file: str | Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         if (full := disk_full(e)) is None:
             raise
-        raise OSError(
-            full, f"no room to write {file} ({os.strerror(full)}); free some space or choose another --out"
-        ) from e
+        raise OSError(full, f"no room to write {file} ({os.strerror(full)}); free some space") from e
 
 
 def remove_abandoned(directory: Path) -> None:

@@ -12,12 +12,20 @@ A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def check_type(name: str, value: Any, kind: Any, words: str) -> None:
+    """Raises TypeError, in a sentence, for an argument of the wrong type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {words}, not a value of type {type(value).__name__}")
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,8 @@ class Sampling:
     `temperature` 0 is greedy. `draft` says how a draft token is chosen where the target samples: "greedy" (its
     argmax; the output equals vanilla sampling at the same seed token for token) or "sample" (from the draft's own
     distribution at the same temperature, accepted with min(1, p/q)). `processors` are transformers LogitsProcessor
-    objects, called with the ids of the whole prefix before the temperature, as `generate` calls them.
+    objects, called with the ids of the whole prefix before the temperature, as `generate` calls them. Raises TypeError
+    and ValueError for values of another kind or out of range.
     """
 
     temperature: float = 0.0
@@ -135,14 +144,19 @@ class Sampling:
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature {self.temperature} is negative; use 0 for greedy decoding")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            check_type(name, getattr(self, name), Real, "a number")
+        check_type("top_k", self.top_k, Integral, "an integer")
+        check_type("seed", self.seed, Integral, "an integer")
+        check_type("processors", self.processors, Sequence, "a list of LogitsProcessor objects")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} is no number of 0 or more; use 0 for greedy decoding")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} is negative; use 0 for no limit")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be positive; 1 is none")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be a positive number; 1 is none")
         if self.draft not in ("greedy", "sample"):
             raise ValueError(f"draft sampling {self.draft!r} is neither 'greedy' nor 'sample'")
 

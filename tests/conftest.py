@@ -71,16 +71,14 @@ def needs_triton() -> None:
     numpy 2.4: it takes the only element of an array for a number)."""
     pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
     from fledge.kernels.elementwise import silu_times
-    from fledge.kernels.loss import loss_and_gradients
+    from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
 
     if torch.cuda.is_available():
         return
     try:
         silu_times(torch.ones(2, 2), torch.ones(2, 2))
-        loss_and_gradients(
-            [torch.ones(1, 2)], torch.ones(3, 2), [torch.zeros(1).long()], lambda s: torch.ones(1, 3), torch.arange(3),
-            [1.0], impl="triton",
-        )  # fmt: skip
+        teacher = Teacher(lambda s: torch.ones(1, 3), [torch.zeros(1).long()], torch.arange(3), 3)
+        loss_and_gradients([torch.ones(1, 2)], torch.ones(3, 2), teacher, [1.0], LossOptions(impl="triton"))
     except Exception as e:
         if "0-dimensional" not in str(e):
             raise
@@ -141,9 +139,7 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     """A random draft joined to a target; its vocabulary is spread over the target's."""
     vocab = target.embedding.shape[0]
     W = draft_vocab_size or vocab
-    config = DraftConfig.for_target(
-        target.config.to_dict(), max_length=target.max_length, draft_vocab_size=W, **overrides
-    )
+    config = DraftConfig.for_target(target.shape, max_length=target.max_length, draft_vocab_size=W, **overrides)
     torch.manual_seed(seed)
     draft = Draft(config)
     with torch.no_grad():
@@ -264,3 +260,32 @@ def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return Ran(code, said.out, said.err)
 
     return run
+
+
+class AlteredDraft:
+    """A draft some of whose methods are replaced, for tests of what a mistake on one side alone would do.
+
+    `AlteredDraft(draft, read=wrong)` calls `wrong(draft.read, *args)` wherever `read` is called on it.
+    """
+
+    def __init__(self, draft: Draft, **replaced: Callable[..., Any]):
+        self._draft = draft
+        for name, wrong in replaced.items():
+            setattr(self, name, functools.partial(wrong, getattr(draft, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._draft(*args, **kwargs)
+
+
+def replace_function(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Replaces a function or method by `wrong`, which is called with the original first, then its arguments."""
+    right = getattr(owner, name)
+
+    @functools.wraps(right)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrong(right, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, replacement)

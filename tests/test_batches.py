@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, SLIDING, Remembers, assert_same, exact_target, prompts
 from test_trees import SHAPES, good_pair
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
@@ -154,6 +157,80 @@ def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPa
     assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=12)]
 
 
+class Bytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made while it is on, and the most that were there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _forget(self, storage: int) -> None:
+        self.now -= self.sizes.pop(storage)
+
+
+def peak_of(engine: Engine, asked: list[list[int]], **options: Any) -> tuple[int, list[Completion]]:
+    with Bytes() as counted:
+        done = engine.generate_all(asked, **options)
+    return counted.peak, done
+
+
+@pytest.mark.parametrize(("way", "place"), [("chain", 0), ("tree", 12)])
+def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside many short ones it takes at most twice what it takes alone, wherever it stands, and every answer stays the
+    same."""
+    target, draft, _ = good_pair()
+    engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
+    monkeypatch.setattr(kv_cache, "LEAST", 8)
+    monkeypatch.setattr(batch_module, "ROOMS", 64)
+    short, long = prompts(20, longest=6, seed=2), [5] * 450
+    engine.generate_all(short[:2], **options)  # finds out what the target can do
+    apart = peak_of(engine, short, batch=16, **options)[0] + peak_of(engine, [long], **options)[0]
+    asked = [*short[:place], long, *short[place:]]
+    together, done = peak_of(engine, asked, batch=16, **options)
+    assert together < 2 * apart
+    assert [c.tokens for c in done] == [c.tokens for c in alone(engine, asked, **options)]
+    monkeypatch.setattr(batch_module, "ROOMS", 1 << 20)
+    assert peak_of(engine, asked, batch=16, **options)[0] > 4 * apart, "in one batch it did take more"
+
+
+def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are verified in one pass each round, as long as their rooms are at most twice what they need."""
+    target, draft, _ = good_pair()
+    engine, batches = Engine(target, draft, depth=3), []
+    monkeypatch.setattr(batch_module, "ROOMS", 64)
+    begin = Batch.__init__
+    monkeypatch.setattr(Batch, "__init__", lambda self, *of: batches.append(1) or begin(self, *of))
+    engine.generate_all([[5] * n for n in range(40, 140, 10)], max_new_tokens=12)
+    assert len(batches) == 1
+    engine.generate_all([[5] * n for n in (10, 10, 10, 450)], max_new_tokens=12)
+    assert len(batches) == 3
+
+
+@pytest.mark.parametrize("change", ["select", "append"])
+def test_a_cache_moves_layer_by_layer(change: str) -> None:
+    """Beside the new rooms no more than one layer's old ones are held."""
+    target = exact_target()
+    with Bytes() as counted:
+        _, _, cache = target.prefill([[5] * 300, [7] * 200], features=False)
+        _, _, other = target.prefill([[9] * 300], features=False)
+        old = sum(room.nbytes for room in cache.layers[0].room)
+        before = counted.peak = counted.now
+        cache.select([0, 1]) if change == "select" else cache.append([other])
+        new = sum(room.nbytes for room in cache.layers[0].room)
+    assert counted.peak - before <= len(cache.layers) * (new - old) + 2 * new < len(cache.layers) * new
+
+
 def test_neighbours_do_not_matter() -> None:
     """A prompt's answer is the same beside any others, in any place."""
     target, draft, asked = good_pair()
@@ -185,7 +262,7 @@ def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch
         return {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
 
     monkeypatch.setattr(Target, "_placed", mixing)
-    with pytest.raises(ValueError, match="each request must see its own text alone; leave --batch out"):
+    with pytest.raises(ValueError, match="each request must see its own text alone; decode them one by one"):
         engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
 
 

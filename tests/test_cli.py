@@ -24,7 +24,7 @@ from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
-from fledge.models.target import load_target
+from fledge.models.target import Target, load_target
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
 TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
@@ -164,7 +164,8 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
         (["--method", "peagle", "--depth", 1], "it is at least 2"),
         (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
         (["--cod-rate", 0.5], "are P-EAGLE's"),
-        (["--method", "peagle", "--gamma", 0.5], "P-EAGLE.s depths weigh alike"),
+        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE, whose depths weigh alike"),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1, which trains one step"),
         (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
         (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
@@ -193,9 +194,13 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--layers", 0], "--layers 0: it is at least 1"),
         (["--max-length", 0], "--max-length 0: it is at least 3"),
         (["--max-length", 5000], "more than the target reads; give 512 or less"),
-        (["--device", "foo"], "--device foo is no device"),
+        (["--device", "foo"], "'foo' is no device"),
+        (["--device", "mps"], "fledge runs on CPUs and CUDA GPUs, not on mps"),
+        (["--seed", 2**64], "--seed 18446744073709551616: it is at least 0 and at most 18446744073709551615"),
+        (["--seed", -1], "--seed -1: it is at least 0"),
+        (["--lr", 10**400], "--lr inf: it is above 0"),
         (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
-        (["--draft-vocab", 0], "--draft-vocab 0: it is at least 1"),
+        (["--draft-vocab", 1], "--draft-vocab 1: it is at least 2"),
         (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
         (["--eval-tokens", 600], "--eval-tokens 600 leaves no room in the 512"),
         (["--eval-prompts", "nowhere.jsonl"], "--eval-prompts nowhere.jsonl does not exist"),
@@ -223,9 +228,238 @@ def test_options_that_make_no_sense_train_nothing(made, draft, flags, reason, fl
     assert not (tmp_path / "run").exists() and len(few.read_text().splitlines()) == 20
 
 
+def bare_target(directory, **config):
+    """A target, chats and prompts in a directory; the README's commands on them."""
+    directory.mkdir(exist_ok=True)
+    target = tiny_target_directory(directory, **config)
+    (directory / "prompts.jsonl").write_text('{"prompt": "the young bird"}\n')
+    return target, tiny_chats(directory / "chats.jsonl", 20)
+
+
+@pytest.mark.parametrize("layers", range(2, 7))
+def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
+    """It is trained for by default, its draft says what it reads, is gone on with, and decodes."""
+    target, chats = bare_target(tmp_path, num_hidden_layers=layers)
+    words = ["train", "--target", target, "--data", chats, *SAME_SHAPE, "--eval-tokens", 2]
+    went = fledge(*words, "--out", tmp_path / "run")
+    assert went.code == 0, went.err
+    draft = tmp_path / "run" / "draft"
+    config = json.loads((draft / "config.json").read_text())
+    read = config["eagle_aux_hidden_state_layer_ids"]
+    assert len(set(read)) == 3 and read == sorted(read) and set(read) <= set(range(layers + 1))
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in read]
+    shown = fledge("inspect", draft, "--target", target)
+    assert shown.code == 0 and ("SGLang cannot read the output of the target's last layer" in shown.out) == (
+        layers == 2
+    )
+    went = fledge(*words, "--out", tmp_path / "more", "--init-from", draft)
+    assert went.code == 0, went.err
+    assert json.loads((tmp_path / "more" / "draft" / "config.json").read_text())["fledge"]["aux_layers"] == read
+    asked = ["generate", "--target", target, "--prompt", "the young bird", "--max-new-tokens", 16]
+    assert fledge(*asked, "--draft", tmp_path / "more" / "draft").out == fledge(*asked).out
+
+
+def test_a_target_of_one_layer_is_told_what_works(fledge, tmp_path):
+    target, chats = bare_target(tmp_path, num_hidden_layers=1)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 2]
+    refused = fledge(*words)
+    cure = re.search(r"use (--method eagle1)", refused.err)
+    assert refused.code == 2 and cure and not (tmp_path / "run").exists(), refused.err
+    went = fledge(*words, *cure[1].split())
+    assert went.code == 0, went.err
+    asked = ["generate", "--target", target, "--prompt", "the young bird", "--max-new-tokens", 16]
+    assert fledge(*asked, "--draft", tmp_path / "run" / "draft").out == fledge(*asked).out
+
+
+def test_a_draft_that_does_not_list_a_shallow_targets_layers(fledge, tmp_path):
+    target, chats = bare_target(tmp_path, num_hidden_layers=4)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 2]
+    assert fledge(*words).code == 0
+    file = tmp_path / "run" / "draft" / "config.json"
+    config = json.loads(file.read_text())
+    read = config.pop("eagle_aux_hidden_state_layer_ids")
+    del config["eagle_config"], config["fledge"]["aux_layers"]
+    file.write_text(json.dumps(config))
+    asked = ["generate", "--target", target, "--prompt", "the bird", "--max-new-tokens", 8]
+    refused = fledge(*asked, "--draft", file.parent)
+    cure = re.search(r"too few for the engines' default; list them as (\w+)", refused.err)
+    assert refused.code == 2 and cure, refused.err
+    file.write_text(json.dumps(config | {cure[1]: read}))
+    assert fledge(*asked, "--draft", file.parent).out == fledge(*asked).out
+
+
+@pytest.mark.parametrize("context", [64, 300])
+def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_path):
+    """Lengths that nobody gave follow the target; one that was given is refused with what would do."""
+    target, chats = bare_target(tmp_path, max_position_embeddings=context)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1]
+    refused = fledge(*words, "--max-length", context + 1)
+    cure = re.search(rf"--max-length {context + 1} is more than the target reads; give (\d+) or less", refused.err)
+    assert refused.code == 2 and cure, refused.err
+    given = fledge(*words[:5], "--out", tmp_path / "given", "--steps", 1, "--max-length", cure[1])
+    assert given.code == 0, given.err
+    went = fledge(*words)
+    assert went.code == 0, went.err
+    options = json.loads((tmp_path / "run" / "train.json").read_text())["options"]
+    assert options["max_length"] == context and options["eval_tokens"] == min(64, context // 2)
+    draft = tmp_path / "run" / "draft"
+    assert json.loads((draft / "config.json").read_text())["fledge"]["max_length"] == context
+    said = fledge("generate", "--target", target, "--draft", draft, "--prompt", "Hello", "--stats")
+    assert said.code == 0, said.err
+    record = fledge("eval", "--target", target, "--draft", draft, "--prompts", tmp_path / "prompts.jsonl", "--json")
+    assert json.loads(record.out)["max_new_tokens"] == min(128, context // 2)
+    (tmp_path / "short.jsonl").write_text('{"messages": [{"role": "user", "content": "fly"}]}\n')
+    own = fledge("regenerate", "--target", target, "--data", tmp_path / "short.jsonl", "--out", tmp_path / "own.jsonl")
+    assert own.code == 0, own.err
+
+
+def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
+    """Where positions are a table, the drafts beyond a text have places in it: said before the first step, and left by
+    default."""
+    monkeypatch.setattr(Target, "rotary", False)
+    target, chats = bare_target(tmp_path, max_position_embeddings=64)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 30]
+    long = {"prompt": load_target(target).tokenizer.decode([9] * 33)}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long) + "\n")
+    refused = fledge(*words, "--eval-prompts", tmp_path / "long.jsonl")
+    assert refused.code == 2 and "has a prompt of over 31 tokens" in refused.err, refused.err
+    assert not (tmp_path / "run").exists()
+    went = fledge(*words, "--eval-prompts", tmp_path / "prompts.jsonl")
+    assert went.code == 0, went.err
+    draft = tmp_path / "run" / "draft"
+    asked = ["generate", "--target", target, "--prompt", "the young bird"]
+    together, alone = fledge(*asked, "--draft", draft), fledge(*asked)
+    assert together.code == 0 and alone.out.startswith(together.out.removesuffix("\n")), together.err
+
+
+def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
+    few = tiny_chats(tmp_path / "few.jsonl", 20)
+    words = ["train", "--target", made / "target", "--data", few, "--out", tmp_path / "run", "--steps", 1]
+    went = fledge(*words, "--row-length", 100)
+    assert went.code == 0, went.err
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["max_length"] == 100
+
+
+def test_a_run_of_before_is_resumed(fledge, tmp_path):
+    """Its train.json has the old default written in, and lacks options that have come since."""
+    target, chats = bare_target(tmp_path, max_position_embeddings=4096)
+    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
+    went = fledge(*words)
+    assert went.code == 0, went.err
+    file = tmp_path / "run" / "train.json"
+    run = json.loads(file.read_text())
+    assert run["options"].pop("trust_remote_code") is False
+    assert run["options"]["max_length"] == 2048 and run["options"]["row_length"] is None
+    weights = (tmp_path / "run" / "draft" / "model.safetensors").read_bytes()
+    file.write_text(json.dumps(run))
+    for made in ("draft", "checkpoint"):
+        shutil.rmtree(tmp_path / "run" / made)
+    again = fledge("train", "--resume", tmp_path / "run")
+    assert again.code == 0, again.err
+    assert (tmp_path / "run" / "draft" / "model.safetensors").read_bytes() == weights
+
+
 def test_resuming_takes_no_other_options(made, draft, fledge):
     went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
     assert went.code == 2 and "leave --steps, --lr out" in went.err
+    for same in (["--steps", 3], ["--epochs", 1.0], ["--out", "draft-run"]):  # the run's own, and defaults
+        went = fledge("train", "--resume", made / "run", *same)
+        assert went.code == 2 and f"leave {same[0]} out" in went.err, went.err
+
+
+def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fledge, tmp_path):
+    """As older versions took them."""
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    begun = json.loads((run / "train.json").read_text())
+    begun["options"]["epochs"] = 2.0
+    (run / "train.json").write_text(json.dumps(begun))
+    went = fledge("train", "--resume", run)
+    assert went.code == 0 and "this run was finished" in went.err, went.err
+
+
+def test_init_from_refuses_a_shape_that_is_the_default(made, draft, fledge, tmp_path):
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run"]
+    went = fledge(*words, "--max-length", 64, "--init-from", draft, "--layers", 1)
+    assert went.code == 2 and "--layers does nothing with --init-from" in went.err, went.err
+
+
+def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatch):
+    few = tiny_chats(tmp_path / "few.jsonl", 20)
+    words = ["train", "--target", made / "target", "--data", few, "--max-length", 64, "--steps", 2, "--device", "cpu"]
+    went = fledge(*words, "--out", tmp_path / "run", "--row-length", 10**9)
+    held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
+    assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
+    assert f"a row of 1,000,000,000 tokens would hold more than the data's {held:,}" in went.err
+    monkeypatch.setattr(train_job, "_memory", lambda device: 400_000)
+    went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
+    shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
+    assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
+    assert fledge(*words, "--out", tmp_path / "more", "--row-length", shorter).code == 0
+
+
+def test_held_out_records_are_counted(made, fledge, tmp_path):
+    chats = (made / "chats.jsonl").read_text()
+    (tmp_path / "twice.jsonl").write_text(2 * chats)
+    words = ["--target", made / "target", "--data", tmp_path / "twice.jsonl", *TRAIN, "--eval-tokens", 2]
+    went = fledge("train", *words, "--out", tmp_path / "run")
+    copies = int(re.search(r"^16 of 400 records are held out, .* and (\d+) more that say the same$", went.err, re.M)[1])
+    assert went.code == 0 and f"\n{400 - 16 - copies} records, " in went.err, went.err
+    said = [{r: f"{i} " + "bird " * (3 if i % 2 else 600) for r in ("user", "assistant")} for i in range(160)]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in each.items()]} for each in said]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words[3] = tmp_path / "long.jsonl"
+    went = fledge("train", *words, "--out", tmp_path / "run2")
+    (tmp_path / "one.jsonl").write_text(200 * (json.dumps(rows[1]) + "\n"))
+    words[3] = tmp_path / "one.jsonl"
+    same = fledge("train", *words, "--out", tmp_path / "run3")
+    assert same.code == 0 and "200 records" in same.err and "held out" not in same.err, same.err
+    assert re.search(r"τ is decoded on \d+ of the 16 held-out records; the others are too long", went.err), went.err
+
+
+def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
+    """τ is of rounds, and an answer of one token, asked for or not, has none: the draft is then the last one."""
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
+    for name, tokens, reason in (("a", 1, "a token alone needs no draft"), ("b", 8, "there is no decoded τ")):
+        monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("no round has no τ"))
+        with monkeypatch.context() as m:
+            m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
+            went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
+        assert went.code == 0 and reason in went.err and "τ 0.0" not in went.err, went.err
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert len(lines) == 3 and not any("eval_tau" in m for m in lines)
+        saved, last = (load_file(tmp_path / name / d / "model.safetensors") for d in ("draft", "checkpoint"))
+        assert all(torch.equal(saved[n], last[n]) for n in last)
+
+
+def test_a_small_vocabulary_says_what_its_loss_leaves_out(made, fledge, tmp_path):
+    words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *SAME_SHAPE, "--eval-tokens", 2]
+    went = fledge(*words, "--draft-vocab", 2, "--out", tmp_path / "run")
+    assert went.code == 0 and "the loss is of those alone" in went.err and "loss 0.000" not in went.err, went.err
+
+
+def test_regenerate_tells_of_each_answer(made, tmp_path):
+    """And not of 64 records at once."""
+    from contextlib import contextmanager
+
+    from fledge.jobs.regenerate import RegenerateOptions, run
+
+    out, seen = tmp_path / "own.jsonl", []
+
+    class Progress:
+        @contextmanager
+        def counting(self, what, total, done=0):
+            seen.append((total, done))
+            yield lambda: seen.append(out.stat().st_size)
+
+    options = RegenerateOptions(
+        target=str(made / "target"), data=[str(made / "chats.jsonl")], out=str(out), limit=8, max_new_tokens=4
+    )
+    run(options, lambda line: None, Progress())
+    assert seen == [(16, 0)] + 16 * [0], "two answers a record, told before all are written together"
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
+    seen.clear()
+    run(options, lambda line: None, Progress())
+    assert seen[0] == (16, 6) and len(seen) == 11
 
 
 @pytest.mark.parametrize(
@@ -268,7 +502,7 @@ def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeyp
     assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
     dropped = losses("d", "--method", "peagle")
     assert dropped == losses("e", "--method", "peagle")
-    assert [s.gamma for s in schedules] == [0.8] * 3 + [1.0] * 2
+    assert [s.objective.gamma for s in schedules] == [0.8] * 3 + [1.0] * 2
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):
@@ -526,10 +760,10 @@ def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 1]
     words += ["--max-new-tokens", 4, "--out", out]
 
-    def ending(batch, engine, options, start):
-        if start == 4:
+    def ending(*given):
+        if given[4] == 4:  # records answered
             os.kill(os.getpid(), signal.SIGTERM)
-        return answer(batch, engine, options, start)
+        return answer(*given)
 
     monkeypatch.setattr(regenerate_job, "_answer", ending)
     went = fledge(*words)
@@ -617,7 +851,7 @@ def test_prompts_of_any_text_are_read_or_refused_with_their_place(tmp_path):
     file.write_text('\ufeff{"turns": ["a\u2028b"]}\n{"turns": ["c"]}\n')
     assert [p.turns for p in read_prompts(file)] == [("a\u2028b",), ("c",)]
     file.write_text('{"turns": ["a"]}\n3\n')
-    with pytest.raises(ValueError, match="line 2 has neither"):
+    with pytest.raises(ValueError, match="line 2 is a int, not an object with"):
         read_prompts(file)
     file.write_bytes('{"turns": ["é"]}'.encode("latin-1"))
     with pytest.raises(ValueError, match="is not UTF-8"):
@@ -628,7 +862,7 @@ def test_generate_refuses_what_it_would_leave_out(made, draft, fledge):
     words = ["generate", "--target", made / "target", "--prompt", "the young bird"]
     for more, reason in (
         (["--raw", "--system", "be kind"], "leave --system out"),
-        (["--draft-mode", "bush"], "none of chain, tree"),
+        (["--draft", draft, "--draft-mode", "bush"], "none of chain, tree"),
         (["--draft", made / "run"], f"the run's draft is {draft}"),
         (["--draft", draft, "--depth", 0], "--depth 0: it is at least 1"),
         (["--draft", draft, "--draft-device", "cuda"], "no CUDA device" if not torch.cuda.is_available() else ""),
@@ -711,7 +945,11 @@ def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_refused(made, draft, fledge):
     refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 600)
-    assert refused.code == 2 and "reads at most 512" in refused.err
+    assert refused.code == 2 and refused.err.endswith("reads at most 512; shorten the prompt\n"), refused.err
+    refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", 500)
+    room = int(re.search(r"or ask for at most (\d+) new tokens", refused.err)[1])
+    fits = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", room)
+    assert refused.code == 2 and fits.code == 0, fits.err
 
 
 def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):

@@ -21,7 +21,7 @@ from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
-from fledge.train.objective import Ways, ttt
+from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document
 
 DOCUMENTS = [
@@ -71,7 +71,7 @@ def by_the_paper(draft: Draft, target: Target, d: Document) -> Tensor:
 
 
 VARIANTS = {"plain": {}, "bias": dict(fc_bias=True), "two layers": dict(num_hidden_layers=2)}
-WAYS = {"eager": Ways(), "chunks": Ways(slots=5, chunk=4)}
+WAYS = {"eager": Implementation(), "chunks": Implementation(slots=5, chunk=4)}
 
 
 @pytest.mark.parametrize("ways", WAYS)
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
     """Of a packed row, against each document by itself; the target's head and embedding get none."""
     target, draft = pair(dtype, **VARIANTS[name])
     row = row_of(DOCUMENTS, filler=4)
-    step = ttt(draft, row, target.features(row), target.logits, steps=1, ways=WAYS[ways])
+    step = ttt(draft, row, target.features(row), target.logits, Objective(depth=1), WAYS[ways])
     found = {n: p.grad.clone() for n, p in draft.named_parameters()}
     draft.zero_grad()
     loss = sum(by_the_paper(draft, target, d) for d in DOCUMENTS)
@@ -102,7 +102,7 @@ def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(DOCUMENTS, filler=4)
     features, found = target.features(row), {}
     for layers in ("eager", "triton"):
-        ttt(draft, row, features, target.logits, steps=1, ways=Ways("eager", layers, layers, 7))
+        ttt(draft, row, features, target.logits, Objective(depth=1), Implementation("eager", layers, layers, 7))
         found[layers] = {n: p.grad.clone() for n, p in draft.named_parameters()}
         draft.zero_grad()
     for n, g in found["triton"].items():
@@ -113,27 +113,26 @@ def test_one_step_is_all_it_trains() -> None:
     target, draft = pair()
     row = row_of(DOCUMENTS)
     with pytest.raises(ValueError, match="EAGLE-1 trains one step, not 3"):
-        ttt(draft, row, target.features(row), target.logits, steps=3)
+        ttt(draft, row, target.features(row), target.logits, Objective(depth=3))
 
 
 def test_noise() -> None:
     """Each document's states move by up to 512 / its length times the scale, the same for the same key; what is to be
     said does not move."""
-    from fledge.train.objective import _moved
+    from fledge.train.objective import _with_noise
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)
     states = draft.reads(target.features(row))
-    moved = _moved(states, row, 0.1, "0 7 0") - states
+    moved = _with_noise(states, row, 0.1, "0 7 0") - states
     for a, b in row.documents():
         far = 0.1 * 512 / (b - a)
         assert moved[a:b].abs().max() <= far * (1 + 1e-6) and moved[a:b].abs().mean() > 0.4 * far
-    assert torch.equal(_moved(states, row, 0.1, "0 7 0") - states, moved)
-    assert not torch.equal(_moved(states, row, 0.1, "0 8 0") - states, moved)
-    assert _moved(states, row, 0.0, "0 7 0") is states
-    quiet, loud = (
-        ttt(draft, row, target.features(row), target.logits, steps=1, noise=(scale, "1")).loss for scale in (0.0, 0.1)
-    )
+    assert torch.equal(_with_noise(states, row, 0.1, "0 7 0") - states, moved)
+    assert not torch.equal(_with_noise(states, row, 0.1, "0 8 0") - states, moved)
+    assert _with_noise(states, row, 0.0, "0 7 0") is states
+    features, objectives = target.features(row), [Objective(depth=1, noise=scale) for scale in (0.0, 0.1)]
+    quiet, loud = (ttt(draft, row, features, target.logits, objective, key="1").loss for objective in objectives)
     assert quiet != loud
 
 
@@ -162,7 +161,7 @@ def test_trained_it_is_accepted() -> None:
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(300):
         optimizer.zero_grad()
-        ttt(draft, row, features, target.logits, steps=1)
+        ttt(draft, row, features, target.logits, Objective(depth=1))
         optimizer.step()
     fast, plain = both(engine, asked[0], max_new_tokens=20)
     assert fast.tokens == plain.tokens
@@ -212,7 +211,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
     fit(loaded, target)
     assert loaded.config.fc_bias and loaded.config.own_embeddings
     row = row_of(DOCUMENTS)
-    losses = [ttt(d, row, target.features(row), target.logits, steps=1).loss for d in (draft, loaded)]
+    losses = [ttt(d, row, target.features(row), target.logits, Objective(depth=1)).loss for d in (draft, loaded)]
     torch.testing.assert_close(*losses)
     save_file({k: v.clone() for k, v in tensors.items() if k != "fc.bias"}, tmp_path / "a" / "model.safetensors")
     assert not load_draft(tmp_path / "a").config.fc_bias, "the safetensors file comes first, and has no bias"

@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 from conftest import tiny_draft, tiny_target
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.verify import Chooser
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import read_prompts, spread
-from fledge.eval.run import _gaps, near_ties
+from fledge.eval.run import _bytes_drafting, _bytes_read, _gaps, _round_split, near_ties
 from fledge.types import Round, Sampling, Trace
 
 
@@ -47,7 +49,7 @@ def test_prompts_of_every_kind(tmp_path):
 
 
 def test_bad_prompts_are_named(tmp_path):
-    for text, cause in (("", "is empty"), ("{", "line 1 is not JSON"), ('{"turns": "a"}\n', "line 1 has neither")):
+    for text, cause in (("", "is empty"), ("{", "line 1 is not JSON"), ('{"turns": "a"}\n', "line 1 has none of")):
         (tmp_path / "p.jsonl").write_text(text)
         with pytest.raises(ValueError, match=cause):
             read_prompts(tmp_path / "p.jsonl")
@@ -58,10 +60,13 @@ def test_a_limit_is_spread_over_the_file():
     assert spread([1, 2], None) == [1, 2] == spread([1, 2], 5)
 
 
-@pytest.fixture(scope="module")
+TARGET = tiny_target()
+ENGINE = Engine(TARGET, tiny_draft(TARGET), depth=3)
+
+
+@pytest.fixture
 def engine():
-    target = tiny_target()
-    return Engine(target, tiny_draft(target), depth=3)
+    return ENGINE
 
 
 def test_gaps_are_those_of_the_tokens_chosen(engine):
@@ -106,3 +111,32 @@ def test_the_noise_is_of_the_shapes_that_the_runs_had(engine, monkeypatch):
         seen.clear()
         near_ties(engine, [0], [[1]], [Completion([5, 6])], [Completion([5, 7])], Sampling(), widths, 2)
         assert seen == shapes
+
+
+SECONDS = st.floats(1e-7, 1.0)
+
+
+@given(
+    rounds=st.lists(st.tuples(st.integers(0, 3), SECONDS, SECONDS), min_size=1, max_size=5),
+    prefill=SECONDS, beside=SECONDS, plain=st.tuples(SECONDS, SECONDS),
+)  # fmt: skip
+def test_no_ceiling_is_below_the_speedup_measured(rounds, prefill, beside, plain):
+    """However long each part of a run took: a draft that stays in a cache, or prompts longer than their answers."""
+    trace = Trace([Round(3, *of) for of in rounds], t_prefill=prefill)
+    trace.t_total = prefill + sum(draft + verify for _, draft, verify in rounds) + beside
+    tokens = list(range(1 + sum(accepted + 1 for accepted, *_ in rounds)))
+    alone = Trace(t_prefill=plain[0], t_total=plain[0] + len(tokens) * plain[1])
+    speedup = alone.t_total / trace.t_total
+    made = [Completion(tokens, trace=trace)], [Completion(tokens, trace=alone)]
+    split = _round_split(ENGINE, *made, speedup, trace.t_total)
+    assert split["ceiling"] >= speedup * (1 - 1e-9)
+
+
+def test_a_ceiling_drafts_at_the_price_of_bytes_and_spares_the_rest():
+    """A round of a second each for drafting, verification and the rest, and two tokens alone of a second each."""
+    trace = Trace([Round(3, 1, t_draft=1.0, t_verify=1.0)], t_total=3.0)
+    made = [Completion([1, 2, 3], trace=trace)], [Completion([1, 2, 3], trace=Trace(t_total=2.0))]
+    once, each = _bytes_drafting(ENGINE.draft)
+    share = (once + 3 * each) / _bytes_read(TARGET.model)
+    assert 0 < share < 1
+    assert _round_split(ENGINE, *made, 2 / 3, 3.0)["ceiling"] == pytest.approx(2 / (1 + share))

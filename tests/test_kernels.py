@@ -15,14 +15,15 @@ from torch import Tensor
 
 from fledge.config import RopeConfig
 from fledge.kernels import linear
+from fledge.kernels.gradients import GradientSums
 from fledge.kernels.loss import KINDS
-from fledge.kernels.mlp import swiglu_mlp
+from fledge.kernels.mlp import swiglu, swiglu_reference
 from fledge.kernels.rope import apply_rope
 from fledge.kernels.rows import take_rows
 from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.models.draft import Draft
-from fledge.models.layers import Rotary
-from fledge.train.objective import Ways, ttt
+from fledge.models.layers import Compute, Rotary
+from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document, Features, Packed
 
 needs_triton()
@@ -181,8 +182,8 @@ def moved(case: LossCase, dtype: torch.dtype) -> LossCase:
 def test_loss(kind: str, W: int, chunk: int, keep: bool) -> None:
     """Loss, sums, hits and gradients against plain torch in float64."""
     case, exact = moved(loss_case(W), torch.float32), moved(loss_case(W), torch.float64)
-    loss, scores = case(kind=kind, chunk=chunk, keep_unseen=keep, impl="triton")
-    expected, true = exact(kind=kind, chunk=chunk, keep_unseen=keep)
+    loss, scores = case(kind=kind, chunk=chunk, keep_out_of_vocab=keep, impl="triton")
+    expected, true = exact(kind=kind, chunk=chunk, keep_out_of_vocab=keep)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scores.loss_K.double(), true.loss_K, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scores.accept_K.double(), true.accept_K, rtol=1e-4, atol=1e-5)
@@ -250,13 +251,13 @@ def test_rope(H: int, d: int, rotated: int) -> None:
 
 @pytest.mark.parametrize("reads", ["both", "norm", "stream"])
 @pytest.mark.parametrize(("N", "E"), [(0, 16), (1, 16), (7, 24), (600, 40)])
-def test_norm_beside_its_stream(N: int, E: int, reads: str) -> None:
+def test_norm_with_input_its_stream(N: int, E: int, reads: str) -> None:
     """Values and gradients of the norm and the stream, whichever of them is read on; more rows than programs."""
-    from fledge.kernels.norm import norm_beside
+    from fledge.kernels.norm import norm_with_input
 
     x, gain = torch.randn(N, E, device=DEVICE).requires_grad_(), torch.randn(E, device=DEVICE).requires_grad_()
     weights, found = torch.randn(2, N, E, device=DEVICE), []
-    for out in (norm_beside(x, gain, 1e-3), (torch.nn.functional.rms_norm(x, (E,), gain, 1e-3), x)):
+    for out in (norm_with_input(x, gain, 1e-3), (torch.nn.functional.rms_norm(x, (E,), gain, 1e-3), x)):
         wanted = {"both": (0, 1), "norm": (0,), "stream": (1,)}[reads]
         loss = sum((out[i] * weights[i]).sum() for i in wanted)
         found.append([*out, *torch.autograd.grad(loss, (x, gain), materialize_grads=True)])
@@ -281,29 +282,30 @@ def test_cos_and_sin(frequencies: int, dtype: torch.dtype) -> None:
     config = replace(tiny_draft(tiny_target(tokenizer=False)).config, head_dim=2 * frequencies, rope=yarn)
     rotary, positions = Rotary(config).to(DEVICE), torch.tensor([0, 1, 7, 100_000], device=DEVICE)
     assert rotary.scale != 1.0
-    plain = rotary(positions, dtype)
-    rotary.impl = "triton"
-    for ours, expected in zip(rotary(positions, dtype), plain, strict=True):
+    fused = Compute("triton")
+    for ours, expected in zip(rotary(positions, dtype, fused), rotary(positions, dtype), strict=True):
         torch.testing.assert_close(ours, expected)
-    assert rotary(positions[:0], dtype)[0].shape == (0, 1, 2 * frequencies)
+    assert rotary(positions[:0], dtype, fused)[0].shape == (0, 1, 2 * frequencies)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("S", [0, 1, 37])
 def test_mlp(S: int, recompute: bool) -> None:
-    """Values and gradients against plain torch, whatever is kept."""
+    """Values and gradients against plain torch, whatever is kept, with the weights' gradients given back to autograd
+    and summed beside it."""
     torch.manual_seed(0)
     shapes = (S, 24), (40, 24), (40, 24), (24, 40), (S, 24)
     leaves = [torch.randn(s, device=DEVICE).requires_grad_() for s in shapes]
-    ours = swiglu_mlp(*leaves, impl="triton", recompute=recompute)
-    plain = swiglu_mlp(*leaves, impl="eager")
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    plain = swiglu_reference(*leaves)
     weights = torch.randn_like(plain)
     expected = torch.autograd.grad(plain, leaves, weights)
-    ours.backward(weights)
-    found = [x.grad for x in leaves]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    for sums in (None, GradientSums([])):
+        ours = swiglu(*leaves, recompute=recompute, gradients=sums)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+        ours.backward(weights)
+        for leaf, b in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, b, rtol=1e-4, atol=1e-3)
+            leaf.grad = None
 
 
 @pytest.mark.parametrize("O", [3, 1024, 2500])
@@ -323,7 +325,7 @@ def test_parts_in_16_bits(part: str) -> None:
     """The error of each part's values and gradients is no more than 1.5 times that of plain torch in the same numbers:
     bfloat16, and float16 in the interpreter, which rounds no bfloat16 as a GPU does."""
     from fledge.kernels.elementwise import rope
-    from fledge.kernels.norm import norm_beside
+    from fledge.kernels.norm import norm_with_input
 
     half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     S, E, inner = 40, 256, 1536
@@ -341,14 +343,14 @@ def test_parts_in_16_bits(part: str) -> None:
 
     def triton(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         if part == "norm":
-            return norm_beside(*leaves, 1e-5)[0]
+            return norm_with_input(*leaves, 1e-5)[0]
         if part == "rope":
             return rope(*leaves, cos, sin)
         if part == "shared products":
             x, y, weight = leaves
             shared.append(linear.SharedProducts(x, weight))
-            return shared[0].beside(rows, y, weight)[0]
-        return swiglu_mlp(*leaves, impl="triton", recompute=part == "mlp recomputed")
+            return shared[0].with_rows(rows, y, weight)[0]
+        return swiglu(*leaves, recompute=part == "mlp recomputed")
 
     def plain(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         if part == "norm":
@@ -358,7 +360,7 @@ def test_parts_in_16_bits(part: str) -> None:
         if part == "shared products":
             x, y, weight = leaves
             return torch.cat((x[rows.long()], y), 1) @ weight.T
-        return swiglu_mlp(*leaves, impl="eager")
+        return swiglu_reference(*leaves)
 
     found = []
     for way, dtype in ((triton, half), (plain, half), (plain, torch.float64)):
@@ -383,12 +385,12 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)
     features = target.features(row)
-    plain = ttt(draft, row, features, target.logits, steps=4)
+    plain = ttt(draft, row, features, target.logits, Objective(depth=4))
     expected = {n: g.to(DEVICE) for n, g in gradients(draft, plain.loss).items()}
     target.model.to(DEVICE), draft.to(DEVICE)
     draft.share(target.embedding)
-    ways = Ways(attention, "triton", "triton", slots, recompute=slots is not None)
-    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=4, ways=ways)
+    ways = Implementation(attention, "triton", "triton", slots, recompute=slots is not None)
+    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=4), ways)
     torch.testing.assert_close(step.loss.cpu(), plain.loss, rtol=1e-4, atol=0)
     assert torch.equal(step.hit_K, plain.hit_K) and torch.equal(step.scored_K, plain.scored_K)
     assert step.walked == plain.walked
@@ -410,10 +412,10 @@ def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.M
     target.model.to(DEVICE)
     draft = tiny_draft(target, draft_vocab_size=128).to(DEVICE)  # of a width that a row of logits keeps its alignment
     draft.share(target.embedding)
-    ways = Ways(attention, "triton", "triton", slots=300)
+    ways = Implementation(attention, "triton", "triton", slots=300)
     for tried, starts in enumerate([(0, 9), (0, 333), (1, 700), (400, 401), (901, 993), (17, 18), (5, 444)]):
         row = row_of([document(512, (starts[0] % 512, 512)), document(7), document(505, (starts[1] % 505, 505))])
-        ttt(draft, row, target.features(row), target.logits, steps=4, kind="mixed", ways=ways)
+        ttt(draft, row, target.features(row), target.logits, Objective(depth=4, loss="mixed"), ways)
         draft.zero_grad()
         if tried == 0:
             assert compiled or attention == "flex"
@@ -431,8 +433,8 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
     features = target.features(row)
     target.model.to(DEVICE), draft.to(DEVICE)
     draft.share(target.embedding)
-    ways = Ways("triton", "triton", "triton", slots)
-    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=3, ways=ways)
+    ways = Implementation("triton", "triton", "triton", slots)
+    step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=3), ways)
     assert step.loss == 0 and not step.live_K.any() and not step.scored_K.any()
     assert not any(p.grad.any() for p in draft.parameters() if p.grad is not None)
 
@@ -457,8 +459,8 @@ def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> 
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            ways = Ways(layers="triton", recompute=recompute)
-            step = ttt(draft, row, features, target.logits, steps=2, ways=ways)
+            ways = Implementation(layers="triton", recompute=recompute)
+            step = ttt(draft, row, features, target.logits, Objective(depth=2), ways)
         saved[recompute], found[recompute] = sum(inside), gradients(draft, step.loss)
     assert saved[False] > 0 and saved[True] == 0
     for name, g in found[True].items():
@@ -486,8 +488,8 @@ def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         p.requires_grad_(not any(part in n for part in FROZEN[name]))
     found = {}
     for layers in ("eager", "triton"):
-        ways = Ways(layers=layers, loss=layers)
-        ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), steps=3, ways=ways)
+        ways = Implementation(layers=layers, loss=layers)
+        ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=3), ways)
         found[layers] = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
         draft.zero_grad()
     assert found["triton"].keys() == found["eager"].keys()
@@ -507,15 +509,15 @@ def test_training_step_in_16_bits(attention: str) -> None:
     features = Features(*(x.to(DEVICE, torch.bfloat16) for x in (features.aux_TAD, features.last_TD)))
     head = target.head.weight.to(DEVICE, torch.bfloat16)
 
-    def gradients_of(draft: Draft, ways: Ways) -> dict[str, Tensor]:
+    def gradients_of(draft: Draft, ways: Implementation) -> dict[str, Tensor]:
         draft.share(target.embedding)
         seen = Features(features.aux_TAD.to(draft.dtype), features.last_TD.to(draft.dtype))
-        step = ttt(draft, row, seen, lambda x: x @ head.to(draft.dtype).T, steps=4, ways=ways)
+        step = ttt(draft, row, seen, lambda x: x @ head.to(draft.dtype).T, Objective(depth=4), ways)
         return {"loss": step.loss, **gradients(draft, step.loss)}
 
-    exact = gradients_of(copy.deepcopy(draft).double(), Ways())
-    usual = gradients_of(draft, Ways())
+    exact = gradients_of(copy.deepcopy(draft).double(), Implementation())
+    usual = gradients_of(draft, Implementation())
     for slots in (None, 100):
-        for name, ours in gradients_of(draft, Ways(attention, "triton", "triton", slots)).items():
+        for name, ours in gradients_of(draft, Implementation(attention, "triton", "triton", slots)).items():
             allowed = 1.5 * distance(usual[name], exact[name]) + 1e-3
             assert distance(ours, exact[name]) <= allowed, (name, slots)

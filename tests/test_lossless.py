@@ -25,6 +25,8 @@ from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.train import objective
+from fledge.train.objective import Objective, RowPass
+from fledge.train.walk import walk_rounds
 from fledge.types import Document, Sampling, Tree
 
 
@@ -463,7 +465,8 @@ def fit_head(target: Target, draft: Draft, documents: list[Document], steps: int
     features = target.features(row)
     live = row.live(steps)
     with torch.no_grad():
-        hidden = torch.cat([draft.read(out)[1] for out in objective.ttt_hidden(draft, row, features, live)])
+        row_pass = RowPass(draft, row, features, Objective(depth=steps))
+        hidden = torch.cat(row_pass.chunk(row_pass.trained).head_inputs)
         wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
         draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)
 
@@ -493,12 +496,13 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     every = []
     for prompt in asked:
         document, done = spoken(engine, prompt, 40)
-        step = objective.ttt(draft, row := row_of([document]), target.features(row), target.logits, steps=depth)
+        row = row_of([document])
+        step = objective.ttt(draft, row, target.features(row), target.logits, Objective(depth=depth))
         left, decoded = len(done.tokens) - 1, []
         for r in done.trace.rounds:
             decoded.append(min(r.accepted, left))
             left -= r.accepted + 1
-        assert objective.walk_rounds(seen["live"], seen["hits"]) == decoded
+        assert walk_rounds(seen["live"], seen["hits"]) == decoded
         assert step.walked == (sum(decoded) + len(decoded), len(decoded))
         every += decoded
     assert {0, depth} <= set(every), "rejections and full acceptance were both to occur"

@@ -8,17 +8,19 @@ forced to the document's own tokens. Hidden states, draft logits and the teacher
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
-    break_on_purpose,
+    AlteredDraft,
     document,
     layouts,
     live_by_definition,
     propose_one,
+    replace_function,
     row_of,
     tiny_draft,
     tiny_target,
@@ -30,13 +32,15 @@ from torch import Tensor
 from fledge.data.pack import make_row
 from fledge.decode.parallel import ParallelDrafter
 from fledge.decode.propose import ChainProposer
-from fledge.kernels import ttt_attention
+from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models import target as target_module
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.train.objective import Ways
+from fledge.train import plan as plan_module
+from fledge.train.objective import Implementation, Objective, RowPass
+from fledge.train.plan import StepPlan
 from fledge.types import Document, Packed, Sampling
 
 STEPS = 5
@@ -57,29 +61,19 @@ SEVERAL = [
 
 
 def trained(
-    draft: Draft, target: Target, row: Packed, steps: int = STEPS, ways: Ways = Ways()
+    draft: Draft, target: Target, row: Packed, steps: int = STEPS, ways: Implementation = Implementation()
 ) -> dict[tuple[int, int], tuple[Tensor, ...]]:
-    """(slot, step) -> hidden state, draft logits, teacher logits, as `ttt` hands them to its loss."""
+    """(slot, step) -> hidden state, draft logits and teacher logits of training's own forward pass."""
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-    chunk: dict[str, Any] = {}
-    loss, later = objective.loss_and_gradients, objective._later_steps
-
-    def spy_later(draft, row, first, live, ways, words):
-        chunk.update(live=live, outs=later(draft, row, first, live, ways, words))
-        return chunk["outs"]
-
-    def spy_loss(normed, head, rows, teacher, *args, **kwargs):
-        needed = max((int(r.max()) + 1 for r in rows if r.numel()), default=0)
-        taught = teacher(slice(0, needed))
-        for k, slots in enumerate(chunk["live"]):
-            for i, slot in enumerate(slots.tolist()):
-                found[slot, k] = (chunk["outs"][k][0][i], draft.logits(normed[k][i]), taught[rows[k][i]])
-        return loss(normed, head, rows, teacher, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(objective, "loss_and_gradients", spy_loss)
-        m.setattr(objective, "_later_steps", spy_later)
-        objective.ttt(draft, row, target.features(row), target.logits, steps=steps, ways=ways)
+    features = target.features(row)
+    row_pass = RowPass(draft, row, features, Objective(depth=steps), ways)
+    for slots in row_pass.slot_chunks():
+        chunk = row_pass.chunk(slots)
+        taught = target.logits(features.last_TD[chunk.needed_P])
+        for k, of_step in enumerate(slots):
+            for i, slot in enumerate(of_step.tolist()):
+                said = draft.logits(chunk.head_inputs[k][i])
+                found[slot, k] = chunk.outputs[k][i], said, taught[chunk.rows[k][i]]
     return found
 
 
@@ -156,14 +150,15 @@ def difference(
     row: Packed,
     chunkings: Sequence[tuple[int, Sequence[int]]] = ((3, (7, 1, 4)),),
     steps: int = STEPS,
-    ways: Ways = Ways(),
+    ways: Implementation = Implementation(),
+    training_draft: Draft | None = None,
 ) -> float:
     """Largest absolute difference between the two sides, infinite where they disagree on which slots are live.
 
-    `chunkings` are (stride, pieces): with stride s the decoder goes s times through the document, so that each slot
-    is once the last of its chunk.
+    `training_draft` takes the draft's place on the training side. `chunkings` are (stride, pieces): with stride s the
+    decoder goes s times through the document, so that each slot is once the last of its chunk.
     """
-    training = trained(draft, target, row, steps, ways)
+    training = trained(training_draft or draft, target, row, steps, ways)
     expected, worst, start = set(), 0.0, 0
     for d in documents:
         tokens = d.tokens.long()
@@ -294,36 +289,129 @@ def test_any_layout(layout, stride: int, pieces: list[int], steps: int) -> None:
     assert difference(draft, target, documents, row, [(stride, pieces)], steps) <= TOLERANCE
 
 
-ONE_POSITION = "*masked, plan.position_P - k"
-MUTATIONS = {  # name -> (owner, function, old, new, shape)
-    "position without k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S]", "llama"),
-    "position twice k": (objective, "step_inputs", "position_T[slots_S] + k", "position_T[slots_S] + 2 * k", "llama"),
-    "tokens not shifted": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + k", "llama"),
-    "tokens shifted twice": (objective, "step_inputs", "slots_S + 1 + k", "slots_S + 2 + k", "llama"),
-    "teacher a token early": (objective, "_followed", "slots + 1 + k", "slots + k", "llama"),
-    "live a token longer": (Packed, "live", "self.span_T[2 + k :]", "self.span_T[1 + k : -1]", "llama"),
-    "live a token shorter": (Packed, "live", "self.span_T[2 + k :]", "self.span_T.roll(-1)[2 + k :]", "llama"),
-    "sees one more": (ttt_attention, "visible", "key <= queries", "key - 1 <= queries", "llama"),
-    "does not see itself": (ttt_attention, "visible", "key <= queries", "key < queries", "two layers"),
-    "sees other documents": (ttt_attention, "visible", "(key >= queries.first_S[rows, None]) &", "", "llama"),
-    "past shrinks with k": (objective, "_plan", "Queries(j[0],", "Queries(j[0] - k,", "llama"),
-    "feeds back the normed": (objective, "_later_steps", "draft.read(out)", "(draft.read(out)[1],) * 2", "llama"),
-    "feeds back the unnormed": (objective, "_later_steps", "draft.read(out)", "out, draft.read(out)[1]", "norm_output"),
-    "feeds back nothing": (objective, "_later_steps", "draft.read(out)", "0 * out, draft.read(out)[1]", "llama"),
-    "masks read their words": (objective, "_later_steps", "*masked,", "token[:1], masked[1],", "p-eagle"),
-    "masks at one position": (objective, "_later_steps", "*masked, plan.position_P", ONE_POSITION, "p-eagle"),
-    "forgets its own values": (objective, "_later_steps", "(keys, values))", "(keys, 0 * values))", "llama"),
-}  # fmt: skip
+def position_without_k(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    token, position = step_inputs(row, slots, k)
+    return token, position - k
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these mistakes, made on the training side alone, shows as a difference far above the tolerance."""
-    *mutation, shape = MUTATIONS[name]
+def position_twice_k(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    token, position = step_inputs(row, slots, k)
+    return token, position + k
+
+
+def tokens_not_shifted(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return row.token_T[(slots + k).clamp_max(row.token_T.numel() - 1)], step_inputs(row, slots, k)[1]
+
+
+def tokens_shifted_twice(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return step_inputs(row, slots, k + 1)[0], step_inputs(row, slots, k)[1]
+
+
+def teacher_a_token_early(teacher_rows: Any, live: Sequence[Tensor], *given: Any, **options: Any) -> Any:
+    return teacher_rows([slots - 1 for slots in live], *given, **options)
+
+
+def live_a_token_longer(live: Any, row: Packed, steps: int) -> list[Tensor]:
+    """Step k asks no more of a slot than step k - 1 should."""
+    starts = (row.span_T[1:] >= 0) & (row.doc_T[1:] == row.doc_T[:-1])
+    longer = [starts.nonzero().squeeze(-1), *live(row, steps)[:-1]]
+    return [slots[slots + 2 + k < row.token_T.numel()] for k, slots in enumerate(longer)]
+
+
+def live_a_token_shorter(live: Any, row: Packed, steps: int) -> list[Tensor]:
+    return live(row, steps + 1)[1:]
+
+
+def sees_one_more(visible: Any, queries: Queries, rows: slice, keys: range) -> Tensor:
+    return visible(replace(queries, slot_S=queries.slot_S + 1), rows, keys)
+
+
+def does_not_see_itself(visible: Any, queries: Queries, rows: slice, keys: range) -> Tensor:
+    return visible(replace(queries, slot_S=queries.slot_S - 1), rows, keys)
+
+
+def sees_other_documents(visible: Any, queries: Queries, rows: slice, keys: range) -> Tensor:
+    return visible(replace(queries, first_S=torch.zeros_like(queries.first_S)), rows, keys)
+
+
+def past_shrinks_with_k(plan_steps: Any, *given: Any, **options: Any) -> Iterator[StepPlan]:
+    for k, plan in enumerate(plan_steps(*given, **options)):
+        yield replace(plan, queries=replace(plan.queries, slot_S=plan.queries.slot_S - k))
+
+
+def masks_at_one_position(plan_steps: Any, *given: Any, **options: Any) -> Iterator[StepPlan]:
+    for k, plan in enumerate(plan_steps(*given, **options)):
+        yield replace(plan, position_P=plan.position_P - k)
+
+
+def feeds_back_the_normed(read: Any, out: Tensor, *compute: Any) -> tuple[Tensor, Tensor]:
+    return (read(out, *compute)[1],) * 2
+
+
+def feeds_back_the_unnormed(read: Any, out: Tensor, *compute: Any) -> tuple[Tensor, Tensor]:
+    return out, read(out, *compute)[1]
+
+
+def feeds_back_nothing(read: Any, out: Tensor, *compute: Any) -> tuple[Tensor, Tensor]:
+    return 0 * out, read(out, *compute)[1]
+
+
+def masks_read_a_word(masked: Any, *compute: Any) -> tuple[Tensor, Tensor]:
+    token, state = masked(*compute)
+    return torch.zeros_like(token), state
+
+
+class ForgetsOwnValues(OwnSteps):
+    def append(self, pair: tuple[Tensor, Tensor]) -> None:
+        super().append((pair[0], 0 * pair[1]))
+
+
+# mistakes on the training side: (owner, function, what replaces it, shape)
+REPLACED = [
+    (plan_module, "step_inputs", position_without_k, "llama"),
+    (plan_module, "step_inputs", position_twice_k, "llama"),
+    (plan_module, "step_inputs", tokens_not_shifted, "llama"),
+    (plan_module, "step_inputs", tokens_shifted_twice, "llama"),
+    (objective, "teacher_rows", teacher_a_token_early, "llama"),
+    (Packed, "live", live_a_token_longer, "llama"),
+    (Packed, "live", live_a_token_shorter, "llama"),
+    (definition, "visible", sees_one_more, "llama"),
+    (definition, "visible", does_not_see_itself, "two layers"),
+    (definition, "visible", sees_other_documents, "llama"),
+    (objective, "plan_steps", past_shrinks_with_k, "llama"),
+    (objective, "plan_steps", masks_at_one_position, "p-eagle"),
+]
+# and those of a draft that training alone reads otherwise: (method, what replaces it, shape)
+ALTERED = [
+    ("read", feeds_back_the_normed, "llama"),
+    ("read", feeds_back_the_unnormed, "norm_output"),
+    ("read", feeds_back_nothing, "llama"),
+    ("masked", masks_read_a_word, "p-eagle"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong", "shape"), REPLACED, ids=[case[2].__name__ for case in REPLACED])
+def test_a_mistake_in_training_is_noticed(
+    owner: Any, name: str, wrong: Any, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shows as a difference far above the tolerance."""
     target, draft = models(shape)
     row = row_of(SEVERAL, filler=7)
-    break_on_purpose(monkeypatch, *mutation)
+    replace_function(monkeypatch, owner, name, wrong)
     assert difference(draft, target, SEVERAL, row) > 1e-3
+
+
+@pytest.mark.parametrize(("method", "wrong", "shape"), ALTERED, ids=[case[1].__name__ for case in ALTERED])
+def test_a_draft_read_otherwise_is_noticed(method: str, wrong: Any, shape: str) -> None:
+    target, draft = models(shape)
+    altered = AlteredDraft(draft, **{method: wrong})
+    assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7), training_draft=altered) > 1e-3
+
+
+def test_forgotten_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models("llama")
+    monkeypatch.setattr(objective, "OwnSteps", ForgetsOwnValues)
+    assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) > 1e-3
 
 
 def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

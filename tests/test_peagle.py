@@ -6,17 +6,19 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
-    break_on_purpose,
+    AlteredDraft,
     document,
     layouts,
     needs_triton,
     on_device,
     propose_one,
+    replace_function,
     row_of,
     tiny_draft,
     tiny_target,
@@ -38,7 +40,7 @@ from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.models.weights import load_draft, read_draft_config, save_draft
 from fledge.train.cod import DropTokens
-from fledge.train.objective import Ways, ttt
+from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document, Packed, Sampling
 
 P_EAGLE = dict(method="peagle", mask_token_id=399)
@@ -75,14 +77,14 @@ def by_definition(draft: Draft, target: Target, row: Packed, kept: list[Tensor])
     seen = (doc[:, None] == doc) & (
         ((d == 0)[None] & (a[None] <= a[:, None])) | ((a[:, None] == a) & (d[None] <= d[:, None]))
     )
-    rotary = draft.rotary(row.position_T[anchor] + depth, draft.dtype)
-    for i, layer in enumerate(draft.blocks):
-        x, residual = draft.inputs(i, token, hidden)
-        q, k, v = layer.self_attn.projections(x, rotary)
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         scores = torch.einsum("shd,nhd->hsn", q, k) * q.shape[2] ** -0.5
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        hidden = layer.close(torch.einsum("hsn,nhd->shd", weights, v), residual)
+        return torch.einsum("hsn,nhd->shd", weights, v)
+
+    hidden = draft.step(token, hidden, row.position_T[anchor] + depth, attend)
     ids, logits = draft.target_ids(), target.logits(features.last_TD)
     loss = hidden.new_zeros(())
     for depth_of, slots in enumerate(kept):
@@ -94,17 +96,21 @@ def by_definition(draft: Draft, target: Target, row: Packed, kept: list[Tensor])
     return loss
 
 
-@pytest.mark.parametrize("ways", [Ways(), Ways(slots=6, chunk=4), Ways(slots=9, recompute=True)], ids=str)
+WAYS = [Implementation(), Implementation(slots=6, chunk=4), Implementation(slots=9, recompute=True)]
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
 @pytest.mark.parametrize("rate", [1.0, 0.7])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways: Ways) -> None:
+def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways: Implementation) -> None:
     """All slots or some, at once or a few at a time (which partitions the sequence), activations kept or not."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
         target = tiny_target(tokenizer=False, dtype=dtype)
         draft = tiny_draft(target, **P_EAGLE, **VARIANTS[variant])
-        row, drop = row_of(DOCUMENTS, filler=5), DropTokens(rate, 0.1, "3 1 4")
-        kept = drop.keep(row, row.live(STEPS))
-        step = ttt(draft, row, target.features(row), target.logits, steps=STEPS, gamma=1.0, drop=drop, ways=ways)
+        row, drop = row_of(DOCUMENTS, filler=5), DropTokens(rate, 0.1)
+        kept = drop.keep(row, row.live(STEPS), "3 1 4")
+        objective = Objective(depth=STEPS, gamma=1.0, drop=drop)
+        step = ttt(draft, row, target.features(row), target.logits, objective, ways, "3 1 4")
         whole = by_definition(draft, target, row, kept)
         torch.testing.assert_close(step.loss, whole.detach(), rtol=tolerance, atol=0)
         expected = gradients(draft, whole)
@@ -121,11 +127,11 @@ def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypa
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)
-    row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2, "0")
+    row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2)
     features, found = target.features(row), {}
     for layers in ("eager", "triton"):
-        ways = Ways("eager", layers, layers, slots, recompute)
-        step = ttt(draft, row, features, target.logits, steps=3, gamma=1.0, drop=drop, ways=ways)
+        ways = Implementation("eager", layers, layers, slots, recompute)
+        step = ttt(draft, row, features, target.logits, Objective(depth=3, gamma=1.0, drop=drop), ways)
         found[layers] = gradients(draft, step.loss)
     assert_same_gradients(found["triton"], found["eager"], 1e-3)
 
@@ -138,34 +144,47 @@ def test_every_method_trains_for_every_loss(method: str, kind: str) -> None:
     steps = 1 if method == "eagle1" else 3
     draft = tiny_draft(target, method=method, mask_token_id=399 if method == "peagle" else None)
     row = row_of(DOCUMENTS, filler=5)
-    features, options = target.features(row), dict(steps=steps, kind=kind, keep_unseen=True)
-    step = ttt(draft, row, features, target.logits, **options)
+    features, objective = target.features(row), Objective(depth=steps, loss=kind, keep_out_of_vocab=True)
+    step = ttt(draft, row, features, target.logits, objective)
     whole = gradients(draft, step.loss)
-    parts = gradients(draft, ttt(draft, row, features, target.logits, ways=Ways(slots=5, chunk=4), **options).loss)
+    few = ttt(draft, row, features, target.logits, objective, Implementation(slots=5, chunk=4))
+    parts = gradients(draft, few.loss)
     assert_same_gradients(parts, whole, 1e-10)
     with torch.no_grad():
         for name, p in draft.named_parameters():
             p -= 1e-4 * whole[name] / max(float(whole[name].norm()), 1e-9)
-        after = ttt(draft, row, features, target.logits, **options)
+        after = ttt(draft, row, features, target.logits, objective)
     assert after.loss < step.loss
 
 
-MUTATIONS = {  # name -> (old, new)
-    "a word in the mask's place": ("draft.step(*masked,", "draft.step(token[:1], masked[1],"),
-    "another state in the mask's place": ("draft.step(*masked,", "draft.step(masked[0], made[0][0][:1],"),
-    "at one position": ("*masked, plan.position_P", "*masked, plan.position_P - k"),
-}
+def read_a_word(masked: Any, *compute: Any) -> tuple[Tensor, Tensor]:
+    token, state = masked(*compute)
+    return torch.zeros_like(token), state
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_another_state(masked: Any, *compute: Any) -> tuple[Tensor, Tensor]:
+    token, state = masked(*compute)
+    return token, state.roll(1, dims=1)
+
+
+def stay_at_one_position(plan_steps: Any, *given: Any, **options: Any) -> Any:
+    for k, plan in enumerate(plan_steps(*given, **options)):
+        yield replace(plan, position_P=plan.position_P - k)
+
+
+@pytest.mark.parametrize("mistake", [read_a_word, read_another_state, stay_at_one_position])
+def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word or another state in the mask's place, and masks that all stand at one position."""
     from fledge.train import objective
 
     target = tiny_target(tokenizer=False, dtype=torch.float64)
     draft = tiny_draft(target, **P_EAGLE)
-    row = row_of(DOCUMENTS)
-    break_on_purpose(monkeypatch, objective, "_later_steps", *MUTATIONS[name])
-    step = ttt(draft, row, target.features(row), target.logits, steps=STEPS, gamma=1.0)
+    row, trained = row_of(DOCUMENTS), draft
+    if mistake is stay_at_one_position:
+        replace_function(monkeypatch, objective, "plan_steps", mistake)
+    else:
+        trained = AlteredDraft(draft, masked=mistake)
+    step = ttt(trained, row, target.features(row), target.logits, Objective(depth=STEPS, gamma=1.0))
     assert abs(step.loss - by_definition(draft, target, row, row.live(STEPS))).item() > 1e-3
 
 
@@ -175,7 +194,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
     documents, filler = layout
     row = row_of(documents, filler)
     live = row.live(steps)
-    kept = DropTokens(rate, least, key).keep(row, live)
+    kept = DropTokens(rate, least).keep(row, live, key)
     assert torch.equal(kept[0], live[0])
     for d in range(1, steps):
         pool = set(live[d].tolist()) & (set(kept[d - 1].tolist()) if d > 1 else set(live[d].tolist()))
@@ -185,13 +204,13 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
             n = sum(row.doc_T[live[d]] == doc)
             wanted = min(len(mine), int(int(n) * max(rate**d, least)))
             assert sum(row.doc_T[kept[d]] == doc) == wanted
-    again = DropTokens(rate, least, key).keep(row, live)
+    again = DropTokens(rate, least).keep(row, live, key)
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
-def test_shares_that_are_none() -> None:
+def test_rates_outside_their_range_are_refused() -> None:
     for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="no shares"):
+        with pytest.raises(ValueError, match="the rate is above 0 and at most 1"):
             DropTokens(rate, least)
 
 
@@ -304,13 +323,13 @@ def test_on_a_gpu() -> None:
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)
-    row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2, "0")
+    row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2)
     features, found = target.features(row), {}
     for impl in ("eager", "flex", "triton"):
         layers = "eager" if impl == "eager" else "triton"
         for again in (False, True):
-            ways = Ways(impl, layers, layers, 300, again and impl != "eager")
-            step = ttt(draft, row, features, target.logits, steps=4, gamma=1.0, drop=drop, ways=ways)
+            ways = Implementation(impl, layers, layers, 300, again and impl != "eager")
+            step = ttt(draft, row, features, target.logits, Objective(depth=4, gamma=1.0, drop=drop), ways)
             found[impl, again] = gradients(draft, step.loss)
     for how in found:
         assert_same_gradients(found[how], found["eager", False], 2e-2)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
+from conftest import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fledge.data.read import Record, read_records, whole_path
+from fledge.data.read import check_source, read_records, whole_path
+from fledge.data.record import Record, record_of
+from fledge.data.template import ChatTemplate
+from fledge.eval.prompts import prompt_of
+from fledge.eval.run import first_prompt
 
 USER, ANSWER = {"role": "user", "content": "Can it fly?"}, {"role": "assistant", "content": "Soon."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -81,6 +89,204 @@ def test_text(tmp_path):
 
 def test_a_filled_layout_wins_over_an_empty_one(tmp_path):
     assert one(tmp_path, {"messages": [], "conversations": None, "text": "kept"}).text == "kept"
+
+
+# -- the layouts of trainers ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_and_its_completion_are_one_text(tmp_path):
+    """TRL's plain rows: the prompt is read, the completion learned."""
+    record = one(tmp_path, {"prompt": "The sky is", "completion": " blue."})
+    assert (record.text, record.given, record.messages) == ("The sky is blue.", 10, None)
+    assert one(tmp_path, {"prompt": "def f", "text": None}).given == len("def f")  # a prompt alone
+
+
+def test_a_prompt_and_completion_of_messages_are_one_conversation(tmp_path):
+    record = one(tmp_path, {"prompt": [SYSTEM, USER], "completion": [ANSWER], "tools": [{"name": "look"}]})
+    assert (record.messages, record.given, record.tools) == ([SYSTEM, USER, ANSWER], 2, [{"name": "look"}])
+    assert one(tmp_path, {"prompt": [USER], "completion": [ANSWER], "system": "Be brief."}).given == 2
+    assert one(tmp_path, {"prompt": [USER]}).messages == [USER]
+
+
+def test_alpaca_rows_are_conversations(tmp_path):
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is an instruction"}
+    assert one(tmp_path, row).messages == [
+        {"role": "user", "content": "Add.\n1 and 2"}, {"role": "assistant", "content": "3"}
+    ]  # fmt: skip
+    asked = {"role": "user", "content": "Add."}
+    assert one(tmp_path, {"instruction": "Add.", "input": "", "output": None}).messages == [asked]
+    record = one(tmp_path, {"instruction": "Add.", "output": "3", "system": "Be brief.", "history": [["Hi", "Ho"]]})
+    assert [m["content"] for m in record.messages] == ["Be brief.", "Hi", "Ho", "Add.", "3"]
+
+
+def test_turns_wait_for_answers(tmp_path):
+    record = one(tmp_path, {"turns": ["One?", "Two?"], "category": "writing"})
+    assert record.turns == ("One?", "Two?") and record.messages is record.text is None
+
+
+def test_the_first_layout_that_is_filled_in_counts(tmp_path):
+    """Many data sets carry the same chat in several layouts, or a prompt beside it."""
+    assert one(tmp_path, {"prompt": "a", "messages": [USER, ANSWER]}).messages == [USER, ANSWER]
+    assert one(tmp_path, {"prompt": "a", "text": "a b"}).text == "a b"
+    assert one(tmp_path, {"turns": 2, "text": "a b"}).text == "a b"
+
+
+# -- contents -----------------------------------------------------------------------------------------------------
+
+
+def parts(*texts):
+    return [{"type": "text", "text": t} for t in texts]
+
+
+def test_text_parts_are_joined_by_line_ends(tmp_path):
+    """As vLLM joins them for templates that take strings."""
+    record = one(tmp_path, {"messages": [{"role": "user", "content": parts("Look:", "a wing.")}, ANSWER]})
+    assert record.messages == [{"role": "user", "content": "Look:\na wing."}, ANSWER]
+    record = one(tmp_path, {"conversations": [{"from": "human", "value": parts("Can it fly?")}], "system": parts("S")})
+    assert [m["content"] for m in record.messages] == ["S", "Can it fly?"]
+    filled = [{"type": "text", "text": "Can it fly?", "image": None}]  # as a table fills it
+    assert one(tmp_path, {"messages": [{"role": "user", "content": filled}]}).messages == [USER]
+    thought = one(tmp_path, {"messages": [USER, {**ANSWER, "reasoning_content": parts("Hm.", "Yes.")}]})
+    assert thought.messages[1]["reasoning_content"] == "Hm.\nYes."
+
+
+NO_TEXT = [
+    [{"type": "image_url", "image_url": {"url": "a.png"}}], [*parts("Look:"), {"type": "input_audio"}], ["Look"],
+    [{"type": "text"}], [{"type": "text", "text": 5}], {"text": "Look"}, 5, 2.5, True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_TEXT, ids=str)
+def test_contents_that_are_not_text_are_refused(tmp_path, content):
+    """Templates print Python's text of whatever they are given, and drafts would be trained on it."""
+    place = r"a\.jsonl, line 2, message 2: its content is .* fledge reads text alone"
+    answer, told = {"role": "assistant", "content": content}, {"from": "gpt", "value": content}
+    for bad in ({"messages": [USER, answer]}, {"conversations": [{"from": "human", "value": "x"}, told]}):
+        refused(jsonl(tmp_path / "a.jsonl", [{"text": "good"}, bad]), place)
+    refused(jsonl(tmp_path / "a.jsonl", [{"instruction": "x", "output": content}]), "line 1, message 2: its content is")
+    refused(jsonl(tmp_path / "a.jsonl", [{"messages": [USER], "system": content}]), "line 1, `system`, message 1: its")
+    thought = {**ANSWER, "reasoning_content": content}
+    refused(jsonl(tmp_path / "a.jsonl", [{"messages": [USER, thought]}]), "message 2: its reasoning_content is")
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": None, "tool_calls": []}], ids=str)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_message_without_content_is_refused(tmp_path, role, message):
+    row = {"messages": [USER, {"role": role, **message}]}
+    refused(jsonl(tmp_path / "a.jsonl", [row]), "line 1, message 2 needs a `role` and a `content`")
+    if role == "assistant":
+        call = {**row["messages"][1], "tool_calls": [{"name": "look"}]}
+        assert one(tmp_path, {"messages": [USER, call]}).messages == [USER, call]
+
+
+HALF = "a \ud83d b"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": HALF},
+        {"messages": [{"role": "user", "content": HALF}, ANSWER]},
+        {"messages": [{"role": HALF, "content": "x"}, ANSWER]},
+        {"messages": [{**USER, "name": HALF}, ANSWER]},
+        {"messages": [{**USER, HALF: "x"}, ANSWER]},
+        {"messages": [USER, {**ANSWER, "tool_calls": [{"name": HALF}]}]},
+        {"messages": [{"role": "user", "content": parts(HALF)}, ANSWER]},
+        {"messages": [USER, ANSWER], "tools": [{"name": HALF}]},
+        {"messages": [USER, ANSWER], "system": HALF},
+        {"conversations": [{"from": "human", "value": HALF}, {"from": "gpt", "value": "x"}]},
+        {"prompt": HALF, "completion": "x"},
+        {"prompt": "x", "completion": HALF},
+        {"prompt": [USER], "completion": [{"role": "assistant", "content": HALF}]},
+        {"instruction": HALF, "output": "x"},
+        {"turns": ["x", HALF]},
+        {"prompt": HALF},
+    ],
+    ids=str,
+)
+def test_half_a_character_is_refused_with_its_place(tmp_path, row):
+    """JSON may escape one of the two halves of a character alone; no tokenizer takes it."""
+    said = refused(
+        jsonl(tmp_path / "a.jsonl", [{"text": "good"}, row]), r"a\.jsonl, line 2.*: the escape \\ud83d behind"
+    )
+    assert said.encode()  # and can be printed
+    whole = jsonl(tmp_path / "a.jsonl", [json.loads(json.dumps(row).replace("\\ud83d", "\\ud83d\\ude00"))])
+    assert read_records([whole])
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(datetime.datetime(2026, 1, 1), "datetime"), (datetime.date(2026, 1, 1), "date"), (b"x", "bytes")],
+)
+def test_dates_and_bytes_of_tables_are_refused_with_their_row(tmp_path, value, kind):
+    import pyarrow
+    from pyarrow import parquet
+
+    def table(**columns):
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet")
+        return tmp_path / f"{len(list(tmp_path.iterdir())) - 1}.parquet"
+
+    chat = [USER, ANSWER]
+    refused(table(messages=[chat, chat], tools=[[], [value]]), f"row 2, `tools`: it holds a {kind}")
+    refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1, message 1: it holds a {kind}, which")
+    refused(table(messages=[[{"role": "user", "content": value}]]), "row 1, message 1: its content is")
+    refused(table(text=[value]), rf"row 1 has none of .* only text \({kind}\)")
+    assert texts(read_records([str(table(text=["a"], at=[value]))])) == ["a"]  # what is not read may be anything
+
+
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
+def test_deep_nesting_is_refused_with_its_line(tmp_path, depth):
+    deep = "[" * depth + "]" * depth
+    for row in ('{"messages": %s}', '{"messages": [{"role": "user", "content": %s}]}', '{"text": "x", "more": %s}'):
+        (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + row % deep)
+        try:
+            assert texts(read_records([str(tmp_path / "a.jsonl")])) == ["good", "x"]  # where Python reads so deep
+        except ValueError as e:
+            assert "a.jsonl, line 2" in str(e)
+    (tmp_path / "a.json").write_text(deep)
+    refused(tmp_path / "a.json", r"a\.json(, record 1)? is (nested too deeply to be read|a list)")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5)
+    | st.sampled_from(["a\ud83d", "user", "assistant", "human", "gpt", "text", b"x", datetime.date(2026, 1, 1)]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    | st.fixed_dictionaries({"role": inner, "content": inner}) | st.fixed_dictionaries({"from": inner, "value": inner})
+    | st.fixed_dictionaries({"type": st.just("text"), "text": inner}),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = st.sampled_from(
+    "messages conversations turns prompt completion instruction input output history text system tools".split()
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(FIELDS, VALUES, max_size=4) | VALUES)
+def test_any_row_is_read_or_refused(row):
+    """Never another error; what is read can be made documents and a prompt, or is refused by its place."""
+    chats = ChatTemplate(tiny_tokenizer(), [1])
+    try:
+        record = record_of(row, "the row")
+        chats.prompt_ids(first_prompt(prompt_of(record)), where=record.where)
+        chats.documents(record)
+    except ValueError as e:
+        assert str(e).startswith("the row")
+
+
+# -- left out -----------------------------------------------------------------------------------------------------
+
+
+def test_records_of_no_use_are_left_out_where_that_is_asked_for(tmp_path):
+    """A record can be skipped; a file that is not what its name says cannot."""
+    rows = [{"text": "a"}, {"text": HALF}, {"messages": [{"role": "user", "content": 5}]}, [], {"text": "b"}]
+    why: list[str] = []
+    assert texts(read_records([jsonl(tmp_path / "a.jsonl", rows)], skip=why.append)) == ["a", "b"]
+    assert [w.split(", ")[1].split(":")[0][:6] for w in why] == ["line 2", "line 3", "line 4"]
+    with pytest.raises(ValueError, match=r"every record of .*bad\.jsonl was refused, the first for this: .*line 1"):
+        read_records([jsonl(tmp_path / "bad.jsonl", rows[1:2])], skip=why.append)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_records([str(tmp_path / "a.jsonl")], skip=why.append)
 
 
 # -- formats ------------------------------------------------------------------------------------------------------
@@ -177,6 +383,58 @@ def test_an_at_sign_in_a_path_is_no_share(tmp_path):
     assert texts(read_records([plain, f"{plain}@2", named])) == ["a", "a", "a", "b"]
 
 
+def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch):
+    """Whatever a glob makes of its name, and of the directories it is in."""
+    jsonl(tmp_path / "b1.jsonl", [{"text": "b1"}])
+    assert texts(read_records([str(tmp_path / "b[1].jsonl")])) == ["b1"]  # nothing has that name: it is a glob
+    jsonl(tmp_path / "b[1].jsonl", [{"text": "b[1]"}])
+    assert texts(read_records([str(tmp_path / "b[1].jsonl")])) == ["b[1]"]
+    assert texts(read_records([str(tmp_path / "b[1].jsonl@2")])) == ["b[1]", "b[1]"]
+    for directory in ("run1", "run[1]"):
+        jsonl(tmp_path / directory / "a.jsonl", [{"text": directory}])
+    assert texts(read_records([str(tmp_path / "run[1]")])) == ["run[1]"]
+    assert texts(read_records([str(tmp_path / "run[1]" / "*.jsonl")])) == ["run[1]"]
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert texts(read_records([whole_path("*.jsonl")])) == ["run[1]"]
+
+
+@pytest.mark.parametrize("share", ["0", "100.5", "99999999", "9" * 200])
+def test_a_share_that_no_memory_holds_is_refused(tmp_path, share):
+    refused(jsonl(tmp_path / "a.jsonl", [{"text": "a"}]) + f"@{share}", "the share behind @ is above 0 and at most 100")
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("owner/name", ("owner/name", "train", None, 1)),
+        ("owner/name@2", ("owner/name", "train", None, 2)),
+        ("owner/name@main", ("owner/name", "train", "main", 1)),
+        ("owner/name@main@2", ("owner/name", "train", "main", 2)),
+        ("owner/name@refs/pr/1:test", ("owner/name", "test", "refs/pr/1", 1)),
+        ("owner/name@1.0:train[:10]@2", ("owner/name", "train[:10]", "1.0", 2)),
+    ],
+)
+def test_hub_ids_name_a_revision_and_a_split(monkeypatch, source, asked):
+    """What follows @ is a share where it is a number, else a revision."""
+    import datasets
+
+    name, split, revision, times = asked
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda n, **k: calls.append((n, k)) or [{"text": "a"}])
+    check_source(source, "--data")
+    assert texts(read_records([source])) == ["a"] * times
+    assert (
+        calls == [(name, {"split": split, "revision": revision, "trust_remote_code": False})]
+        and whole_path(source) == source
+    )
+
+
+def test_a_source_that_is_not_there_is_named_with_its_flag(tmp_path):
+    for source in (tmp_path / "none.jsonl", tmp_path / "none*.jsonl@0.5"):
+        with pytest.raises(ValueError, match=r"^--eval-prompts .*none.* does not exist"):
+            check_source(str(source), "--eval-prompts")
+
+
 @pytest.mark.parametrize("name", ["owner/nothing", "owner/Nothing-2.5", "owner/nothing:test", "owner/n:train[:10]"])
 def test_a_hub_id_out_of_reach_is_one_clear_error(monkeypatch, tmp_path, name):
     import huggingface_hub.constants
@@ -221,16 +479,25 @@ def test_broken_json_names_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"prompt": "a", "answer": "b"}, r"line 1 has none of .* only \['answer', 'prompt'\]"),
+        ({"question": "a", "answer": 5}, r"line 1 has none of .* only answer \(int\), question \(str\)"),
         ({"messages": []}, "line 1 has none of"),
         ({"text": 5}, "line 1 has none of"),
         (["text"], "line 1 is a list, not an object"),
         ({"messages": "hello"}, "line 1: its messages are a str, not a list"),
         ({"conversations": {"from": "human", "value": "x"}}, "line 1: its messages are a dict, not a list"),
-        ({"messages": [USER, {"content": "no role"}]}, "line 1: a message needs a `role`"),
-        ({"messages": [{"role": None, "content": "null role"}]}, "line 1: a message needs a `role`"),
-        ({"messages": ["hello"]}, "line 1: a message needs a `role`"),
+        ({"messages": [USER, {"content": "no role"}]}, "line 1, message 2 needs a `role` and a `content`"),
+        ({"messages": [{"role": None, "content": "null role"}]}, "line 1, message 1 needs a `role`"),
+        ({"messages": ["hello"]}, "line 1, message 1 needs a `role`"),
         ({"conversations": [{"from": "martian", "value": "x"}]}, "line 1: unknown speaker 'martian'; known are human"),
+        (
+            {"conversations": [{"from": ["human"], "value": "x"}]},
+            r"line 1: unknown speaker \['human'\]; known are human",
+        ),
+        ({"turns": ["a", 5]}, "line 1: its `turns` are no list of user messages"),
+        ({"prompt": "a", "completion": [ANSWER]}, "line 1: its prompt is a str and its completion a list; give two"),
+        ({"prompt": [], "completion": []}, "line 1: its prompt is a list and its completion a list; give two"),
+        ({"instruction": "a", "input": 5, "output": "b"}, "line 1: its `input` is a int, not text"),
+        ({"instruction": "a", "history": ["b"], "output": "b"}, r"line 1: its `history` is no list of \[instruction, "),
         ({"conversations": [{"from": "human"}]}, "line 1: a ShareGPT turn needs `from` and `value`"),
     ],
 )

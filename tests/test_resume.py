@@ -88,13 +88,14 @@ sys.path.insert(0, os.environ["TESTS"])
 from conftest import document, tiny_draft, tiny_target
 from fledge.data.dataset import Rows
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.objective import Objective
 from fledge.train.trainer import Schedule, Source, train
 
 here, steps = Path(sys.argv[1]), int(sys.argv[2])
 target = tiny_target()
 source = Source(target.features, target.logits)
 rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
-schedule = Schedule(steps, 1e-3, depth=2, save_every=1, eval_every=1)
+schedule = Schedule(steps, 1e-3, Objective(depth=2), save_every=1, eval_every=1)
 
 def train_in(out):
     run = RunDirectory(out)
@@ -436,12 +437,12 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
         (lambda c: [c], "holds a list, not an object"),
         (lambda c: {**c, "options": [1]}, "lacks the run's options"),
         (lambda c: {"options": c["options"]}, "lacks the run's options"),
-        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "lr is 'fast'"),
-        (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "steps is 2.5"),
-        (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "data is 'chats.jsonl'"),
-        (lambda c: {**c, "options": {**c["options"], "data": [3]}}, "data is [3]"),
-        (lambda c: {**c, "options": {**c["options"], "target": {"a": 1}}}, "target is {'a': 1}"),
-        (lambda c: {**c, "options": {**c["options"], "fc_norm": None}}, "fc_norm is None"),
+        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "--lr 'fast' is not of type"),
+        (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "--steps 2.5 is not of type"),
+        (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "--data 'chats.jsonl' is not of type"),
+        (lambda c: {**c, "options": {**c["options"], "data": [3]}}, "--data [3] is not of type"),
+        (lambda c: {**c, "options": {**c["options"], "target": {"a": 1}}}, "--target {'a': 1} is not of type"),
+        (lambda c: {**c, "options": {**c["options"], "fc_norm": None}}, "--fc-norm None is not of type"),
     ],
 )
 def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):

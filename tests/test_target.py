@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import document, tiny_target
+from conftest import document, tiny_chats, tiny_draft, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.pack import make_row
+from fledge.decode.engine import Engine
 from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target, load_target
+from fledge.models.running import RunningState
+from fledge.models.target import UNLIMITED, Target, load_target
 from fledge.train.memory import of_length
 from fledge.types import Document, Features
 
@@ -32,8 +34,12 @@ HEADS = {
 # these keep a running summary of the past in some or all layers
 STATEFUL = {
     "Mamba": dict(state_size=4),
-    "Qwen3Next": dict(num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
-    "Jamba": dict(num_experts=2, use_mamba_kernels=False),
+    "Qwen3Next": dict(
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+    "Jamba": dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+    "FalconH1": dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16),
+    "RecurrentGemma": dict(lru_width=32, block_types=["recurrent", "recurrent", "attention"]),
 }
 
 
@@ -93,6 +99,15 @@ def refused(path, match: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def alone_by_transformers(model: torch.nn.Module, prompt: list[int], n: int) -> list[int]:
+    """transformers' own greedy continuation of n tokens."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
 def test_a_saved_target_comes_back(directory):
     loaded, made = load_target(directory, max_length=64), tiny_target()
     assert loaded.dtype == torch.float32 and loaded.max_length == 64 and loaded.num_layers == 8
@@ -141,7 +156,7 @@ def test_what_is_no_causal_language_model(damaged, tmp_path):
     reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
     refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
     with pytest.raises(ValueError, match="BertModel does not show its 4 decoder layers and final norm"):
-        Target(build("Bert", is_decoder=True), None)
+        Target(build("Bert", is_decoder=True), None).read_layers(None)
 
 
 def test_dynamic_rope_is_refused_with_the_reason(damaged):
@@ -152,16 +167,14 @@ def test_dynamic_rope_is_refused_with_the_reason(damaged):
         Target(build("Llama", rope_parameters=rope), None)
 
 
-def test_a_config_without_a_longest_length(tmp_path):
-    """A state-space model names none; with one given, its rollback is what is wrong with it."""
+def test_a_config_without_a_longest_length():
+    """A state-space model names none, and reads any; its rollback is what is wrong with it."""
     model = build("Mamba", **STATEFUL["Mamba"])
     del model.config.max_position_embeddings
-    with pytest.raises(
-        ValueError, match="MambaForCausalLM has no max_position_embeddings in its config; give a max_len"
-    ):
-        Target(model, None)
+    target = Target(model, None)
+    assert target.context == target.max_length == UNLIMITED
     with pytest.raises(ValueError, match="cannot verify drafts"):
-        Target(model, None, max_length=64).check_rollback()
+        target.check_rollback()
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
@@ -186,10 +199,28 @@ def test_default_layers(n, layers):
     assert default_aux_layers(n) == layers
 
 
-@pytest.mark.parametrize("n", range(1, 7))
-def test_targets_too_shallow_for_default_layers_are_told_the_cure(n):
-    with pytest.raises(ValueError, match=rf"a target of {n} layers has no three distinct .* --aux-layers 1,"):
-        default_aux_layers(n)
+@pytest.mark.parametrize("n", range(2, 7))
+def test_default_layers_of_shallow_targets(n):
+    """Three that there are, without what SGLang cannot capture where there are three others, named in the config."""
+    layers = default_aux_layers(n)
+    assert len(set(layers)) == 3 and sorted(layers) == list(layers) and layers[0] >= 0 and layers[-1] <= n
+    assert layers[-1] < n or n == 2
+    target = target_of("Llama", layers=None, num_hidden_layers=n)
+    draft = tiny_draft(target, aux_layers=target.aux_layers)
+    assert target.aux_layers == layers and target.features(row_of(9, length=9)).aux_TAD.shape == (9, 3, 32)
+    written = draft.config.with_provenance(target_layers=n).to_hf()
+    assert written["eagle_aux_hidden_state_layer_ids"] == list(layers)
+    assert DraftConfig.from_hf(written).aux_layers == layers
+
+
+def test_a_draft_that_names_no_layers_is_not_guessed_at():
+    with pytest.raises(ValueError, match=r"has 6, too few for the engines' default; list them as eagle_aux_hidden"):
+        tiny_draft(target_of("Llama", layers=None, num_hidden_layers=6))
+
+
+def test_one_layer_is_too_few():
+    with pytest.raises(ValueError, match=r"a target of one layer has .* use --method eagle1"):
+        default_aux_layers(1)
 
 
 def test_layers_that_are_not_there():
@@ -199,8 +230,8 @@ def test_layers_that_are_not_there():
             target.read_layers(layers)
     target.read_layers([4, 0, 2])
     assert target.aux_layers == (0, 2, 4)
-    with pytest.raises(ValueError, match="--aux-layers"):
-        target.read_layers(None)
+    target.read_layers(None)
+    assert target.aux_layers == (1, 2, 3)
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -428,6 +459,86 @@ def test_running_summaries_cannot_be_rolled_back(family):
     target = target_of(family, layers=(1, 2, 3), **STATEFUL[family])
     with pytest.raises(ValueError, match=f"tiny {family} cannot verify drafts: its state cannot be rolled back"):
         target.check_rollback()
+
+
+# -- running states ---------------------------------------------------------------------------------------------------
+
+
+def target_that_speaks(family: str, monkeypatch) -> Target:
+    """A target with a tokenizer, which no token stops."""
+    monkeypatch.setattr(Target, "stop_ids", frozenset())
+    return Target(build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}")
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["as found", "recomputing"])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeypatch):
+    target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7, seed=3, vocab=400).tolist()
+    if recompute:
+        monkeypatch.setattr(Target, "_steps_exactly", False)
+    done = Engine(target).generate(prompt, max_new_tokens=24)
+    assert done.tokens == alone_by_transformers(target.model, prompt, 24) and len(set(done.tokens)) > 4
+
+
+def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
+    target = target_of("Qwen3Next", layers=(1, 2, 3), **STATEFUL["Qwen3Next"])
+    assert target._steps_exactly
+    run = RunningState.run
+
+    def forgetful(self, model, input_ids, **inputs):
+        self.held = {} if self.lengths[0] == 8 else self.held
+        return run(self, model, input_ids, **inputs)
+
+    monkeypatch.setattr(RunningState, "run", forgetful)
+    assert not target_of("Qwen3Next", layers=(1, 2, 3), **STATEFUL["Qwen3Next"])._steps_exactly
+    assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._steps_exactly is False, "it returns no cache"
+
+
+def test_running_states_are_decoded_one_by_one(monkeypatch):
+    target = target_that_speaks("Qwen3Next", monkeypatch)
+    prompts = [some_tokens(n, seed=n, vocab=400).tolist() for n in (5, 9, 7)]
+    together = Engine(target).generate_all(prompts, max_new_tokens=8)
+    assert [d.tokens for d in together] == [alone_by_transformers(target.model, p, 8) for p in prompts]
+    with pytest.raises(ValueError, match=r"its state cannot be rolled back.*; leave --batch out"):
+        Engine(target).generate_all(prompts, batch=2)
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory) -> Path:
+    """A directory with a target of a running state, and chats."""
+    root = tmp_path_factory.mktemp("stateful")
+    model = build(
+        "Qwen3Next", vocab_size=400, num_hidden_layers=8, max_position_embeddings=512, **STATEFUL["Qwen3Next"]
+    )
+    model.save_pretrained(root / "target")
+    tiny_tokenizer().save_pretrained(root / "target")
+    tiny_chats(root / "chats.jsonl", 200)
+    return root
+
+
+def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
+    """It speaks; its draft is trained, described and refused where it would decode; what cannot be is refused first."""
+    target = load_target(stateful / "target")
+    alone = fledge("generate", "--target", stateful / "target", "--raw", "--prompt", "the bird", "--max-new-tokens", 20)
+    own = alone_by_transformers(target.model, target.tokenizer("the bird")["input_ids"], 20)
+    own = own[: next((i for i, t in enumerate(own) if t in target.stop_ids), 20)]
+    assert alone.code == 0 and alone.out == target.tokenizer.decode(own) + "\n", alone.err
+    words = ["train", "--target", stateful / "target", "--data", stateful / "chats.jsonl", "--out", tmp_path / "run"]
+    words += "--max-length 64 --row-length 128 --steps 2 --depth 2 --draft-vocab 200".split()
+    for flags in (["--eval-every", 1], ["--eval-prompts", stateful / "chats.jsonl"]):
+        refused = fledge(*words, *flags)
+        assert refused.code == 2 and f"{flags[0]} measures τ by decoding, but" in refused.err, refused.err
+        assert "leave it out to train all the same" in refused.err and not (tmp_path / "run").exists()
+    went = fledge(*words)
+    assert went.code == 0, went.err
+    assert "its state cannot be rolled back" in went.err and "has to be served by an engine" in went.err
+    assert "200 records" in went.err, "none is held out for a τ that is not measured"
+    draft = tmp_path / "run" / "draft"
+    refused = fledge("generate", "--target", stateful / "target", "--draft", draft, "--prompt", "the bird")
+    assert refused.code == 2 and "cannot verify drafts: its state cannot be rolled back" in refused.err
+    assert len(refused.err.splitlines()) == 1 and "Decode without a draft" in refused.err
+    shown = fledge("inspect", draft, "--target", stateful / "target")
+    assert shown.code == 0 and "Serve it with an engine that can restore such states" in shown.out
 
 
 def test_a_cache_that_forgets_nothing_is_refused(monkeypatch):

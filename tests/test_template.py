@@ -6,6 +6,7 @@ Expected documents are written as text with « and » around each span, see `sho
 from __future__ import annotations
 
 import copy
+import signal
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
 
-from fledge.data.read import Record
-from fledge.data.template import ChatTemplate
+from fledge.data import template as template_module
+from fledge.data.record import Record
+from fledge.data.template import ChatTemplate, _common
 
 STOP = 1  # <|im_end|>
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
@@ -269,6 +271,63 @@ def test_a_turn_whose_stop_token_history_drops_does_not_run_into_the_next():
     ]
 
 
+@given(st.text("ab", max_size=6), st.text("ab", max_size=6))
+def test_what_two_renderings_begin_with_alike(a, b):
+    n = _common(a, b)
+    assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
+
+
+# -- long chats -------------------------------------------------------------------------------------------------------
+
+GEMMA = (  # roles must take turns, contents are trimmed, and the assistant has another name
+    "{{ '<|pad|>' }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+NUMBERED = CHATML.replace("m['role'] + '\n'", "m['role'] + '\n' + loop.index | string").replace(  # as ChatGLM2's rounds
+    "assistant\n' }}{% endif", "assistant\n' + (messages | length + 1) | string }}{% endif"
+)
+ENDED = CHATML + "{% if not add_generation_prompt %}{{ '<|pad|>' }}{% endif %}"
+LONG = {"chatml": CHATML, "qwen": QWEN, "tools": TOOLS, "gemma": GEMMA, "numbered": NUMBERED, "ended": ENDED}
+SAID = st.sampled_from(["", " Yes. ", "<think>\nhm\n</think>\n\nNo.", "No."])
+
+
+@pytest.mark.parametrize("template", LONG.values(), ids=LONG)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("uuut"), SAID, st.booleans()), min_size=1, max_size=6), st.booleans(), SAID)
+def test_the_turns_of_long_chats_are_those_of_short_ones(template, turns, system, last):
+    """What is found in linear time is what rendering every beginning of the chat finds."""
+    told = [f"{role}:x" if answered else f"{role}:{said}" for role, said, answered in turns]
+    answers = [f"a:{said}" for _, said, answered in turns if answered] + [f"a:{last}"]
+    for template_turns in ([*(t for pair in zip(told, answers, strict=False) for t in pair)], [*told, *answers]):
+        record, found = chat(*["s:Fly."] * system, *template_turns), {}
+        for most in (1, 1_000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(template_module, "MANY_TURNS", most)
+                try:
+                    found[most] = made(template, record)
+                except ValueError as e:
+                    found[most] = str(e)
+        assert found[1] == found[1_000]
+
+
+@pytest.mark.parametrize("template", [CHATML, TOOLS, GEMMA])
+def test_long_chats_are_rendered_in_linear_time(template, monkeypatch):
+    """1,000 turns took seven seconds; templates that rewrite history still take time quadratic in the turns."""
+    rendered, apply = [], type(tiny_tokenizer()).apply_chat_template
+    chats, turns = ChatTemplate(tiny_tokenizer(template), [STOP]), ["u:Can it fly?", "a:Soon."] * 50
+
+    def count(self, messages, **kwargs):
+        rendered.append(len(messages))
+        return apply(self, messages, **kwargs)
+
+    monkeypatch.setattr(type(chats.tokenizer), "apply_chat_template", count)
+    (document,) = chats.documents(chat(*turns))
+    assert supervised(chats, document) == ["Soon.<|im_end|>"] * 50
+    assert sum(rendered) < 10 * len(turns)
+
+
 # -- begin-of-sequence, kwargs, plain text --------------------------------------------------------------------------
 
 
@@ -300,6 +359,63 @@ def test_plain_text_is_one_span_from_its_second_token():
     assert document.tokens.tolist() == chats.prompt_ids(text)
 
 
+def test_of_a_prompt_and_completion_only_the_completion_is_learned():
+    chats = ChatTemplate(tiny_tokenizer(None), [STOP])
+
+    def spans(prompt, completion):
+        (document,) = chats.documents(Record("here", text=prompt + completion, given=len(prompt)))
+        return shown(chats, document)
+
+    assert spans("The young", " bird tries") == "The young« bird tries»"
+    assert spans("The young ", "bird tries") == "The young bird« tries»"  # a token of both belongs to the prompt
+    assert spans("T", "he young bird") == "The« young bird»"
+    for prompt, completion in (("The young bird", ""), ("The young bir", "d")):
+        with pytest.raises(ValueError, match="here has a prompt and no completion to learn from"):
+            spans(prompt, completion)
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["whole offsets", "offsets without spaces"])
+def test_special_tokens_around_a_plain_text_are_no_part_of_it(trim):
+    tokenizer = copy.deepcopy(tiny_tokenizer(None))
+    around = processors.TemplateProcessing(
+        single="<|pad|> $A <|im_end|>", special_tokens=[("<|pad|>", 0), ("<|im_end|>", 1)]
+    )
+    trimmed = [processors.ByteLevel(trim_offsets=True)] * trim
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([*trimmed, around])
+    chats = ChatTemplate(tokenizer, [STOP])
+    for behind, expected in (
+        (0, "<|pad|>«The young bird<|im_end|>»"), (3, "<|pad|>The« young bird<|im_end|>»"),
+        (4, "<|pad|>The young« bird<|im_end|>»"), (9, "<|pad|>The young« bird<|im_end|>»"),
+    ):  # fmt: skip
+        (document,) = chats.documents(Record("here", text="The young bird", given=behind))
+        assert shown(chats, document) == expected
+
+
+def test_of_a_conversation_the_given_messages_are_only_read():
+    record = chat("u:One?", "a:Yes.", "u:Two?", "a:No.", given=3)
+    assert made(CHATML, record) == [
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n«No.<|im_end|>»\n"
+    ]
+    refused(CHATML, chat("u:One?", "a:Yes.", given=2), "line 7 has no assistant message to learn from")
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_contents_of_prompts_are_text():
+    """Messages given to the engine pass the same check as those of files."""
+    chats = ChatTemplate(tiny_tokenizer(CHATML), [STOP])
+    listed = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Can it", "fly?")]}]
+    assert chats.prompt_ids(listed) == chats.prompt_ids([{"role": "user", "content": "Can it\nfly?"}])
+    for content in (5, [{"type": "image"}], {"text": "x"}, None):
+        with pytest.raises(ValueError, match=r"^chat, message 1"):
+            chats.prompt_ids([{"role": "user", "content": content}])
+    for prompt in ("a \ud83d", [{"role": "user", "content": "a \ud83d"}]):
+        with pytest.raises(ValueError, match=r"^here(, message 1)?: the escape \\ud83d behind .* is half of"):
+            chats.prompt_ids(prompt, where="here")
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +432,33 @@ def test_a_template_that_refuses_roles_is_quoted_with_the_place():
     message = refused(template, chat("s:Fly.", "u:x", "a:y"), r"data\.jsonl, line 7: .* refuses .*System role not supp")
     assert "(system user assistant)" in message
     assert made(template, chat("u:x", "a:y"))  # and takes what it knows
+
+
+ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer of computing time on this system")
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [(CHATML + "\n" + ENDLESS, " in its line [56];"), ("{{ 9**(9**8) }}", "")],
+    ids=["loop", "constant"],
+)
+def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
+    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
+    stopped = f"line 7: the tokenizer's chat template does not end: it was stopped after 0.2 s of computing{place}"
+    refused(template, chat("u:x", "a:y"), stopped)
+    assert made(CHATML, chat("u:x", "a:y"))  # and the next is rendered in peace
+
+
+def test_a_template_that_recurses_or_grows_without_end_is_refused():
+    refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", chat("u:x", "a:y"), "line 7: .* maximum recursion depth")
+    refused(
+        "{{ 'a' * 10**15 }}", chat("u:x", "a:y"), r"line 7: .* refuses this conversation \(user assistant\): MemoryErr"
+    )
+
+
+def test_turns_without_answers_are_refused():
+    refused(CHATML, Record("line 3", turns=("One?", "Two?")), "line 3 has user turns and no answers to learn from")
 
 
 def test_a_prompt_that_is_not_how_the_turn_begins_is_refused():

@@ -231,7 +231,7 @@ def test_every_node_sees_its_path(name: str) -> None:
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "_placed", lambda self, tree, cache: {})
-    with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; use --draft-mode chain"):
+    with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; draft chains"):
         tiny_target().check_masks()
 
 

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, document, layouts, live_by_definition, row_of, tiny_draft, tiny_target
+from conftest import (
+    AlteredDraft,
+    document,
+    layouts,
+    live_by_definition,
+    replace_function,
+    row_of,
+    tiny_draft,
+    tiny_target,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.kernels import loss as loss_module
-from fledge.kernels.linear import WideSum
-from fledge.kernels.loss import KINDS, PRODUCT, Scores, loss_and_gradients, soft_target_loss_reference
-from fledge.kernels.ttt_attention import Queries, document_blocks, ttt_attention, ttt_attention_reference, visible
+from fledge.kernels.gradients import Fp32Accumulator
+from fledge.kernels.loss import (
+    KINDS,
+    PRODUCT,
+    LossOptions,
+    Scores,
+    Teacher,
+    definition,
+    loss_and_gradients,
+    soft_target_loss_reference,
+)
+from fledge.kernels.ttt_attention import OwnSteps, Queries, document_blocks, ttt_attention, ttt_attention_reference
+from fledge.kernels.ttt_attention.definition import visible
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.train.objective import Ways, _chunks, ttt, walk, walk_rounds
+from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
 from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.train.plan import chunks_of
+from fledge.train.walk import walk, walk_rounds
 from fledge.types import Document, Features, Packed, Step
 
 STEPS = 4
@@ -130,9 +152,9 @@ def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance:
         assert float((a[name] - expected).abs().max()) <= tolerance * size, name
 
 
-def both(target: Target, draft: Draft, row: Packed, ways: Ways = Ways()) -> tuple[Step, Dense]:
+def both(target: Target, draft: Draft, row: Packed, ways: Implementation = Implementation()) -> tuple[Step, Dense]:
     features = target.features(row)
-    step = ttt(draft, row, features, target.logits, steps=STEPS, ways=ways)
+    step = ttt(draft, row, features, target.logits, Objective(depth=STEPS), ways)
     return step, dense(draft, row, features, target.logits(features.last_TD))
 
 
@@ -145,29 +167,45 @@ def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
         target, draft = tiny(dtype, draft_vocab_size=vocabulary, **VARIANTS[variant])
         row = row_of(DOCUMENTS, filler=5)
-        step, whole = both(target, draft, row, Ways(slots=slots))
+        step, whole = both(target, draft, row, Implementation(slots=slots))
         torch.testing.assert_close(step.loss, whole.loss, rtol=tolerance, atol=0)
         expected = gradients(draft, whole.loss)
         assert all(bool(g.any()) for g in expected.values()), "a parameter has no gradient to compare"
         assert_same_gradients(gradients(draft, step.loss), expected, tolerance)
 
 
-@pytest.mark.parametrize(
-    ("owner", "function", "old", "new"),
-    [
-        (objective, "_later_steps", "(out, read))", "(out, read)); fed_back = fed_back.detach()"),
-        (objective, "_later_steps", "append((keys, values))", "append((keys.detach(), values))"),
-        (objective._FirstPass, "leaves", "cut[2::2]", "[v.detach() for v in cut[2::2]]"),
-    ],
-    ids=["fed back", "own keys", "first values"],
-)
-def test_a_cut_gradient_is_noticed(
-    owner: object, function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class CutKeys(OwnSteps):
+    """Keys of a slot's own steps that pass no gradient back."""
+
+    def append(self, pair: tuple[Tensor, Tensor]) -> None:
+        super().append((pair[0].detach(), pair[1]))
+
+
+def cut_fed_back(read: Any, out: Tensor, *compute: Any) -> tuple[Tensor, Tensor]:
+    fed_back, head_input = read(out, *compute)
+    return fed_back.detach(), head_input
+
+
+def cut_first_values(cut: Any, first: FirstPass, start: int, end: int) -> FirstPass:
+    part = cut(first, start, end)
+    return replace(part, keys=[(k, v.detach()) for k, v in part.keys])
+
+
+@pytest.mark.parametrize("where", ["fed back", "own keys", "first values"])
+def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes that leave every value right and only stop a gradient."""
-    break_on_purpose(monkeypatch, owner, function, old, new)
     target, draft = tiny(torch.float64)
-    step, whole = both(target, draft, row_of(DOCUMENTS))
+    row = row_of(DOCUMENTS)
+    features = target.features(row)
+    trained = draft
+    if where == "fed back":
+        trained = AlteredDraft(draft, read=cut_fed_back)
+    elif where == "own keys":
+        monkeypatch.setattr(objective, "OwnSteps", CutKeys)
+    else:
+        replace_function(monkeypatch, FirstPass, "cut", cut_first_values)
+    step = ttt(trained, row, features, target.logits, Objective(depth=STEPS))
+    whole = dense(draft, row, features, target.logits(features.last_TD))
     torch.testing.assert_close(step.loss, whole.loss)
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
@@ -179,7 +217,7 @@ def test_a_run_of_slots_ends_with_a_document() -> None:
     begins = torch.tensor([a for a, _ in row.documents()])
 
     def sizes(slots: int | None) -> list[int]:
-        chunks = _chunks(row.live(2), slots, begins)
+        chunks = chunks_of(row.live(2), slots, begins)
         for k, live in enumerate(row.live(2)):
             assert torch.equal(torch.cat([c[k] for c in chunks]), live)
         return [c[0].numel() for c in chunks]
@@ -189,7 +227,7 @@ def test_a_run_of_slots_ends_with_a_document() -> None:
     assert sizes(20) == [17, 20, 8]
     assert sizes(9) == [8, 9, 9, 9, 9, 1]
     assert sizes(30) == [30, 15], "of 17 the next document would begin"
-    assert [c.tolist() for c in _chunks(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
+    assert [c.tolist() for c in chunks_of(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
 
 
 def test_many_chunks_lose_nothing() -> None:
@@ -197,12 +235,12 @@ def test_many_chunks_lose_nothing() -> None:
     target, draft = tiny(torch.float32)
     row = row_of([document(130, (0, 130), seed=1)])
     features = target.features(row)
-    exact = gradients(draft, ttt(draft, row, features, target.logits, steps=3).loss)
+    exact = gradients(draft, ttt(draft, row, features, target.logits, Objective(depth=3)).loss)
     draft.to(torch.bfloat16)
     draft.share(target.embedding)
 
     def errors(slots: int | None) -> dict[str, float]:
-        step = ttt(draft, row, features, target.logits, steps=3, ways=Ways(slots=slots))
+        step = ttt(draft, row, features, target.logits, Objective(depth=3), Implementation(slots=slots))
         found = gradients(draft, step.loss)
         return {n: float((found[n].float() - g).norm() / g.norm()) for n, g in exact.items()}
 
@@ -216,7 +254,7 @@ def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
     row = row_of(DOCUMENTS, filler=5)
-    step, whole = both(target, draft, row, Ways(slots=slots))
+    step, whole = both(target, draft, row, Implementation(slots=slots))
     ids = draft.target_ids()
     alive = set(whole.live[0].tolist())
     hits: list[Tensor] = []
@@ -241,7 +279,8 @@ def fit_head_to_target(target: Target, draft: Draft) -> None:
     features = target.features(row)
     live = row.live(1)
     with torch.no_grad():
-        hidden = draft.read(objective.ttt_hidden(draft, row, features, live)[0])[1]
+        row_pass = RowPass(draft, row, features, Objective(depth=1))
+        hidden = row_pass.chunk(row_pass.trained).head_inputs[0]
         wanted = target.logits(features.last_TD[live[0] + 1])[:, draft.target_ids()]
         half = hidden.shape[0] // 2
         draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden[:half], wanted[:half]).solution.T)
@@ -254,7 +293,7 @@ def test_packed_is_the_sum_of_its_documents() -> None:
 
     def run(documents: list[Document], filler: int = 0) -> tuple[Step, dict[str, Tensor]]:
         row = row_of(documents, filler)
-        step = ttt(draft, row, target.features(row), target.logits, steps=STEPS)
+        step = ttt(draft, row, target.features(row), target.logits, Objective(depth=STEPS))
         return step, gradients(draft, step.loss)
 
     packed, packed_gradients = run(DOCUMENTS, filler=4)
@@ -279,7 +318,7 @@ def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layer
     """Zero loss, zero counts and zero (not missing, not NaN) gradients."""
     target, draft = tiny(torch.float32, num_hidden_layers=layers)
     row = row_of(documents, filler=2)
-    step = ttt(draft, row, target.features(row), target.logits, steps=STEPS)
+    step = ttt(draft, row, target.features(row), target.logits, Objective(depth=STEPS))
     assert step.loss.item() == 0
     assert step.walked == (0, 0)
     assert all(not getattr(step, f).any() for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"))
@@ -301,8 +340,9 @@ def test_gamma_weighs_steps() -> None:
     target, draft = tiny(torch.float64)
     row = row_of(DOCUMENTS)
     features = target.features(row)
-    loss = {g: ttt(draft, row, features, target.logits, steps=STEPS, gamma=g).loss for g in (0.0, 0.5, 1.0)}
-    short = ttt(draft, row, features, target.logits, steps=1).loss
+    objectives = {g: Objective(depth=STEPS, gamma=g) for g in (0.0, 0.5, 1.0)}
+    loss = {g: ttt(draft, row, features, target.logits, objectives[g]).loss for g in objectives}
+    short = ttt(draft, row, features, target.logits, Objective(depth=1)).loss
     torch.testing.assert_close(loss[0.0], short)
     torch.testing.assert_close(loss[0.5], dense(draft, row, features, target.logits(features.last_TD), gamma=0.5).loss)
     assert loss[1.0] > loss[0.5] > loss[0.0]
@@ -448,13 +488,14 @@ class LossCase:
     def __call__(self, **options) -> tuple[Tensor, Scores]:
         """The loss, differentiable in `hidden` and `head`, and what it found."""
         gradients = torch.is_grad_enabled()
-        dhead = WideSum(self.head) if gradients else None
+        head_sum = Fp32Accumulator(self.head) if gradients else None
+        teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
         loss, scores, dhidden = loss_and_gradients(
-            self.hidden, self.head, self.rows, lambda s: self.teacher[s], self.ids, self.weights, dhead=dhead,
-            gradients=gradients, **options,
+            self.hidden, self.head, teacher, self.weights, LossOptions(**options), head_sum=head_sum,
+            gradients=gradients,
         )  # fmt: skip
         if gradients:
-            loss = Made.apply(loss, [dhead.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
+            loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
         return loss, scores
 
     def reference(self, kind: str = "ce") -> Tensor:
@@ -493,7 +534,7 @@ def test_loss_is_its_definition(kind: str, W: int, chunk: int | None) -> None:
 def test_loss_counts(W: int, keep: bool) -> None:
     """Per-step sums, hits and scored counts against direct computation, with and without unseen teachers."""
     case = loss_case(W)
-    loss, scores = case(keep_unseen=keep, chunk=8)
+    loss, scores = case(keep_out_of_vocab=keep, chunk=8)
     total = torch.zeros((), dtype=torch.float64)
     unseen = 0
     for k, (h, r) in enumerate(zip(case.hidden, case.rows, strict=True)):
@@ -546,9 +587,10 @@ def test_loss_holds_few_logits(chunk: int | None) -> None:
         return teacher_PV[part]
 
     hidden, head, rows = [torch.randn(P, 4) for _ in range(K)], torch.randn(W, 4), [torch.arange(P)] * K
+    taught = Teacher(teacher, rows, torch.arange(W), W)
     with Watch():
-        loss_and_gradients(hidden, head, rows, teacher, torch.arange(W), [1.0] * K, chunk=chunk, dhead=WideSum(head))
-    assert asked.tolist() == [2 if chunk is None else 1] + [1] * (P - 1), "the first is asked how long it is"
+        loss_and_gradients(hidden, head, taught, [1.0] * K, LossOptions(chunk=chunk), head_sum=Fp32Accumulator(head))
+    assert asked.tolist() == [1] * P
     assert largest <= PRODUCT + K * (chunk or P)
     assert chunk != 100 or largest < 2500
 
@@ -564,24 +606,36 @@ def test_loss_needs_no_gradient() -> None:
     assert torch.equal(scores.accept_K, same.accept_K)
 
 
-MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, old, new)
-    "unseen slots scored": (loss_module, "_tile_loss", "torch.where(scored, loss, 0)", "loss"),
-    "gradient unweighted": (loss_module, "_tile_loss", "(scored * weight_S[tile.place])", "(scored * 1.0)"),
-    "teacher not renormalised": (
-        loss_module._TeacherTile,
-        "__init__",
-        "lse = kept.logsumexp(-1)",
-        "lse = whole.logsumexp(-1)",
-    ),
-    "chunk off by one": (loss_module, "_by_chunk", "rows[k][a:b] - i * chunk", "rows[k][a:b] - i * chunk - 1"),
+def score_everything(tile_loss: Any, *given: Any) -> None:
+    *others, _keep_out_of_vocab, sums = given
+    tile_loss(*others, True, sums)
+
+
+def leave_weights_out(tile_loss: Any, z: Tensor, teacher: Tensor, tile: Any, weight_S: Tensor, *others: Any) -> None:
+    tile_loss(z, teacher, tile, torch.ones_like(weight_S), *others)
+
+
+def leave_p_unnormalised(init: Any, teacher: Any, *given: Any) -> None:
+    init(teacher, *given)
+    teacher.p_NW = teacher.p_NW * teacher.mass_N[:, None]
+
+
+def take_the_row_before(tiles_of: Any, *given: Any) -> Any:
+    return (replace(tile, row_M=tile.row_M - 1) for tile in tiles_of(*given))
+
+
+MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, what replaces it)
+    "slots out of the vocabulary scored": (definition, "tile_loss", score_everything),
+    "gradient unweighted": (definition, "tile_loss", leave_weights_out),
+    "teacher not renormalised": (definition._TeacherTile, "__init__", leave_p_unnormalised),
+    "chunk off by one": (loss_module, "tiles_of", take_the_row_before),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_breaking_the_loss_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these mistakes shows in the loss or its gradients."""
-    owner, function, old, new = MUTATIONS[name]
-    break_on_purpose(monkeypatch, owner, function, old, new)
+    replace_function(monkeypatch, *MUTATIONS[name])
     case = loss_case(12)
     expected = case.reference()
     loss, _ = case(chunk=7)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fledge.data.pack import make_row, pack, windows
-from fledge.data.read import Record
+from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.types import Document, Packed
 
@@ -40,29 +40,34 @@ def make_documents(
     max_length: int,
     *,
     skip_bad: bool = False,
+    skipped: Sequence[str] = (),
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[list[Document], DataReport]:
-    """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`."""
+    """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`. `skipped` says of
+    records that are not among these, since they could not be read, why not: they are counted too."""
     documents: list[Document] = []
-    refused, windowed, first_refusal = 0, 0, ""
+    refused, windowed = list(skipped), 0
     for record in records:
         try:
             made = template.documents(record)
         except ValueError as e:
             if not skip_bad:
                 raise
-            refused, made, first_refusal = refused + 1, [], first_refusal or str(e)
+            refused.append(str(e))
+            made = []
         for document in made:
             windowed += document.tokens.numel() > max_length
             documents += windows(document, max_length)
         advance()
-    if not documents and refused == len(records):
-        raise ValueError(f"every record was refused, the first for this: {first_refusal}")
+    count = len(records) + len(skipped)
+    if not documents and len(refused) == count:
+        raise ValueError(f"every record was refused, the first for this: {refused[0]}")
     if not documents:
         raise ValueError("no record has an assistant turn of two tokens or more, so there is nothing to draft")
     tokens = sum(d.tokens.numel() for d in documents)
     supervised = sum(int((d.spans >= 0).sum()) for d in documents)
-    return documents, DataReport(len(records), len(documents), windowed, refused, first_refusal, tokens, supervised)
+    first_refusal = refused[0] if refused else ""
+    return documents, DataReport(count, len(documents), windowed, len(refused), first_refusal, tokens, supervised)
 
 
 class Rows:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.types import Document
+
+TOKENS_AT_ONCE = 1 << 22
 
 
 def choose_vocabulary(
@@ -40,14 +42,28 @@ def _share(ids_W: Tensor, counts_V: Tensor) -> float:
 def _counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
     """How often each target id is supervised, int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for d in documents:
-        if d.tokens.max() >= vocab_size:
+    for some in _chunks(documents):
+        tokens, spans = torch.cat([d.tokens for d in some]), torch.cat([d.spans for d in some])
+        if tokens.max() >= vocab_size:
             raise ValueError(
-                f"the data has a token {d.tokens.max()} and the target's vocabulary ends at {vocab_size - 1}; its "
+                f"the data has a token {tokens.max()} and the target's vocabulary ends at {vocab_size - 1}; its "
                 "tokenizer belongs to another model"
             )
-        counts += torch.bincount(d.tokens[d.spans >= 0], minlength=vocab_size)
+        counts += torch.bincount(tokens[spans >= 0], minlength=vocab_size)
     return counts
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in groups that are counted at once: each count is as wide as the vocabulary."""
+    some, tokens = [], 0
+    for d in documents:
+        some.append(d)
+        tokens += d.tokens.numel()
+        if tokens >= TOKENS_AT_ONCE:
+            yield some
+            some, tokens = [], 0
+    if some:
+        yield some
 
 
 def choose_mask_token(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fledge.models.target import Target
 from fledge.types import Round, Tree
 
 PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
+ROOMS = 8192  # slots of a batch's rooms up to which no request is too long for it
 
 
 class NoDrafter:
@@ -77,6 +78,7 @@ class Batch:
         began = time.perf_counter()
         prefixes = [r.prefix for r in requests]
         logits_BV, features, cache = self.target.prefill(prefixes, features=self.drafts, layers=self.layers)
+        self.target.check_numbers(logits_BV)
         slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
         if self.drafts:
             states = map(self.proposer.draft.reads, features)
@@ -152,6 +154,49 @@ class Batch:
             if staying:
                 self.cache.select(staying)
             self.proposer.dismiss(staying)
+
+
+class Lanes:
+    """Batches that run side by side. Requests of a batch have rooms as long as its longest one's, so one that is much
+    longer than the others gets a batch of its own, made by `make`; a round is then one verification of each batch."""
+
+    def __init__(self, make: Callable[[], Batch]):
+        self.make = make
+        self.lanes: list[Batch] = []
+
+    @property
+    def running(self) -> int:
+        """Requests that are not over."""
+        return sum(len(lane.running) for lane in self.lanes)
+
+    def enter(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """As `Batch.enter`, each request in the first batch where its room fits."""
+        entering: list[tuple[Batch, list[Request]]] = [(lane, []) for lane in self.lanes]
+        for request in requests:
+            beside = (new for lane, new in entering if _share_rooms([*lane.running, *new, request]))
+            if (new := next(beside, None)) is None:
+                new = []
+                entering.append((self.make(), new))
+            new.append(request)
+        self.lanes = [lane for lane, _ in entering]
+        for lane, new in entering:
+            yield from lane.enter(new)
+
+    def round(self) -> Iterator[Request]:
+        """A round of every batch: yields the requests that it committed to, and lets go of those that are over."""
+        for lane in self.lanes:
+            if lane.running:
+                lane.round()
+                yield from lane.running
+                lane.dismiss()
+        self.lanes = [lane for lane in self.lanes if lane.running]
+
+
+def _share_rooms(requests: Sequence[Request]) -> bool:
+    """Whether rooms for all of them, each as long as the longest needs it, are few slots, or at most twice those that
+    are needed."""
+    needed = [r.longest for r in requests]
+    return len(needed) * max(needed) <= max(2 * sum(needed), ROOMS)
 
 
 class Clock:

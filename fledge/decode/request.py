@@ -72,6 +72,11 @@ class Request:
         return ends
 
     @property
+    def longest(self) -> int:
+        """Tokens that the prompt and the answer may come to."""
+        return len(self.prefix) + self.limit - len(self.done.tokens)
+
+    @property
     def over(self) -> bool:
         """Whether nothing more is to be said."""
         return self.text.stopped or self.done.finish == "stop" or len(self.done.tokens) >= self.limit

@@ -1,13 +1,13 @@
-"""Evaluation prompts from files: `turns`, `messages`, `conversations`, `prompt` or `text`."""
+"""Evaluation prompts, from the same files and hub data sets as training data."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.data.read import Record, read_records
+from fledge.data.read import read_records
+from fledge.data.record import Record
 
 
 @dataclass(frozen=True)
@@ -20,28 +20,15 @@ class EvalPrompt:
     turns: tuple[str, ...] = ()
     where: str = "a prompt"
 
+    @property
+    def answers(self) -> int:
+        """How many answers it asks for."""
+        return max(len(self.turns), 1)
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[EvalPrompt]:
-    """At most `limit` prompts, spread evenly over the file. Raises ValueError for a file without any.
 
-    `turns` is a list of user messages; `messages` are cut before the middle assistant turn; a `text` is cut in half.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; prompts are read from JSON lines")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text ({e}); convert it first") from e
-    numbered = [(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path} is empty")
-    first = _parse(*numbered[0])
-    if isinstance(first, dict) and ("turns" in first or "prompt" in first):
-        prompts = [_from_row(_parse(line, where), where) for line, where in numbered]
-    else:
-        prompts = [prompt_of(record) for record in read_records([str(path)])]
-    return spread(prompts, limit)
+def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
+    """At most `limit` prompts, spread evenly over a source. Raises ValueError as `read_records`."""
+    return spread([prompt_of(record) for record in read_records([str(source)])], limit)
 
 
 def spread(items: list[Any], limit: int | None) -> list[Any]:
@@ -52,28 +39,15 @@ def spread(items: list[Any], limit: int | None) -> list[Any]:
 
 
 def prompt_of(record: Record) -> EvalPrompt:
-    """A record cut where a decoder could go on: before its middle assistant turn, or in the middle of its text."""
+    """Where a decoder goes on: behind what the record gives as a prompt. Where it gives none, before the middle
+    assistant turn, or behind the messages if nobody answered them, or in the middle of the text. User turns are all
+    answered, one after another."""
+    if record.turns:
+        return EvalPrompt(turns=record.turns, where=record.where)
     if record.text is not None:
-        return EvalPrompt(text=record.text[: max(len(record.text) // 2, 1)], where=record.where)
+        cut = record.given or max(len(record.text) // 2, 1)
+        return EvalPrompt(text=record.text[:cut], where=record.where)
     messages = record.messages or []
-    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if not answers:
-        raise ValueError(f"{record.where} has no assistant turn to be decoded")
-    return EvalPrompt(messages=tuple(messages[: answers[len(answers) // 2]]), where=record.where)
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as e:
-        raise ValueError(f"{where} is not JSON: {e}") from e
-
-
-def _from_row(row: Any, where: str) -> EvalPrompt:
-    row = row if isinstance(row, dict) else {}
-    if isinstance(row.get("prompt"), str):
-        return EvalPrompt(text=row["prompt"], where=where)
-    turns = row.get("turns")
-    if isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns):
-        return EvalPrompt(turns=tuple(turns), where=where)
-    raise ValueError(f"{where} has neither `turns`, a list of user messages, nor a `prompt`")
+    answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
+    cut = record.given or (answers[len(answers) // 2] if answers else len(messages))
+    return EvalPrompt(messages=tuple(messages[:cut]), where=record.where)

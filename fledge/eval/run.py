@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.verify import Chooser
 from fledge.eval.environment import environment
@@ -28,11 +30,11 @@ def evaluate(
     sampling: Sampling,
     max_new_tokens: int,
     batch: int = 1,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
     """Every prompt by every engine, all of one target, and without a draft, `batch` of them together; one by one, the
     ways take turns at going first. Returns a JSON-ready record for each engine, all against the same baseline.
-    `advance` is told of how many prompts a turn is done.
+    `advance` is called for each answer: every turn of every prompt, by each engine and by the baseline.
 
     Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
     allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
@@ -78,11 +80,12 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
         "prompts": len(ids),
         **_loops(with_draft),
         # together, a request's time is that of others' prompts too
-        "round": _round_split(engine, with_draft, without) if batch == 1 else None,
+        "round": _round_split(engine, with_draft, without, fast / slow, ways.seconds[name]) if batch == 1 else None,
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
         **engine.drafting(),
         "target": engine.target.name,
+        "trust_remote_code": engine.target.trust_remote_code,
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),
@@ -90,9 +93,13 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
-    """τ of greedy decoding alone, for choosing checkpoints."""
-    done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
-    return {"tau": tau([c.trace for c in done])}
+    """τ of greedy decoding alone, for choosing checkpoints; empty where no round was decoded. A draft that has learnt
+    nothing yet is no news there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ChanceWarning)
+        done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
+    traces = [c.trace for c in done]
+    return {"tau": tau(traces)} if any(t.rounds for t in traces) else {}
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
@@ -143,12 +150,13 @@ class _AllWays:
             self._generate(way, asked, batch, options)
 
     def decode(
-        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[int], None]
+        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[], None]
     ) -> None:
         """A turn of every prompt, then the next of those that have one, which follows the baseline's answers."""
+        options = options | dict(answered=lambda place: advance())
         answers: list[list[str]] = [[] for _ in prompts]
-        for turn in range(max(max(len(p.turns), 1) for p in prompts)):
-            asking = [i for i, p in enumerate(prompts) if turn < max(len(p.turns), 1)]
+        for turn in range(max(p.answers for p in prompts)):
+            asking = [i for i, p in enumerate(prompts) if turn < p.answers]
             together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
             for group in (asking[i : i + together] for i in range(0, len(asking), together)):
                 asked = [self.ids_of(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
@@ -161,7 +169,6 @@ class _AllWays:
                 for i, completion in zip(group, self.made[BASELINE][-len(group) :], strict=True):
                     answers[i].append(completion.text)
                 self.ids += asked
-                advance(sum(turn + 1 == max(len(prompts[i].turns), 1) for i in group))
 
     def speed(self, way: str | None) -> float:
         """Tokens a second."""
@@ -179,28 +186,32 @@ def _loops(completions: list[Completion]) -> dict[str, Any]:
     }
 
 
-def _round_split(engine: Engine, with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
-    """Milliseconds of a mean round by part, and the speedup if drafting cost what its bytes do: τ / (v + d), with v a
-    verification in vanilla tokens and d the bytes that drafting reads over those the target reads. Where weights stay
-    in a cache, drafting can cost less than that."""
+def _round_split(
+    engine: Engine, with_draft: list[Completion], without: list[Completion], speedup: float, seconds: float
+) -> dict[str, float]:
+    """Milliseconds of a mean round by part, and a ceiling of the `speedup` that was measured over so many `seconds`:
+    what it would have been without overhead, and with drafting at the price of its bytes, d vanilla tokens, d being the
+    bytes that drafting reads over those the target reads. Where drafting cost less than that (weights that stay in a
+    cache), it keeps its own price, so that the ceiling is never below what was measured."""
     traces = [c.trace for c in with_draft]
     n = max(sum(len(t.rounds) for t in traces), 1)
     draft = sum(r.t_draft for t in traces for r in t.rounds) / n
     verify = sum(r.t_verify for t in traces for r in t.rounds) / n
-    whole = sum(t.t_total - t.t_prefill for t in traces) / n
+    overhead = sum(t.t_total - t.t_prefill for t in traces) / n - draft - verify
     steps = sum(max(len(c.tokens) - 1, 1) for c in without)
     token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
     drafted = sum(r.drafted for t in traces for r in t.rounds) / n
     once, each = _bytes_drafting(engine.draft)
-    bytes_over = (once + drafted * each) / _bytes_read(engine.target.model)
+    by_bytes = token * (once + drafted * each) / _bytes_read(engine.target.model)
+    spared = n * (max(draft - by_bytes, 0.0) + max(overhead, 0.0))
     return {
         "draft_ms": draft * 1e3,
         "verify_ms": verify * 1e3,
-        "overhead_ms": (whole - draft - verify) * 1e3,
+        "overhead_ms": overhead * 1e3,
         "vanilla_token_ms": token * 1e3,
         "drafted": drafted,
         "prefill_share": sum(t.t_prefill for t in traces) / sum(t.t_total for t in traces),
-        "ceiling": tau(traces) / (verify / token + bytes_over),
+        "ceiling": speedup * seconds / (seconds - spared),
     }
 
 

@@ -12,20 +12,23 @@ from fledge.jobs.options import DecodeOptions, opt
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
+    from fledge.jobs.show import Paper
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(DecodeOptions):
     """Decode prompts with a draft, or several, and without in one run; report acceptance, speed and identity."""
 
-    draft: list[str] = opt("a draft of it; repeatable, to compare", many=True)
+    draft: list[str] = opt("a draft of it, a directory or hub id; repeatable, to compare", many=True)
     draft_mode: list[str] = opt(
         "chain, tree (EAGLE-2's) or parallel (P-EAGLE's; default: chain or parallel, as the draft is); repeatable, to "
         "compare", many=True
     )  # fmt: skip
-    prompts: list[str] = opt("files of `turns`, `messages`, `prompt` or `text`; repeatable", many=True)
+    prompts: list[str] = opt("files, globs or hub ids, in any layout that train takes; repeatable", many=True)
     limit: int | None = opt("at most this many prompts of each file, spread over it", None, least=1)
-    max_new_tokens: int = opt("new tokens a prompt", 128, least=1)
+    max_new_tokens: int | None = opt(
+        "new tokens a prompt (default: 128, at most half the target's context)", None, least=1
+    )
     batch: int = opt("prompts decoded together, with and without the draft", 1)
     out: str | None = opt("also write the JSON here; a file that is no earlier record is left alone", None)
     json: bool = opt("print the JSON alone", False)
@@ -43,7 +46,7 @@ def run(
     from fledge.decode.engine import check_drafting, mode_of
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
-    from fledge.jobs.options import place_of_record, write_json
+    from fledge.jobs.options import new_tokens, place_of_record, write_json
     from fledge.models.weights import read_draft_config
 
     if not options.prompts:
@@ -72,8 +75,11 @@ def run(
     for way in itertools.product(options.draft, modes):
         engines[way] = options.engine(*way, target)
         target = engines[way].target
+    most = options.max_new_tokens or new_tokens(128, target.context)
     kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
+    if options.template_kwargs and not templated:
+        raise ValueError("no prompt is a chat, which --template-kwargs are for; leave them out")
     if templated and any(k != kwargs[options.draft[0]] for k in kwargs.values()):
         raise ValueError(
             f"the drafts were trained with different template arguments ({kwargs}), so that they would be asked "
@@ -86,9 +92,10 @@ def run(
                 write_json(options.out, records)
         labels = {" ".join(itertools.compress((*way, name), varied)): engine for way, engine in engines.items()}
         what = f"{name} with and without " + ("the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting")
-        with progress.counting(f"decoding {what}", len(prompts)) as advance:
+        answers = (len(engines) + 1) * sum(p.answers for p in prompts)
+        with progress.counting(f"answers to {what}", answers) as advance:
             records |= evaluate(
-                labels, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens, batch=options.batch,
+                labels, prompts, sampling=sampling, max_new_tokens=most, batch=options.batch,
                 advance=advance,
             )  # fmt: skip
     record = _single(records)
@@ -105,37 +112,40 @@ def _single(records: dict[str, Any]) -> dict[str, Any]:
     return next(iter(records.values())) if len(records) == 1 else records
 
 
-def table(record: dict[str, Any], show: Callable[[Any], None]) -> None:
-    """Prints records as a plain table and what they mean as sentences."""
-    from rich import box
-    from rich.table import Table
-
+def table(record: dict[str, Any], paper: Paper) -> None:
+    """Prints records as a table of one row each, and what they mean as sentences. τ stays in the narrowest table."""
     records = {"": record} if "tau" in record else record
-    out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("prompts", overflow="fold")
-    for column in ("τ", "tokens/s", "baseline", "speedup", "identical", "repeats"):
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, r in records.items():
-        out.add_row(
-            f"{name} {r['prompts']}".strip(), f"{r['tau']:.2f}", f"{r['tokens_per_s']:.0f}",
-            f"{r['baseline_tokens_per_s']:.0f}", f"{r['speedup']:.2f}x",
-            "-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}", f"{r['repeated_8grams']:.0%}",
-        )  # fmt: skip
-    show(out)
-    for name, r in records.items():
-        for line in _sentences(r):
-            show(f"{name}: {line}" if name else line)
+    rows = records.items()
+    columns = {
+        "prompts": [f"{name} {r['prompts']}".strip() for name, r in rows],
+        "τ": [f"{r['tau']:.2f}" if r["tau"] else "-" for _, r in rows],
+        "tokens/s": [f"{r['tokens_per_s']:.0f}" for _, r in rows],
+        "baseline": [f"{r['baseline_tokens_per_s']:.0f}" for _, r in rows],
+        "speedup": [f"{r['speedup']:.2f}x" for _, r in rows],
+        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}" for _, r in rows],
+        "repeats": [f"{r['repeated_8grams']:.0%}" for _, r in rows],
+    }
+    gone = paper.table(columns, spare=("repeats", "identical", "baseline", "tokens/s", "speedup"))
+    for name, r in rows:
+        speed = (
+            f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
+            f"{r['speedup']:.2f} times as fast."
+        )
+        for line in [*([speed] if "baseline" in gone else []), *_sentences(r)]:
+            paper.print(f"{name}: {line}" if name else line)
 
 
 def _sentences(r: dict[str, Any]) -> list[str]:
-    lines = [f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}."]
-    if split := r["round"]:
+    lines = ["Every answer ended with its first token, before a draft was asked for: there is no τ."]
+    if r["tau"]:
+        lines = [f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}."]
+    if r["tau"] and (split := r["round"]):
         lines.append(
             f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
-            f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost what "
-            f"the bytes of its weights do, the speedup would be {split['ceiling']:.2f}."
+            f"{split['overhead_ms']:.2f} ms; a token alone {split['vanilla_token_ms']:.2f} ms. If drafting cost no "
+            f"more than the bytes of its weights, and the rest nothing, the speedup would be {split['ceiling']:.2f}."
         )
-    straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["not_looping"] else ""
+    straight = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""
     lines.append(
         f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
         f"do not loop{straight}."
@@ -156,7 +166,7 @@ def _sentences(r: dict[str, Any]) -> list[str]:
             f"{r['batch']} prompts were decoded together, with the draft and without; only --batch 1 is compared with "
             "transformers' own generate, and shows the parts of a round."
         )
-    if r["batch"] == 1 and r["speedup"] > r["tau"]:
+    if r["batch"] == 1 and 0 < r["tau"] < r["speedup"]:
         lines.append("A speedup over τ cannot be: something else slowed the baseline down. Measure again.")
     if "baseline_over_transformers" in r:
         ratio = r["baseline_over_transformers"]

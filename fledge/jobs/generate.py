@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.jobs.options import DecodeOptions, opt
+from fledge.jobs.show import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,14 @@ class GenerateOptions(DecodeOptions):
     prompt: str | None = opt("what to say to it (default: standard input)", None)
     system: str | None = opt("a system message before it", None)
     raw: bool = opt("continue the prompt as plain text, without the chat template", False)
-    max_new_tokens: int = opt("most tokens to generate", 256, least=1)
+    max_new_tokens: int | None = opt("most tokens to generate (default: at most 256 of those that fit)", None, least=1)
     stop: list[str] = opt("end the text before this string; repeatable", many=True)
     stats: bool = opt("print speed and acceptance to standard error afterwards", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.raw:
+            self.refuse(("system", "template_kwargs"), "with --raw, which leaves the chat template out;")
 
 
 def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
@@ -27,21 +33,25 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     from fledge.decode.engine import Completion
     from fledge.eval.metrics import alpha, tau
 
-    if options.raw and options.system:
-        raise ValueError("--raw goes on with the prompt alone, without a chat template; leave --system out")
     sampling, engine = options.sampling(), options.engine(options.draft, options.draft_mode)
+    if options.prompt is None and sys.stdin.isatty():
+        say("type the prompt; Ctrl-D on a line of its own ends it")
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     try:
         text.encode()
     except UnicodeEncodeError as e:  # how Python stands for bytes that were no text
         raise ValueError("the prompt is not UTF-8 text; convert it first") from e
+    chats = engine.target.tokenizer.chat_template is not None
+    if options.template_kwargs and not chats:
+        raise ValueError(f"{options.target} has no chat template; leave --template-kwargs out")
     done = Completion()
     stream = engine.stream(
-        _prompt(options, text, engine.target.tokenizer.chat_template is not None),
-        max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop, into=done,
+        _prompt(options, text, chats), max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop,
+        into=done,
     )  # fmt: skip
+    terminal = sys.stdout.isatty()  # which would obey what a model may write; a file or a pipe gets every character
     for piece in stream:
-        sys.stdout.write(piece)
+        sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     if options.stats:

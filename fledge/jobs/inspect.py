@@ -4,53 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fledge.jobs.options import opt
+from fledge.jobs.options import Options, opt, trust_option
+
+if TYPE_CHECKING:
+    from fledge.config import DraftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(Options):
     """Say what a draft is, for which target, what it reads and says, and whether anything is wrong with it."""
 
-    directory: str = opt("a draft's directory", flag="argument")
+    directory: str = opt("a draft: a directory or hub id (owner/name or owner/name@revision)", flag="argument")
     target: str | None = opt("also check that it fits this target", None)
+    trust_remote_code: bool = trust_option()
 
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
-    """Prints findings; returns whether nothing is wrong."""
-    import torch
+    """Prints findings; returns whether nothing is wrong. Raises ValueError where there is no draft to look at."""
+    from fledge.models.weights import check_draft, open_draft, read_draft_config
 
-    from fledge.models.weights import load_draft, read_draft_config
-
-    config = read_draft_config(options.directory)
-    for line in describe(config):
-        say(line)
-    problems: list[str] = []
+    if options.trust_remote_code and not options.target:
+        raise ValueError("--trust-remote-code is about a target's code; give --target with it, or leave it out")
+    check_draft(options.directory)
+    config, problems, notes = None, [], []
     try:
-        draft = load_draft(options.directory)
-        bad = [n for n, p in draft.named_parameters() if not bool(torch.isfinite(p).all())]
-        problems += [f"{', '.join(bad[:3])} holds values that are not numbers"] if bad else []
-        flat = [n for n, p in draft.named_parameters() if p.dim() > 1 and not bool(p.any())]
-        problems += [f"{', '.join(flat[:3])} is all zeros"] if flat else []
+        config = read_draft_config(options.directory)
+        config = open_draft(options.directory).config
     except ValueError as e:
         problems.append(str(e))
+    if config is not None:
+        for line in describe(config):
+            say(line)
     if options.target and not problems:
-        from fledge.models.target import load_target
-        from fledge.models.weights import mismatch
-
-        longrope = config.rope.rope_type == "longrope"
-        target = load_target(options.target, max_length=config.provenance.max_length if longrope else None)
-        wrong = mismatch(config, target)
-        problems += [f"does not fit {options.target}: {wrong}"] if wrong else []
-    for remark in remarks(config):
-        say(f"Note: {remark}")
+        misfit, notes = _against_target(config, options)
+        problems += misfit
+    for note in [*(remarks(config) if config is not None else ()), *notes]:
+        say(f"Note: {note}")
     for problem in problems:
         say(f"Wrong: {problem}")
     say("Nothing is wrong with it." if not problems else f"{len(problems)} problem(s).")
     return not problems
 
 
-def describe(config) -> list[str]:
+def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[str], list[str]]:
+    """Why a draft does not fit the target, and what to know of the target where it does; each may be empty."""
+    from fledge.models.target import load_target
+    from fledge.models.weights import mismatch
+
+    longrope = config.rope.rope_type == "longrope"
+    target = load_target(
+        options.target, max_length=config.provenance.max_length if longrope else None,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    wrong, notes = mismatch(config, target), []
+    if target.rollback_problem:
+        notes.append(
+            f"fledge does not decode with it: of {options.target}, {target.rollback_problem}. Serve it with an "
+            "engine that can restore such states."
+        )
+    return [f"does not fit {options.target}: {wrong}"] if wrong else [], notes
+
+
+def describe(config: DraftConfig) -> list[str]:
     """Sentences about a `DraftConfig`."""
     known = config.provenance
     eagle1 = config.method == "eagle1"
@@ -71,8 +88,11 @@ def describe(config) -> list[str]:
     if eagle1:
         lines.append("It reads the target's last hidden state, and speaks through its head.")
     elif config.aux_layers:
-        read = ", ".join(str(i - 1) for i in config.aux_layers)
-        lines.append(f"It reads the outputs of the target's layers {read} (counted from 0).")
+        read = ", ".join(map(str, config.aux_layers))
+        lines.append(
+            f"It reads the target's hidden states {read}, counted as --aux-layers does: 0 is the embedding, 1 the "
+            "first layer's output."
+        )
     else:
         lines.append(f"It reads the {config.num_aux_hidden_states} layers that engines read by default.")
     said = f"It can say {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
@@ -87,7 +107,7 @@ def describe(config) -> list[str]:
     return lines
 
 
-def remarks(config) -> list[str]:
+def remarks(config: DraftConfig) -> list[str]:
     """What an engine would not do with it."""
     found = []
     if config.norm_before_residual:
@@ -98,11 +118,19 @@ def remarks(config) -> list[str]:
         found.append("SGLang builds drafts without biases; serve it with vLLM.")
     if config.own_embeddings and config.hidden_size == config.target_hidden_size:
         found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
+    if config.provenance.target_layers in (config.aux_layers or ()):
+        found.append("SGLang cannot read the output of the target's last layer; serve it with vLLM.")
     if config.method == "eagle1":
         return [*found, "vLLM drops the bias of its fc in silence."] if config.fc_bias else found
     if config.method == "peagle":
         found.append(
             "SGLang knows no P-EAGLE and would draft a word at a time with it; vLLM serves it with parallel_drafting."
+        )
+        found.append("SpecForge reads this file as a one-layer EAGLE-3 draft: train it on with fledge.")
+    elif config.draft_vocab_size == config.vocab_size:
+        found.append(
+            "SpecForge leaves its t2d and d2t uninitialised where a file has none, and fledge writes none for a whole "
+            "vocabulary, since vLLM refuses them there: set them to ones and zeros before you train it on in SpecForge."
         )
     if config.num_aux_hidden_states != 3 or config.num_hidden_layers != 1 or config.fc_norm or config.norm_output:
         found.append("SafeAILab's code reads three layers into one and knows no 3.1 norms; use vLLM or SGLang.")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from fledge.fields import check_template_kwargs
 from fledge.files import replace_text
 
 if TYPE_CHECKING:
@@ -37,31 +41,78 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A job's options. Raises ValueError for a number outside its bounds, or none at all."""
+    """A job's options. `given` are the names of those that were asked for, which a value that equals its default does
+    not show; None takes those that differ from their defaults. Raises ValueError for a value of another type than the
+    field's, for a number outside its bounds, and for an option that was given and would be dropped."""
+
+    given: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
+        hints = get_type_hints(type(self))
+        for f in flags(self):
+            if not _is_a(hints[f.name], getattr(self, f.name)):
+                raise ValueError(f"{flag_of(f.name)} {getattr(self, f.name)!r:.60} is not of type {f.type}")
             value, (least, above, most) = getattr(self, f.name), (f.metadata[k] for k in ("least", "above", "most"))
             if value is None or least is above is most is None:
                 continue
             inside = (least is None or value >= least, above is None or value > above, most is None or value <= most)
-            if not (all(inside) and math.isfinite(value)):
+            if not (all(inside) and (isinstance(value, int) or math.isfinite(value))):
                 wanted = ((least, "at least"), (above, "above"), (most, "at most"))
                 bounds = " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
                 raise ValueError(f"{flag_of(f.name)} {value}: it is {bounds}")
 
+    def was_given(self, name: str) -> bool:
+        """Whether an option was asked for."""
+        if self.given is not None:
+            return name in self.given
+        f = next(f for f in flags(self) if f.name == name)
+        return getattr(self, name) != default_of(f)
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raises ValueError where any of these options was given. `why` goes on from "--flag does nothing"."""
+        given = [flag_of(name) for name in names if self.was_given(name)]
+        if given:
+            does, listed = "does" if len(given) == 1 else "do", ", ".join(given)
+            raise ValueError(f"{listed} {does} nothing {why} leave {listed} out")
+
+    def by_name(self) -> dict[str, Any]:
+        """The options and their values, for a file."""
+        return {f.name: getattr(self, f.name) for f in flags(self)}
+
+
+def flags(options: Options | type[Options]) -> list[Field]:
+    """The fields that are options of a command."""
+    return [f for f in fields(options) if "help" in f.metadata]
+
+
+def default_of(f: Field) -> Any:
+    """An option's default; dataclasses.MISSING where it has none."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def _is_a(hint: Any, value: Any) -> bool:
+    """Whether a value has the type that an option is annotated with."""
+    if isinstance(hint, UnionType):
+        return any(_is_a(kind, value) for kind in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_a(get_args(hint)[0], x) for x in value)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
 
 def template_kwargs(text: str | None) -> dict[str, Any] | None:
-    """--template-kwargs as a dict. Raises ValueError where it is not a JSON object."""
+    """--template-kwargs as a dict. Raises ValueError where it is no JSON object, or sets more than a template's
+    variables."""
     if text is None:
         return None
     try:
         kwargs = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"--template-kwargs is not JSON ({e}); write e.g. '{{\"enable_thinking\": false}}'") from e
     if not isinstance(kwargs, dict):
         raise ValueError("--template-kwargs must be a JSON object such as '{\"enable_thinking\": false}'")
-    return kwargs
+    return check_template_kwargs(kwargs, "--template-kwargs")
 
 
 def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
@@ -135,24 +186,40 @@ def write_json(path: str | Path, record: Any) -> None:
     replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
+def trust_option() -> Any:
+    """The flag of every command that loads a target."""
+    return opt("run the code that a target's files bring (auto_map); read that code first", False)
+
+
+def new_tokens(default: int, context: int) -> int:
+    """New tokens where nobody says: `default`, or half of the target's context where that is less."""
+    return max(1, min(default, context // 2))
+
+
+GREEDY = "at --temperature 0, which takes the likeliest token; give a higher --temperature, or"
+LARGEST_SEED = 2**64 - 1  # that torch takes, and that two draws' keys tell apart
+DRAFTING = ("draft_mode", "depth", "tree_nodes", "tree_width", "draft_cache", "confidence", "draft_device")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Options):
     """What every command that decodes lets its user choose."""
 
-    target: str = opt("the model that speaks: a directory or hub id")
-    draft: str | None = opt("its draft; without one it decodes token by token", None)
-    temperature: float = opt("0 is greedy", 0.0)
-    top_k: int = opt("sample among the k likeliest only (0: all)", 0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
-    repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0)
+    target: str = opt("the model that speaks: a directory or hub id (owner/name or owner/name@revision)")
+    trust_remote_code: bool = trust_option()
+    draft: str | None = opt("its draft, a directory or hub id; without one it decodes token by token", None)
+    temperature: float = opt("0 is greedy", 0.0, least=0)
+    top_k: int = opt("sample among the k likeliest only (0: all)", 0, least=0)
+    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
+    repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0, above=0)
     draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
-    seed: int = opt("of sampling; the same seed gives the same text", 0)
+    seed: int = opt("of sampling; the same seed gives the same text", 0, least=0, most=LARGEST_SEED)
     draft_mode: str | None = opt(
         "chain, tree (EAGLE-2's: several continuations verified at once), or parallel, P-EAGLE's one pass (default: "
         "chain or parallel, as the draft is)", None
     )  # fmt: skip
     depth: int | None = opt(
-        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None, least=1
+        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None, least=1, most=64
     )
     tree_nodes: int = opt("nodes of a tree, its root included", 60)
     tree_width: int = opt("most children of a tree's node", 10)
@@ -162,6 +229,15 @@ class DecodeOptions(Options):
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     draft_device: str | None = opt("where the draft sits (default: with the target)", None)
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            self.refuse(("top_k", "top_p", "seed", "draft_sampling"), GREEDY)
+        if not self.draft:
+            self.refuse((*DRAFTING, "draft_sampling"), "without a draft; give --draft, or")
+        elif "tree" not in (self.draft_mode or ()):  # the one mode, or among several
+            self.refuse(("tree_nodes", "tree_width"), "in a chain; give --draft-mode tree, or")
 
     def sampling(self) -> Sampling:
         """How the target chooses its tokens."""
@@ -182,5 +258,5 @@ class DecodeOptions(Options):
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
             dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
             nodes=self.tree_nodes, width=self.tree_width, stable=self.draft_cache == "stable",
-            template_kwargs=template_kwargs(self.template_kwargs),
+            template_kwargs=template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

@@ -13,11 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.files import beside, held
-from fledge.jobs.options import Options, dtype_named, opt, place_of, template_kwargs
+from fledge.jobs.options import (
+    GREEDY,
+    LARGEST_SEED,
+    Options,
+    dtype_named,
+    new_tokens,
+    opt,
+    place_of,
+    template_kwargs,
+    trust_option,
+)
 
 if TYPE_CHECKING:
-    from fledge.data.read import Record
+    from fledge.data.record import Record
     from fledge.decode.engine import Engine
+
+
+NEW_TOKENS = 512  # most tokens of an answer where nobody says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +38,27 @@ class RegenerateOptions(Options):
     """Have the target answer the data's prompts itself, for training on its own words."""
 
     target: str = opt("the model that answers: a directory or hub id")
-    draft: str | None = opt("a draft of it, to answer sooner in the same words", None)
+    trust_remote_code: bool = trust_option()
+    draft: str | None = opt("a draft of it, a directory or hub id, to answer sooner in the same words", None)
     data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
     out: str = opt("JSON lines to write; an unfinished file is gone on with")
-    max_new_tokens: int = opt("most tokens of an answer", 512, least=1)
+    max_new_tokens: int | None = opt(
+        "most tokens of an answer (default: 512, at most half the target's context)", None, least=1
+    )
     prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
-    temperature: float = opt("0 is greedy", 0.0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0)
+    temperature: float = opt("0 is greedy", 0.0, least=0)
+    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
     batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
     limit: int | None = opt("at most this many records", None, least=1)
     template_kwargs: str | None = opt("JSON passed to the chat template", None)
-    seed: int = opt("of sampling", 0)
+    seed: int = opt("of sampling, and of the shares (@0.5) of --data", 0, least=0, most=LARGEST_SEED)
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            self.refuse(["top_p"], GREEDY)
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
@@ -73,26 +94,31 @@ def _answer_rest(
         return
     if done:
         say(f"going on with {out} after {done:,} of {len(records):,} records")
-    engine = load(options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype))
+    engine = load(
+        options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype),
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    most = options.max_new_tokens or new_tokens(NEW_TOKENS, engine.target.context)
     # what is asked does not depend on what the draft was trained with
     kwargs = template_kwargs(options.template_kwargs)
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
     together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
     cut = 0
-    with out.open("ab", buffering=0) as f, progress.counting("answering", len(records), done) as advance:
+    answers = [_answers(r) for r in records]
+    counting = progress.counting("answers", sum(answers), sum(answers[:done]))
+    with out.open("ab", buffering=0) as f, counting as advance:
         for start in range(done, len(records), together):
             batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, start)
+            rows, unfinished = _answer(batch, engine, options, most, start, advance)
             cut += unfinished
             try:
                 _write(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             except OSError as e:
                 cure = "make room and give the same command to go on"
                 raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
-            advance(len(batch))
     say(f"wrote {len(records):,} records to {out}")
     if cut:
-        say(f"{cut:,} answers reached --max-new-tokens {options.max_new_tokens}; they are kept as far as they go")
+        say(f"{cut:,} answers reached --max-new-tokens {most}; they are kept as far as they go")
 
 
 def _write(f: FileIO, data: bytes) -> None:
@@ -125,41 +151,57 @@ def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> i
 
 def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
     """What a line begins with: where its record is from, and a hash of all that decides its answers."""
-    asked = [record.messages, record.text, record.tools, options.target, options.max_new_tokens, options.prompt_tokens]
+    most = options.max_new_tokens or NEW_TOKENS
+    asked = [record.messages, record.text, record.tools, options.target, most, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
+    asked += [record.turns, record.given] if record.turns or record.given else []
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
 def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, start: int
-) -> tuple[list[dict[str, Any]], int]:
-    """Answers every assistant turn anew, each behind the target's own earlier answers. Returns rows, answers cut.
-    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one."""
+    batch: list[Record], engine: Engine, options: RegenerateOptions, most: int, start: int,
+    advance: Callable[[], None],
+) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
+    """Answers every assistant turn anew in at most `most` tokens, each behind the target's own earlier answers.
+    Returns rows, answers cut.
+    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one.
+    `advance` is called for each answer."""
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
     def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
-        room = engine.target.context - options.max_new_tokens
+        room = engine.target.context - most
         if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
+            fewer = ", or lower --max-new-tokens" if len(prompts[long]) < engine.target.context else ""
             raise ValueError(
-                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {options.max_new_tokens}, "
-                f"and the target reads at most {engine.target.context}; shorten it, or lower --max-new-tokens"
+                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {most}, "
+                f"and the target reads at most {engine.target.context}; shorten it{fewer}"
             )
         done = engine.generate_all(
-            list(prompts.values()), batch=options.batch, max_new_tokens=options.max_new_tokens, sampling=sampling,
+            list(prompts.values()), batch=options.batch, max_new_tokens=most, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
+            answered=lambda place: advance(),
         )  # fmt: skip
         return [(c.text, c.finish == "length") for c in done]
 
     told: list[list[dict[str, Any]]] = [[] for _ in batch]
     rows: list[dict[str, Any]] = [_head(r, options) for r in batch]
     cut = 0
-    prompts = {i: template.prompt_ids(r.text)[: options.prompt_tokens] for i, r in enumerate(batch) if r.text}
+    prompts = {
+        i: template.prompt_ids(r.text[: r.given]) if r.given else template.prompt_ids(r.text)[: options.prompt_tokens]
+        for i, r in enumerate(batch) if r.text
+    }  # fmt: skip
     for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
-        rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
+        if given := batch[i].given:
+            rows[i] |= {"prompt": batch[i].text[:given], "completion": text}
+        else:
+            rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
         cut += unfinished
-    waiting = {i: _with_answer(r.messages) for i, r in enumerate(batch) if r.messages}
+    waiting: dict[int, list[dict[str, Any]]] = {}
+    for i, record in enumerate(batch):
+        if record.text is None:
+            told[i], waiting[i] = _to_answer(record)
     for turn in itertools.count(1):
         for i in list(waiting):
             while waiting[i] and waiting[i][0]["role"] != "assistant":
@@ -174,15 +216,30 @@ def _answer(
             waiting[i].pop(0)
             cut += unfinished
     for i, record in enumerate(batch):
-        if record.messages:
-            rows[i]["messages"] = _without_open_end(told[i])
-            rows[i] |= {"tools": record.tools} if record.tools else {}
+        if record.text is None:
+            answered, given = _without_open_end(told[i]), record.given
+            said = {"prompt": answered[:given], "completion": answered[given:]} if given else {"messages": answered}
+            rows[i] |= said | ({"tools": record.tools} if record.tools else {})
     return rows, cut
 
 
-def _with_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, and a place for the answer to a prompt that has none."""
-    return [*messages, *([] if any(m["role"] == "assistant" for m in messages) else [{"role": "assistant"}])]
+def _answers(record: Record) -> int:
+    """How many answers a record asks for."""
+    if record.text is not None:
+        return 1
+    return sum(m["role"] == "assistant" for m in _to_answer(record)[1])
+
+
+def _to_answer(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A conversation in two: messages that are only read, which are those given as a prompt or an opening of the
+    assistant's, and those with answers to be made anew. A prompt without any gets a place for one."""
+    place = {"role": "assistant"}
+    if record.turns:
+        return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, place)]
+    messages = record.messages or []
+    read = record.given or int(messages[0]["role"] == "assistant")
+    rest = messages[read:]
+    return messages[:read], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [place])]
 
 
 def _without_open_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

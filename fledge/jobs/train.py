@@ -8,19 +8,30 @@ import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, dtype_named, flag_of, opt, place_of, template_kwargs
+from fledge.jobs.options import (
+    LARGEST_SEED,
+    Options,
+    dtype_named,
+    flags,
+    new_tokens,
+    opt,
+    place_of,
+    template_kwargs,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
-    from fledge.data.read import Record
+    from fledge.data.record import Record
     from fledge.data.template import ChatTemplate
     from fledge.models.draft import Draft
     from fledge.models.target import Target
     from fledge.train.checkpoint import RunDirectory
+    from fledge.train.objective import Implementation
     from fledge.train.trainer import Progress, Schedule
     from fledge.types import Document
 
@@ -29,25 +40,33 @@ if TYPE_CHECKING:
 class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
-    target: str | None = opt("the model to speed up: a directory or hub id", None)
+    target: str | None = opt("the model to speed up: a directory or hub id (owner/name or owner/name@revision)", None)
+    trust_remote_code: bool = trust_option()
     data: list[str] = opt(
-        "files, globs in quotes or hub ids (owner/name:split); @0.5 takes half, @2 twice; repeatable", many=True
+        "files, quoted globs or hub ids (owner/name@revision:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
     out: str = opt("directory of a new run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
-    init_from: str | None = opt("go on training this draft (its vocabulary and shape are kept)", None)
+    init_from: str | None = opt(
+        "go on training this draft, a directory or hub id (its vocabulary and shape are kept)", None
+    )
     method: str | None = opt("eagle3 (the default), eagle3.1, peagle or eagle1", None)
     epochs: float = opt("passes over the data", 1.0, above=0)
     steps: int | None = opt("optimizer steps, instead of --epochs", None, least=1)
     depth: int | None = opt(
         "draft steps trained (TTT; EAGLE-1 trains one), and drafted by default (default: 5, or as --init-from was)",
-        None, least=1,
+        None, least=1, most=64,
     )  # fmt: skip
     draft_vocab: int | None = opt(
-        "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=1
+        "tokens the draft can propose (default: at most 32,000 of the target's)", None, least=2
     )
-    max_length: int = opt("longest document, in tokens; longer ones are cut into windows", 2048, least=3)
-    row_length: int | None = opt("tokens of a packed row (default: twice --max-length)", None)
+    max_length: int | None = opt(
+        "longest document, in tokens; longer ones are cut into windows (default: 2,048, or the target's context)",
+        None, least=3,
+    )  # fmt: skip
+    row_length: int | None = opt(
+        "tokens of a packed row (default: twice --max-length; at most the data)", None, least=3
+    )
     rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1)
     lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
     warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
@@ -61,8 +80,8 @@ class TrainOptions(Options):
     norm_before_fc: bool = opt("speculators: one RMSNorm over all captured layers", False)
     norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
     qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
-    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3)", None)
-    layers: int = opt("decoder layers of the draft", 1, least=1)
+    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3, or others under 7 layers)", None)
+    layers: int = opt("decoder layers of the draft", 1, least=1, most=512)
     train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
     fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
     cod_rate: float | None = opt(
@@ -73,15 +92,19 @@ class TrainOptions(Options):
         "EAGLE-1: moves what the draft reads by up to this, times 512 / a document's length", 0.0, least=0
     )
     template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
-    skip_bad: bool = opt("count and leave out conversations the template refuses", False)
+    skip_bad: bool = opt("count and leave out records that are not text or that the template refuses", False)
     eval_prompts: str | None = opt(
-        "held-out prompts for τ while training, the first turns of 32 at most (default: 16 records of the data)", None
+        "file or hub id of prompts for τ while training, the first turns of 32 (default: 16 records of the data)", None
     )
     eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
-    eval_tokens: int = opt("new tokens for each of those prompts", 64, least=1)
+    eval_tokens: int | None = opt(
+        "new tokens for each of those prompts (default: 64, at most half the target's context)", None, least=1
+    )
     save_every: int = opt("steps between checkpoints", 200, least=1)
     log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
-    seed: int = opt("of initial weights, packing and held-out records", 0)
+    seed: int = opt(
+        "of initial weights, packing, held-out records and shares (@0.5) of the data", 0, least=0, most=LARGEST_SEED
+    )
     impl: str | None = opt("how a step is computed: eager, flex or triton (default: triton on a GPU)", None)
     slots: int | None = opt(
         "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None, least=1
@@ -92,12 +115,23 @@ class TrainOptions(Options):
     device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume:
+            others = [f.name for f in flags(self) if f.name not in WITH_RESUME]
+            self.refuse(others, f"with --resume, which goes on with the options that {self.resume} was started with;")
+        elif self.was_given("steps"):
+            self.refuse(["epochs"], "with --steps, which says how long to train;")
+
 
 EVAL_RECORDS = 16
+MAX_LENGTH = 2048  # tokens of the longest document where nobody says
+WITH_RESUME = ("resume", "trust_remote_code")  # options that go together with --resume
+ROW_BYTES = 4 * 8  # of a packed row's token: its id, span, position and document
 # options that a draft to go on with has settled
 SHAPE = (
     "draft_vocab", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "aux_layers",
-    "layers",
+    "layers", "fc_bias",
 )  # fmt: skip
 
 
@@ -141,12 +175,14 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     else:
         keep_freed()
-    target = load_target(options.target, device=device, dtype=dtype_named(options.dtype), max_length=options.max_length)
-    if options.max_length > target.context:
-        raise ValueError(
-            f"--max-length {options.max_length} is more than the target reads; give {target.context} or less"
-        )
-    target.read_layers(() if _method(options) == "eagle1" else _layer_ids(options.aux_layers))
+    longest = options.max_length or min(MAX_LENGTH, options.row_length or MAX_LENGTH)
+    target = load_target(
+        options.target, device=device, dtype=dtype_named(options.dtype), max_length=longest,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    options = _within_context(options, longest, target.context)
+    decodes = _decodes(options, target, say)
+    target.read_layers(_layers_to_read(options))
     if options.compile_target:
         target.compile()
     target.check_isolation()
@@ -155,26 +191,23 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     if not options.init_from:
         _new_config(options, target, mask=0)  # what no draft can be is refused before the data is read
     template = _template(options, target)
-    documents, held_out = _documents(options, template, say, progress)
+    documents, held_out = _documents(options, template, decodes, say, progress)
     torch.manual_seed(options.seed)
     draft = _draft(options, target, template, documents, say).to(device=target.device, dtype=target.dtype)
     fit(draft, target)
-    rows = Rows(documents, options.row_length or 2 * options.max_length, options.seed)
+    rows = Rows(documents, _row_length(options, target, documents, say), options.seed)
     schedule = _schedule(options, draft, rows)
     source = Source(target.features, target.logits)
-    schedule = replace(schedule, ways=_ways(options, draft, rows, source, schedule, say))
+    schedule = replace(schedule, implementation=_implementation(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
-    kept = "recompute" if schedule.ways.recompute else "keep"
+    kept = "recompute" if schedule.implementation.recompute else "keep"
     # a run resumed must not choose slots again: other chunks round otherwise
-    options = replace(options, impl=schedule.ways.attention, slots=schedule.ways.slots, activations=kept)
-    evaluate = _evaluator(options, target, template, held_out)
-    if evaluate is None and held_out:
-        say("no held-out chat fits the target with --eval-tokens, so τ is not decoded; --eval-prompts FILE would")
-    elif evaluate is None:
-        say("so few records leave none to hold out, so τ is not decoded; --eval-prompts FILE would")
+    implementation = schedule.implementation
+    options = replace(options, impl=implementation.attention, slots=implementation.slots, activations=kept)
+    evaluate = _evaluator(options, target, template, held_out, say) if decodes else None
     if not options.resume:
-        directory.start({"options": asdict(_with_whole_paths(options)), "data_sha256": _fingerprint(documents)})
+        directory.start({"options": _with_whole_paths(options).by_name(), "data_sha256": _fingerprint(documents)})
     elif directory.read_config()["data_sha256"] != _fingerprint(documents):
         raise ValueError(f"the data is not what {options.resume} was started with; resuming needs the same files")
     say(
@@ -199,76 +232,71 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
         )  # fmt: skip
     except KeyboardInterrupt:
         progress.close()
-        say(_go_on(directory, "stopped at once"))
+        say(_go_on(directory, options, "stopped at once"))
         raise
     except torch.OutOfMemoryError as e:
         saved = directory.checkpoint
         anew = f"train on from its weights (--init-from {saved})" if saved.exists() else "train anew"
-        cure = f"{anew} in another --out with fewer than {schedule.ways.slots:,} --slots, or shorter rows"
+        cure = f"{anew} in another --out with fewer than {schedule.implementation.slots:,} --slots, or shorter rows"
         raise ValueError(f"the GPU ran out of memory; {cure}") from e
     finally:
         progress.close()
     if where.step < schedule.steps:
-        say(_go_on(directory, f"stopped after step {where.step}"))
+        say(_go_on(directory, options, f"stopped after step {where.step}"))
         raise KeyboardInterrupt
     done = f"trained in {where.seconds:.0f} s" if metrics else "this run was finished"
     say(f"{done}; the draft is {directory.draft}{_best(where, schedule)}")
     return metrics
 
 
-def _go_on(directory: RunDirectory, how: str) -> str:
+def _go_on(directory: RunDirectory, options: TrainOptions, how: str) -> str:
+    command = f"fledge train --resume {directory.path}" + (" --trust-remote-code" if options.trust_remote_code else "")
     if not directory.checkpoint.exists():
-        return f"{how}, before the first checkpoint; begin again with: fledge train --resume {directory.path}"
-    return f"{how}; go on with: fledge train --resume {directory.path}"
+        return f"{how}, before the first checkpoint; begin again with: {command}"
+    return f"{how}; go on with: {command}"
 
 
 def _best(where: Progress, schedule: Schedule) -> str:
     """Which draft it is, where several were measured."""
-    return f", of step {where.best_step:,} (decoded τ {where.best_tau:.3f})" if schedule.eval_every else ""
+    several = schedule.eval_every and where.best_step
+    return f", of step {where.best_step:,} (decoded τ {where.best_tau:.3f})" if several else ""
 
 
-def _saved_options(directory: Any, asked: TrainOptions) -> TrainOptions:
-    """The options that a run was started with. Raises ValueError where others are asked for."""
-    defaults = TrainOptions(resume=asked.resume)
-    given = [flag_of(f.name) for f in fields(asked) if getattr(asked, f.name) != getattr(defaults, f.name)]
-    if given:
-        raise ValueError(
-            f"--resume goes on with the options that {asked.resume} was started with; leave {', '.join(given)} out"
-        )
+def _saved_options(directory: RunDirectory, asked: TrainOptions) -> TrainOptions:
+    """The options that a run was started with. Trust is asked for anew, since a file cannot give it: where the run had
+    it, --trust-remote-code belongs to the command. Raises ValueError where it had not, or for a damaged file."""
     config = directory.read_config()
     if not isinstance(config.get("options"), dict) or not isinstance(config.get("data_sha256"), str):
         raise ValueError(f"{directory.config} lacks the run's options; it is damaged, start a new run")
-    hints = get_type_hints(TrainOptions)
-    saved = {k: v for k, v in config["options"].items() if k in hints}
-    if wrong := next((k for k, v in saved.items() if not _is_of(v, hints[k])), None):
-        raise ValueError(f"{directory.config}: {wrong} is {saved[wrong]!r:.40}; it is damaged, start a new run")
-    return TrainOptions(**{**saved, "resume": asked.resume, "out": asked.resume})
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of an option's type, such as `int | None` or `list[str]`."""
-    kinds = get_args(hint) or (hint,)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(type(v) in kinds for v in value)
-    return type(value) in kinds or (type(value) is int and float in kinds)
+    known = {f.name for f in flags(TrainOptions)}
+    saved = {k: v for k, v in config["options"].items() if k in known}
+    if asked.trust_remote_code and saved.get("trust_remote_code") is not True:
+        raise ValueError(f"{directory.path} was started without --trust-remote-code; leave it out")
+    saved |= {"resume": asked.resume, "out": asked.resume, "trust_remote_code": asked.trust_remote_code}
+    try:
+        return TrainOptions(**saved, given=frozenset())
+    except ValueError as e:
+        raise ValueError(f"{directory.config}: {e}; it is damaged, start a new run") from e
 
 
 def _with_whole_paths(options: TrainOptions) -> TrainOptions:
     """The options with whole paths, to be gone on with from another directory."""
     from fledge.data.read import whole_path
 
-    paths = {n: getattr(options, n) for n in ("target", "init_from", "eval_prompts")}
+    paths = {n: getattr(options, n) for n in ("target", "init_from")}
     there = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
-    return replace(options, data=[whole_path(source) for source in options.data], **there)
+    prompts = whole_path(options.eval_prompts) if options.eval_prompts else None
+    return replace(options, data=[whole_path(source) for source in options.data], eval_prompts=prompts, **there)
 
 
 def _check(options: TrainOptions) -> None:
+    from fledge.data.read import check_source
     from fledge.kernels.loss import KINDS
     from fledge.kernels.ttt_attention import IMPLS
 
     if not options.target or not options.data:
         raise ValueError("give --target and --data (or --resume RUN)")
-    if options.row_length is not None and options.row_length < options.max_length:
+    if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(f"--row-length {options.row_length} is shorter than --max-length {options.max_length}")
     for flag, value, known in (
         ("--loss", options.loss, KINDS),
@@ -278,8 +306,8 @@ def _check(options: TrainOptions) -> None:
         if value not in known:
             raise ValueError(f"{flag} {value} is none of {', '.join(k for k in known if k)}")
     _method(options)
-    if options.eval_prompts and not Path(options.eval_prompts).is_file():
-        raise ValueError(f"--eval-prompts {options.eval_prompts} does not exist")
+    if options.eval_prompts:
+        check_source(options.eval_prompts, "--eval-prompts")
     if options.log not in (None, "tensorboard", "wandb"):
         raise ValueError(f"--log {options.log} is neither 'tensorboard' nor 'wandb'")
     if options.log and importlib.util.find_spec(options.log) is None:
@@ -300,16 +328,16 @@ def _method(options: TrainOptions) -> str:
         raise ValueError(f"--method {method}, but {options.init_from} is a draft of {begun.method}")
     if begun and method == "eagle3.1" and not (begun.fc_norm and begun.norm_output):
         raise ValueError(f"--method eagle3.1, but {options.init_from} was begun without its norms; leave --method out")
-    shape = [n for n in SHAPE if options.init_from and getattr(options, n) != getattr(TrainOptions(), n)]
-    if shape:
-        given = ", ".join(map(flag_of, shape))
-        raise ValueError(f"--init-from keeps the draft's own vocabulary and shape; leave {given} out")
+    if options.init_from:
+        options.refuse(SHAPE, "with --init-from, which keeps the draft's own vocabulary and shape;")
     if method != "eagle1" and (options.fc_bias or options.feature_noise):
         raise ValueError("--fc-bias and --feature-noise are EAGLE-1's; use --method eagle1")
     if method == "peagle" and options.depth == 1:
         raise ValueError("--depth 1 leaves P-EAGLE nothing to draft beside; it is at least 2")
-    if method == "peagle" and options.gamma != TrainOptions().gamma:
-        raise ValueError("--gamma weighs steps that follow one another; P-EAGLE's depths weigh alike, leave it out")
+    if method == "peagle":
+        options.refuse(["gamma"], "with P-EAGLE, whose depths weigh alike;")
+    if method == "eagle1":
+        options.refuse(["gamma"], "with EAGLE-1, which trains one step;")
     if method != "peagle" and (options.cod_rate is not None or options.cod_least is not None):
         raise ValueError("--cod-rate and --cod-least are P-EAGLE's; use --method peagle")
     try:
@@ -337,6 +365,42 @@ def _drop(options: TrainOptions) -> tuple[float, float]:
     )  # fmt: skip
 
 
+def _within_context(options: TrainOptions, longest: int, context: int) -> TrainOptions:
+    """The options with the lengths that nobody gave: at most `longest` tokens a document, as many as the target reads.
+    Raises ValueError for a length given that is more than that."""
+    if options.max_length and options.max_length > context:
+        raise ValueError(f"--max-length {options.max_length} is more than the target reads; give {context} or less")
+    eval_tokens = options.eval_tokens or new_tokens(64, context)
+    return replace(options, max_length=min(longest, context), eval_tokens=eval_tokens)
+
+
+def _decodes(options: TrainOptions, target: Target, say: Callable[[str], None]) -> bool:
+    """Whether τ can be measured by decoding, said where not. Raises ValueError where that was asked for."""
+    if not target.rollback_problem:
+        return True
+    if options.eval_every or options.eval_prompts:
+        flag = "--eval-every" if options.eval_every else "--eval-prompts"
+        raise ValueError(
+            f"{flag} measures τ by decoding, but {target.name} cannot verify drafts: {target.rollback_problem}; leave "
+            "it out to train all the same"
+        )
+    say(
+        f"{target.name} cannot verify drafts: {target.rollback_problem}. The draft is trained without decoded τ, and "
+        "has to be served by an engine that can restore such states"
+    )
+    return False
+
+
+def _layers_to_read(options: TrainOptions) -> tuple[int, ...] | None:
+    """Layers whose states a draft learns from, those of the draft to go on with where there is one; None: the
+    default."""
+    from fledge.models.weights import read_draft_config
+
+    if _method(options) == "eagle1":
+        return ()
+    return read_draft_config(options.init_from).aux_layers if options.init_from else _layer_ids(options.aux_layers)
+
+
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
     try:
         layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
@@ -358,25 +422,64 @@ def _template(options: TrainOptions, target: Target) -> ChatTemplate:
 
 
 def _documents(
-    options: TrainOptions, template: ChatTemplate, say: Callable[[str], None], progress: Any
+    options: TrainOptions, template: ChatTemplate, decodes: bool, say: Callable[[str], None], progress: Any
 ) -> tuple[list[Document], list[Record]]:
-    """Training documents, and the records kept out of them for measuring τ."""
+    """Training documents, and the records kept out of them for measuring τ, where that `decodes`."""
     from fledge.data.dataset import make_documents
     from fledge.data.read import read_records
 
-    records = read_records(options.data, options.seed)
+    skipped: list[str] = []
+    records = read_records(options.data, options.seed, skip=skipped.append if options.skip_bad else None)
     held_out: list[Record] = []
-    if not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
-        chosen = set(random.Random(options.seed).sample(range(len(records)), EVAL_RECORDS))
-        held_out = [r for i, r in enumerate(records) if i in chosen]
-        kept_out = {r.said() for r in held_out}  # of a record that is there twice, no copy is trained on
-        records = [r for r in records if r.said() not in kept_out]
+    if decodes and not options.eval_prompts and len(records) >= 10 * EVAL_RECORDS:
+        records, held_out = _hold_out(records, options.seed, say)
     with progress.counting("reading chats", len(records)) as advance:
         documents, report = make_documents(
-            records, template, options.max_length, skip_bad=options.skip_bad, advance=advance
+            records, template, options.max_length, skip_bad=options.skip_bad, skipped=skipped, advance=advance
         )
     say(str(report))
     return documents, held_out
+
+
+def _hold_out(records: list[Record], seed: int, say: Callable[[str], None]) -> tuple[list[Record], list[Record]]:
+    """The records to train on, and those to decode τ on; of a record that is there twice, no copy is trained on. All
+    are trained on where that would leave none."""
+    chosen = set(random.Random(seed).sample(range(len(records)), EVAL_RECORDS))
+    held_out = [r for i, r in enumerate(records) if i in chosen]
+    kept_out = {r.said() for r in held_out}
+    others = [r for r in records if r.said() not in kept_out]
+    if not others:
+        return records, []
+    copies = len(records) - len(others) - len(held_out)
+    more = f", and {copies:,} more that say the same" if copies else ""
+    say(f"{len(held_out)} of {len(records):,} records are held out, to decode τ on{more}")
+    return others, held_out
+
+
+def _row_length(options: TrainOptions, target: Target, documents: list[Document], say: Callable[[str], None]) -> int:
+    """Tokens of a packed row: at most what the data has. Raises ValueError where not even what a row's features take
+    fits in memory."""
+    asked, tokens = options.row_length or 2 * options.max_length, sum(d.tokens.numel() for d in documents)
+    if asked > tokens and options.row_length:
+        say(f"a row of {asked:,} tokens would hold more than the data's {tokens:,}: rows are as long as that")
+    row = min(asked, tokens)
+    states, width = len(target.aux_layers) + 1, target.embedding.shape[1]
+    least, there = row * (ROW_BYTES + states * width * target.dtype.itemsize), _memory(target.device)
+    if least > there:
+        raise ValueError(
+            f"--row-length {row:,}: the target's hidden states alone take {least / 2**30:,.1f} GiB of the "
+            f"{there / 2**30:,.1f} GiB that there are; shorten it to some {there * row // (4 * least):,} or less"
+        )
+    return row
+
+
+def _memory(device: Any) -> int:
+    """Bytes of memory that a torch device has."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _draft(
@@ -403,7 +506,7 @@ def _draft(
         if problem := mismatch(draft.config, target):
             raise ValueError(f"--init-from {options.init_from} does not fit {target.name}: {problem}")
         covered = coverage_of(draft.target_ids(), documents, vocab)
-        say(f"the draft can say {covered:.2%} of the assistant's words")
+        say(f"the draft can say {_covered(covered)}")
         draft.config = draft.config.with_provenance(coverage=covered, **known)
         mask = draft.config.mask_token_id
         if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
@@ -418,7 +521,7 @@ def _draft(
         return draft.train()
     method, mask = _method(options), None
     ids, coverage = choose_vocabulary(documents, vocab, _draft_vocab(options, vocab), target.stop_ids)
-    say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {coverage:.2%} of the assistant's words")
+    say(f"the draft can say {ids.numel():,} of {vocab:,} tokens, {_covered(coverage)}")
     if method == "peagle":
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
         say(f"token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for words not known yet")
@@ -428,6 +531,12 @@ def _draft(
     draft.set_vocabulary(ids)
     start_from_target(draft, target)
     return draft
+
+
+def _covered(coverage: float) -> str:
+    """The share of the data's words that a draft can say, and what it means where that is small."""
+    little = "; the loss is of those alone, and a low one says little: a draft of more words would learn more"
+    return f"{coverage:.2%} of the assistant's words" + (little if coverage < 0.5 else "")
 
 
 def _draft_vocab(options: TrainOptions, vocab: int) -> int:
@@ -441,7 +550,7 @@ def _new_config(options: TrainOptions, target: Target, mask: int | None) -> Draf
 
     method, vocab = _method(options), target.embedding.shape[0]
     return DraftConfig.for_target(
-        target.config.to_dict() | {"vocab_size": vocab}, max_length=options.max_length,
+        target.shape, max_length=options.max_length,
         draft_vocab_size=_draft_vocab(options, vocab),
         num_hidden_layers=options.layers, method=method.removesuffix(".1"), fc_bias=options.fc_bias,
         aux_layers=target.aux_layers or None, num_aux_hidden_states=len(target.aux_layers),
@@ -453,52 +562,51 @@ def _new_config(options: TrainOptions, target: Target, mask: int | None) -> Draf
 
 
 def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
+    from fledge.train.cod import DropTokens
+    from fledge.train.objective import Objective
     from fledge.train.trainer import Schedule
 
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
+    objective = Objective(
+        depth=1 if draft.eagle1 else options.depth, gamma=1.0 if draft.peagle else options.gamma, loss=options.loss,
+        keep_out_of_vocab=options.keep_unseen, noise=options.feature_noise,
+        drop=DropTokens(*_drop(options)) if draft.peagle else None,
+    )  # fmt: skip
     return Schedule(
-        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, gamma=1.0 if draft.peagle else options.gamma,
-        depth=1 if draft.eagle1 else options.depth, noise=options.feature_noise, seed=options.seed,
-        drop=_drop(options) if draft.peagle else None,
-        kind=options.loss, rows_per_step=options.rows_per_step, warmup=options.warmup,
-        weight_decay=options.weight_decay, clip=options.clip, keep_unseen=options.keep_unseen,
-        eval_every=options.eval_every, save_every=options.save_every,
+        steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, objective=objective, seed=options.seed,
+        rows_per_step=options.rows_per_step, warmup=options.warmup, weight_decay=options.weight_decay,
+        clip=options.clip, eval_every=options.eval_every, save_every=options.save_every,
     )  # fmt: skip
 
 
-def _ways(
-    options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Any, say: Callable[[str], None]
-) -> Any:
-    """How steps are computed: as asked for, and on a GPU so that they fit, found out by trying.
+def _implementation(
+    options: TrainOptions, draft: Draft, rows: Any, source: Any, schedule: Schedule, say: Callable[[str], None]
+) -> Implementation:
+    """How steps are computed: as asked for, and on a GPU so that they fit, which is tried out.
 
-    Raises ValueError for what this device cannot do, or where no way fits.
+    Raises ValueError for what this device cannot do, or where nothing fits.
     """
     import torch
 
-    from fledge.train.ahead import with_features
-    from fledge.train.cod import DropTokens
     from fledge.train.memory import CPU_SLOTS, LEAST, Trial, choose, ladder, longest_row, of_length
-    from fledge.train.objective import Ways, ttt
+    from fledge.train.objective import Implementation, ttt
+    from fledge.train.prefetch import with_features
 
-    impl = _impl(options, draft.device.type == "cuda")
-    fast = "eager" if impl == "eager" else "triton"
-    ways = Ways(attention=impl, loss=fast, layers=fast)
+    attention = _impl(options, draft.device.type == "cuda")
+    fast = "eager" if attention == "eager" else "triton"
+    implementation = Implementation(attention=attention, loss=fast, layers=fast)
     if draft.device.type != "cuda":
-        return replace(ways, slots=options.slots or CPU_SLOTS)
+        return replace(implementation, slots=options.slots or CPU_SLOTS)
 
-    def step(row: Any, ways: Ways) -> Any:
-        upcoming = with_features([row, row], source.features, draft.device, ahead=ways.ahead)
+    def step(row: Any, implementation: Implementation) -> Any:
+        upcoming = with_features([row, row], source.features, draft.device, prefetch=implementation.prefetch)
         row, features = next(upcoming)
-        ttt(
-            draft, row, features, source.logits, steps=schedule.depth, gamma=schedule.gamma,
-            kind=schedule.kind, keep_unseen=schedule.keep_unseen, ways=ways,
-            drop=DropTokens(*schedule.drop) if schedule.drop else None,
-        )  # fmt: skip
+        ttt(draft, row, features, source.logits, schedule.objective, implementation)
         return upcoming  # which holds the next row's features
 
-    asked = ladder(ways, slots=options.slots, activations=options.activations)
+    asked = ladder(implementation, slots=options.slots, activations=options.activations)
     trial = Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
-    step(of_length(trial.rows[0], LEAST), asked[-1])  # loads what a process loads once, before memory is short
+    step(of_length(trial.rows[0], LEAST), asked[-1])  # warms up lazy initialisation, before memory is measured
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
@@ -513,14 +621,14 @@ def _ways(
             f"{max(d.tokens.numel() for d in rows.documents):,}, and none that is a tenth longer"
         )
         return asked[-1]
-    ways, taken = choose(trial, asked, available, tried)
+    chosen, taken = choose(trial, asked, available, tried)
     say(
         f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
-        f"{impl}, {ways.slots:,} slots in flight"
-        + (", the MLP's activations computed again" if ways.recompute else "")
-        + (", the target one row ahead" if ways.ahead else "")
+        f"{attention}, {chosen.slots:,} slots in flight"
+        + (", the MLP's activations computed again" if chosen.recompute else "")
+        + (", the target one row ahead" if chosen.prefetch else "")
     )
-    return ways
+    return chosen
 
 
 def _row_tried(tokens: int, taken: int | None, available: int) -> str:
@@ -549,9 +657,9 @@ def _impl(options: TrainOptions, gpu: bool) -> str:
 
 
 def _evaluator(
-    options: TrainOptions, target: Target, template: ChatTemplate, held_out: list[Record]
+    options: TrainOptions, target: Target, template: ChatTemplate, held_out: list[Record], say: Callable[[str], None]
 ) -> Callable[[Draft], dict[str, float]] | None:
-    """τ of the real decoder on held-out prompts, in the dtype that trains; None without prompts.
+    """τ of the real decoder on held-out prompts, in the dtype that trains; None, and it is said why, without any.
 
     Prompts given by name must fit the target's context (ValueError before training starts); of the data's own, texts
     are cut short and longer chats left out.
@@ -560,12 +668,17 @@ def _evaluator(
     from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
     from fledge.eval.run import acceptance, first_prompt
 
-    room = target.context - options.eval_tokens
+    beyond = 0 if target.rotary else options.depth  # where positions are a table, drafts must stay within it too
+    room = target.context - options.eval_tokens - beyond
     if room < 1:
         raise ValueError(f"--eval-tokens {options.eval_tokens} leaves no room in the {target.context} the target reads")
 
     def fits(prompt: EvalPrompt) -> bool:
         return len(template.prompt_ids(first_prompt(prompt))) <= room
+
+    def start(record: Record) -> list[int]:
+        ids = template.prompt_ids(record.text[: record.given or None])
+        return ids[: min(len(ids) if record.given else len(ids) // 2, options.max_length // 2, room)]
 
     if options.eval_prompts:
         prompts = read_prompts(options.eval_prompts, 32)
@@ -574,8 +687,7 @@ def _evaluator(
                 f"{options.eval_prompts} has a prompt of over {room} tokens, more than the target can read"
             )
     else:
-        texts = [template.prompt_ids(r.text) for r in held_out if r.text is not None]
-        starts = [ids[: min(len(ids) // 2, options.max_length // 2, room)] for ids in texts]
+        starts = [start(r) for r in held_out if r.text is not None]
         prompts = [EvalPrompt(text=target.tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
         prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if fits(p)]
     if not prompts and options.eval_every:
@@ -584,10 +696,24 @@ def _evaluator(
             "trained on; give --eval-prompts"
         )
     if not prompts:
+        why = (
+            "no held-out chat fits the target with --eval-tokens"
+            if held_out
+            else "so few records leave none to hold out"
+        )
+        say(f"{why}, so τ is not decoded; --eval-prompts FILE would")
+        return None
+    if len(prompts) < len(held_out):
+        say(f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; the others are too long")
+    if options.eval_tokens < 2:
+        say("a token alone needs no draft, so τ is not decoded; --eval-tokens 2 or more would")
         return None
 
     def evaluate(draft: Draft) -> dict[str, float]:
-        return acceptance(Engine(target, draft, template_kwargs=template.kwargs), prompts, options.eval_tokens)
+        found = acceptance(Engine(target, draft, template_kwargs=template.kwargs), prompts, options.eval_tokens)
+        if not found:
+            say("every held-out answer ended with its first token, before a draft was asked for: there is no decoded τ")
+        return found
 
     return evaluate
 

@@ -43,7 +43,7 @@ def _backward(
     tl.store(share_ptr + first * E + e, share, mask=inside)
 
 
-class _Beside(torch.autograd.Function):
+class _NormWithInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gain, eps):
         ctx.set_materialize_grads(False)
@@ -73,7 +73,7 @@ def _width(E: int) -> dict[str, int]:
     return dict(BE=BE, num_warps=4 if BE <= 1024 else 8 if BE <= 4096 else 16)
 
 
-def norm_beside(x_NE: Tensor, gain_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_with_input(x_NE: Tensor, gain_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) * gain, and x itself to be read further: what the readers of both send back is summed where the
     norm's own gradient is made. Computed in float32."""
-    return _Beside.apply(x_NE, gain_E, eps)
+    return _NormWithInput.apply(x_NE, gain_E, eps)

@@ -15,9 +15,19 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
     `linear` divides all by the factor (Chen et al. 2023), `llama3` divides the long waves and blends between,
     `yarn` ramps between the two by wavelength (Peng et al. 2023), `longrope` divides each by its own searched factor
-    (Ding et al. 2024). Raises ValueError when longrope's list does not fit the head.
+    (Ding et al. 2024). Raises ValueError where the rotated dimensions of a head are no pairs, when longrope's list does
+    not fit the head, and for fields that contradict each other so that a frequency is not finite.
     """
     dim = int(head_dim * rope.partial_rotary_factor)
+    if dim < 2 or dim % 2:
+        raise ValueError(f"a head of {head_dim} dimensions, {dim} of them rotated: rotary embedding turns pairs")
+    frequencies, scale = _frequencies(rope, head_dim, dim)
+    if not bool(frequencies.isfinite().all()) or not math.isfinite(scale):
+        raise ValueError(f"the RoPE fields of the config ({rope.to_hf()}) give frequencies that are not finite")
+    return frequencies, scale
+
+
+def _frequencies(rope: RopeConfig, head_dim: int, dim: int) -> tuple[Tensor, float]:
     base = rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.rope_type == "default":
         return 1.0 / base, 1.0
@@ -49,8 +59,8 @@ def _yarn(rope: RopeConfig, base: Tensor, dim: int) -> Tensor:
         length = rope.original_max_position_embeddings
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
-    low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)
-    if rope.truncate is not False:
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     high = high + 0.001 if low == high else high

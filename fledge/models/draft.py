@@ -5,17 +5,28 @@ decoding meet."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import SharedProducts, linear
-from fledge.models.layers import Joined, Layer, Linear, RMSNorm, Rotary, Words
+from fledge.kernels.linear import linear
+from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 
 # attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller holds the context
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+LayerAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class LayersOutput(NamedTuple):
+    """`hidden_SE`: the state that leaves the last layer, or enters it where that makes keys alone; `keys`: each
+    layer's (k, v) [T, G, d], of layers that computed them."""
+
+    hidden_SE: Tensor
+    keys: list[tuple[Tensor, Tensor]]
 
 
 class Draft(nn.Module):
@@ -112,27 +123,13 @@ class Draft(nn.Module):
         """Of what `read` says the head reads: [S, W]."""
         return linear(read_SE, self.head) if self.eagle1 else self.lm_head(read_SE)
 
-    def compute(self, impl: str, *, recompute: bool = False) -> None:
-        """Chooses how the layers compute: "eager" in plain torch, "triton" with fewer kernels and less held for the
-        backward pass, whose MLP is computed again there with `recompute`."""
-        if impl not in ("eager", "triton"):
-            raise ValueError(f"layers {impl!r} are computed neither as 'eager' nor as 'triton'")
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.accumulates = impl == "triton"
-            elif isinstance(module, RMSNorm | Rotary):
-                module.impl = impl
-        for layer in self.blocks:
-            layer.self_attn.impl = layer.mlp.impl = impl
-            layer.mlp.recompute = recompute
-
     # -- the computation ----------------------------------------------------------------------------------------
 
     def reads(self, features: Features) -> Tensor:
         """The target's states that this draft reads, [T, A, D]: the captured layers, or in EAGLE-1 the last state."""
         return features.last_TD[:, None] if self.eagle1 else features.aux_TAD
 
-    def fuse(self, aux_TAD: Tensor) -> Tensor:
+    def fuse(self, aux_TAD: Tensor, compute: Compute = EAGER) -> Tensor:
         """Target features to the draft's hidden state, [T, E]: g = fc(concat of A states), or in EAGLE-1 the state
         itself."""
         if self.eagle1:
@@ -140,70 +137,70 @@ class Draft(nn.Module):
         if self.config.fc_norm:
             aux_TAD = torch.stack([norm(aux_TAD[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         flat = aux_TAD.flatten(1)
-        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat, compute)
 
-    def masked(self) -> tuple[Tensor, Tensor]:
+    def masked(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
         """What a P-EAGLE draft reads where neither token nor state is known: int64 [1] and [1, E], for every depth."""
         states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
-        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states)
+        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states, compute)
 
     def step(
-        self,
-        token_T: Tensor | Words,
-        hidden_TE: Tensor,
-        position_T: Tensor,
-        attend: Attend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """One draft step: token x_{t+1} (or its place among `shared_words`) and hidden state of slot t to the layer
-        output `a` of slot t. One row of both stands for as many as there are positions.
+        self, token_T: Tensor | EmbeddingRows, hidden_TE: Tensor, position_T: Tensor, attend: LayerAttend,
+        compute: Compute = EAGER, *, rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One draft step of T slots, or of some `rows` of them: the last layer's output, [S, E]; see `forward`."""
+        return self(token_T, hidden_TE, position_T, attend, compute, rows=rows).hidden_SE
 
-        Every row gives keys and values to `attend`; with `rows` (int64 [S]) only those rows are computed further in
-        the last layer, since only their outputs are wanted. Returns [S, E] (or [T, E]).
+    def forward(
+        self, token_T: Tensor | EmbeddingRows, hidden_TE: Tensor, position_T: Tensor, attend: LayerAttend,
+        compute: Compute = EAGER, *, rows: Tensor | None = None, first: int = 0, part: Part = "all",
+    ) -> LayersOutput:  # fmt: skip
+        """Token x_{t+1} (or its row among `shared_embedding`) and hidden state of slot t to the output of the last
+        layer at slot t. One row of both stands for as many as there are positions.
+
+        In the last layer, `rows` (int64 [S]) are the only ones whose output is computed, since only theirs are wanted;
+        `part` "keys" computes no output there, "queries" no keys. `first` is the layer that `hidden_TE` enters.
         """
-        rotary = self.rotary(position_T, self.dtype)
-        blocks = self.blocks
-        for i, layer in enumerate(blocks):
-            x, residual = self.inputs(i, token_T, hidden_TE)
-            if rows is None or i < len(blocks) - 1:
-                q, k, v = layer.self_attn.projections(x, rotary)
-            else:
-                k, v = layer.self_attn.keys_values(x, rotary)
-                residual = residual[rows]
-                q = layer.self_attn.queries(x[rows], (rotary[0][rows], rotary[1][rows]))
-            attended = attend(i, q, k, v)
-            hidden_TE = layer.close(attended, residual.expand(attended.shape[0], -1))
-        return hidden_TE
+        rotation = self.rotary(position_T, self.dtype, compute)
+        blocks, keys = self.blocks, []
+        for i in range(first, len(blocks)):
+            layer, last = blocks[i], i + 1 == len(blocks)
+            embedding, state_TE = self._embedded(token_T, hidden_TE, compute) if i == 0 else (None, hidden_TE)
+            through = layer
+            if part == "keys" and not last and compute.recompute:
+                # of the whole row's first pass, nothing but what enters a layer is held for the backward pass
+                through = partial(checkpoint, layer, use_reentrant=False)
+            only = dict(rows=rows, part=part) if last else {}
+            out, k, v = through(state_TE, embedding, rotation, partial(attend, i), compute, **only)
+            if k is not None:
+                keys.append((k, v))
+            hidden_TE = hidden_TE if out is None else out
+        return LayersOutput(hidden_TE, keys)
 
-    def inputs(self, layer: int, token_T: Tensor | Words, hidden_TE: Tensor) -> tuple[Tensor | Joined, Tensor]:
-        """What a layer's projections read, and its residual, of the state that enters it: [T, 2E or E] and [T, E]."""
-        block = self.blocks[layer]
-        if layer > 0:
-            return block.input_layernorm.beside(hidden_TE)
+    def _embedded(
+        self, token_T: Tensor | EmbeddingRows, hidden_TE: Tensor, compute: Compute
+    ) -> tuple[Tensor | EmbeddingRows | None, Tensor]:
+        """The first layer's embedding and state; EAGLE-1's `fc` has joined them."""
+        if isinstance(token_T, EmbeddingRows):
+            return token_T, hidden_TE
+        embedded = self.embed(token_T)
         if self.eagle1:
-            x = self.fc(torch.cat((self.embed(token_T), hidden_TE), dim=-1))
-            return x, x
-        normed, hidden_TE = block.hidden_norm.beside(hidden_TE)
-        residual = normed if self.config.norm_before_residual else hidden_TE
-        if isinstance(token_T, Words):
-            return Joined(token_T, normed), residual
-        return torch.cat((block.input_layernorm(self.embed(token_T)), normed), dim=-1), residual
+            return None, self.fc(torch.cat((embedded, hidden_TE), dim=-1), compute)
+        return embedded, hidden_TE
 
-    def shared_words(self, token_N: Tensor) -> SharedProducts | None:
-        """The embedding's share of the first layer's projections, for tokens that many slots read; None where the
-        layers compute as "eager" or have biases, nothing is learnt, or the draft is EAGLE-1's, of one step."""
-        attention = self.midlayer.self_attn
-        if self.eagle1 or not attention.q_proj.fused:
+    def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedEmbedding | None:
+        """The embeddings of tokens that many slots read, whose share of the first layer's projections is computed
+        once; None where that is not supported: "eager" layers, biases, or EAGLE-1, which has one step."""
+        if self.eagle1 or not compute.fused or self.config.attention_bias:
             return None
-        embedded = self.midlayer.input_layernorm(self.embed(token_N))
-        return SharedProducts(embedded, *(p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)))
+        return SharedEmbedding(self.embed(token_N))
 
-    def read(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, out_SE: Tensor, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
         """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.
 
         EAGLE-3 feeds back the output itself; 3.1's `norm_output` feeds back the normed one; EAGLE-1 knows no norm.
         """
         if self.eagle1:
             return out_SE, out_SE
-        normed, out_SE = self.norm.beside(out_SE)
+        normed, out_SE = self.norm.with_input(out_SE, compute)
         return (normed if self.config.norm_output else out_SE), normed

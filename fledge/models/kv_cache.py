@@ -163,6 +163,11 @@ class GrowingLayer(DynamicLayer):
             room[..., old : self.get_seq_length(), :] = states
         return self.keys, self.values
 
+    def move_into(self, room: list[Tensor], length: int) -> None:
+        """Takes another room, which holds the first `length` slots, and lets go of the old one at once."""
+        self.room = room
+        self.show(length)
+
     def show(self, length: int, like: Sequence[Tensor] = ()) -> None:
         """Makes `keys` and `values` the first so many slots, in room enough for them."""
         if self.room is None:
@@ -235,7 +240,7 @@ class TargetCache(Cache):
         lengths = [self.lengths[b] for b in rooms]
         for layer in self.layers:
             at = torch.tensor(rooms, device=layer.keys.device)
-            layer.room = [chosen(room, at, max(lengths)) for room in layer.room]
+            layer.move_into([chosen(room, at, max(lengths)) for room in layer.room], max(lengths))
         self._hold(lengths)
 
     @torch.inference_mode()
@@ -244,7 +249,7 @@ class TargetCache(Cache):
         lengths = [*self.lengths, *(n for o in others for n in o.lengths)]
         for i, layer in enumerate(self.layers):
             together = zip(layer.room, *(o.layers[i].room for o in others), strict=True)
-            layer.room = [join(rooms, max(lengths)) for rooms in together]
+            layer.move_into([join(rooms, max(lengths)) for rooms in together], max(lengths))
         self._hold(lengths)
 
     def _hold(self, lengths: list[int]) -> None:

@@ -1,8 +1,10 @@
-"""The decoder layer of a draft, cut where training and decoding differ: between its projections and its attention."""
+"""The decoder layer of a draft. What its attention attends to is the caller's: a cache, or a training row's slots."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,30 +12,52 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import SharedProducts, accumulating_products, linear
-from fledge.kernels.mlp import swiglu_mlp
+from fledge.kernels.gradients import GradientSums
+from fledge.kernels.linear import SharedProducts, linear, linear_products
+from fledge.kernels.mlp import swiglu
 from fledge.kernels.rope import apply_rope, rope_frequencies
 
+# attend(q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; k and v are None where the layer computes queries alone
+Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+Part = Literal["all", "keys", "queries"]
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
 
-class Linear(nn.Linear):
-    """`nn.Linear` that is quick with the few rows of a round and, if it `accumulates`, with many backward passes."""
 
-    accumulates = False
+@dataclass(frozen=True)
+class Compute:
+    """How layers compute; every choice gives the same values and gradients up to rounding.
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
-            return accumulating_products(x, self.weight)[0]
-        return linear(x, self.weight, self.bias)
+    `impl` "eager" is plain torch, "triton" fused kernels (on a GPU, or in Triton's interpreter) that hold less for the
+    backward pass; parts with biases stay in plain torch. `recompute` computes the MLP's activations again in the
+    backward pass. `gradients`, where the kernels sum the weights' gradients, is for "triton"; None leaves them to
+    autograd.
+    """
 
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """The residual plus the product."""
-        if self.fused:
-            return accumulating_products(x, self.weight, onto_SO=residual)[0]
-        return residual + self(x)
+    impl: str = "eager"
+    recompute: bool = False
+    gradients: GradientSums | None = None
+
+    def __post_init__(self) -> None:
+        if self.impl not in ("eager", "triton"):
+            raise ValueError(f"the layers' implementation {self.impl!r} is neither 'eager' nor 'triton'")
 
     @property
     def fused(self) -> bool:
-        return self.accumulates and self.bias is None and torch.is_grad_enabled()
+        return self.impl == "triton"
+
+
+EAGER = Compute()
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that is faster for the few rows of a decoding round on a CPU."""
+
+    def forward(self, x: Tensor, compute: Compute = EAGER, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b, plus the residual where one is given."""
+        if compute.fused and self.bias is None:
+            return linear_products(x, self.weight, residual_SO=residual, gradients=compute.gradients)[0]
+        out = linear(x, self.weight, self.bias)
+        return out if residual is None else residual + out
 
 
 class RMSNorm(nn.Module):
@@ -42,17 +66,17 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps, self.impl = eps, "eager"
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x [S, E], and x for those who read that too."""
-        if self.impl == "triton" and torch.is_grad_enabled():
-            from fledge.kernels.norm import norm_beside
+    def with_input(self, x: Tensor, compute: Compute) -> tuple[Tensor, Tensor]:
+        """The norm of x [S, E], and x for those who read it too. Fused, one kernel sums both gradients of x."""
+        if compute.fused:
+            from fledge.kernels.norm import norm_with_input
 
-            return norm_beside(x, self.weight, self.eps)
+            return norm_with_input(x, self.weight, self.eps)
         return self(x), x
 
 
@@ -64,13 +88,13 @@ class Rotary(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
+        with torch.device("cpu"):  # numbers also where a draft is made of shapes alone
+            frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.impl = "eager"
 
-    def forward(self, position_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
         """Returns (cos, sin), each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        if self.impl == "triton":
+        if compute.fused:
             from fledge.kernels.elementwise import cos_sin
 
             return cos_sin(position_S, self.frequencies, self.scale, dtype)
@@ -85,22 +109,38 @@ class Rotary(nn.Module):
         return self
 
 
-class Words(NamedTuple):
-    """Tokens whose embedding's share of the first layer's projections was made before: rows of those products."""
+class SharedEmbedding:
+    """Embeddings [N, E] of the tokens that the steps of some slots read, each by several slots.
 
-    products: SharedProducts
+    The first layer computes their share of its projections once, for all steps (`products`).
+    """
+
+    def __init__(self, embedded_NE: Tensor):
+        self.embedded_NE = embedded_NE
+        self.products: SharedProducts | None = None  # made by the layer at its first step
+
+    def backward(self) -> None:
+        """Sends back what the steps' gradients for the products add up to."""
+        if self.products is not None:
+            self.products.backward()
+
+
+class EmbeddingRows(NamedTuple):
+    """The rows of a `SharedEmbedding` that a step's slots read, int [S]."""
+
+    shared: SharedEmbedding
     rows_S: Tensor
 
 
-class Joined(NamedTuple):
-    """What the first layer's projections read, [norm(embedding) ; norm(hidden)], not put together."""
+class FusedInput(NamedTuple):
+    """[norm(embedding) ; norm(hidden)], what the first layer's projections read, not concatenated."""
 
-    words: Words
+    embedding: EmbeddingRows
     hidden_SE: Tensor
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; what is attended to is the caller's."""
+    """Grouped-query attention: projections, RoPE, and the output projection onto the residual."""
 
     def __init__(self, config: DraftConfig, width: int):
         super().__init__()
@@ -119,50 +159,66 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-        self.impl = "eager"
+    def forward(
+        self, x: Tensor | FusedInput, residual: Tensor, rotation: Rotation, attend: Attend, compute: Compute = EAGER,
+        *, rows: Tensor | None = None, part: Part = "all",
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """x [T, width] (or one row for all T positions) and residual [T, E] to (residual + output [S, E], keys and
+        values [T, G, d]).
 
-    def queries(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[S, width] (or one row for all) to rotated queries [S, H, d]."""
-        return self._queries(*self._products(x, self.q_proj), rotary)
+        `rows` (int64 [S]) are those that ask; None asks for all. `part` "keys" computes keys and values alone, and no
+        output; "queries" computes the output alone, of rows whose keys the caller has.
+        """
+        if part == "keys":
+            return None, *self._keys_values(x, rotation, compute)
+        if part == "queries":
+            q, k, v = self._queries(x, rotation, compute), None, None
+        elif rows is None:
+            q, k, v = self._products(x, compute, self.q_proj, self.k_proj, self.v_proj)
+            q, (k, v) = self._as_queries(q, rotation, compute), self._as_keys_values(k, v, rotation, compute)
+        else:
+            k, v = self._keys_values(x, rotation, compute)
+            residual = residual[rows]
+            q = self._queries(x[rows], (rotation[0][rows], rotation[1][rows]), compute)
+        attended = attend(q, k, v)
+        return self.o_proj(attended.flatten(1), compute, residual.expand(attended.shape[0], -1)), k, v
 
-    def keys_values(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[S, width] to rotated keys and values, each [S, G, d]."""
-        return self._keys_values(*self._products(x, self.k_proj, self.v_proj), rotary)
+    def _queries(self, x: Tensor | FusedInput, rotation: Rotation, compute: Compute) -> Tensor:
+        return self._as_queries(*self._products(x, compute, self.q_proj), rotation, compute)
 
-    def projections(self, x: Tensor | Joined, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the same rows."""
-        q, k, v = self._products(x, self.q_proj, self.k_proj, self.v_proj)
-        return self._queries(q, rotary), *self._keys_values(k, v, rotary)
+    def _keys_values(self, x: Tensor | FusedInput, rotation: Rotation, compute: Compute) -> tuple[Tensor, Tensor]:
+        return self._as_keys_values(*self._products(x, compute, self.k_proj, self.v_proj), rotation, compute)
 
     @staticmethod
-    def _products(x: Tensor | Joined, *projections: Linear) -> tuple[Tensor, ...]:
+    def _products(x: Tensor | FusedInput, compute: Compute, *projections: Linear) -> tuple[Tensor, ...]:
         weights = [p.weight for p in projections]
-        if isinstance(x, Joined):
-            return x.words.products.beside(x.words.rows_S, x.hidden_SE, *weights)
-        if projections[0].fused:
-            return accumulating_products(x, *weights)
+        if isinstance(x, FusedInput):
+            return x.embedding.shared.products.with_rows(x.embedding.rows_S, x.hidden_SE, *weights)
+        if compute.fused and projections[0].bias is None:
+            return linear_products(x, *weights, gradients=compute.gradients)
         return tuple(p(x) for p in projections)
 
-    def _queries(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _as_queries(self, q: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
         q = q.view(-1, self.heads, self.head_dim)
-        return self._rotated(self.q_norm(q) if self.qk_norm else q, rotary)
+        return _rotated(self.q_norm(q) if self.qk_norm else q, rotation, compute)
 
-    def _keys_values(self, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _as_keys_values(self, k: Tensor, v: Tensor, rotation: Rotation, compute: Compute) -> tuple[Tensor, Tensor]:
         k, v = (x.view(-1, self.kv_heads, self.head_dim) for x in (k, v))
-        k = self._rotated(self.k_norm(k) if self.qk_norm else k, rotary)
+        k = _rotated(self.k_norm(k) if self.qk_norm else k, rotation, compute)
         return k, v.expand(k.shape[0], -1, -1).contiguous()
 
-    def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = x.expand(rotary[0].shape[0], -1, -1).contiguous()
-        if self.impl == "triton":
-            from fledge.kernels.elementwise import rope
 
-            return rope(x, *rotary)
-        return apply_rope(x, *rotary)
+def _rotated(x: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
+    x = x.expand(rotation[0].shape[0], -1, -1).contiguous()
+    if compute.fused:
+        from fledge.kernels.elementwise import rope
+
+        return rope(x, *rotation)
+    return apply_rope(x, *rotation)
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x), the SwiGLU of Llama."""
+    """residual + down(silu(gate x) * up x), the SwiGLU of Llama."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -170,38 +226,73 @@ class MLP(nn.Module):
         self.gate_proj = Linear(E, inner, bias=bias)
         self.up_proj = Linear(E, inner, bias=bias)
         self.down_proj = Linear(inner, E, bias=bias)
-        self.impl, self.recompute = "eager", False
 
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """The residual plus the MLP of x."""
-        if self.impl == "triton" and self.gate_proj.bias is None:
+    def forward(self, x: Tensor, residual: Tensor, compute: Compute = EAGER) -> Tensor:
+        """All [S, E]."""
+        if compute.fused and self.gate_proj.bias is None:
             weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-            return swiglu_mlp(x, *weights, residual, impl=self.impl, recompute=self.recompute)
-        if self.recompute and torch.is_grad_enabled():
-            return residual + checkpoint(self, x, use_reentrant=False, preserve_rng_state=False)
-        return residual + self(x)
+            return swiglu(x, *weights, residual, recompute=compute.recompute, gradients=compute.gradients)
+        if compute.recompute:
+            return residual + checkpoint(self._plain, x, use_reentrant=False, preserve_rng_state=False)
+        return residual + self._plain(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _plain(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    """A draft's decoder layer. The first reads [norm(embedding) ; norm(hidden)], 2E wide, or in EAGLE-1 what fc made
-    of both, without a norm; further ones are plain."""
+    """A draft's decoder layer.
+
+    The first layer reads [norm(embedding) ; norm(hidden)], 2E wide; EAGLE-1's first layer reads what `fc` made of both,
+    without a norm; further layers are plain decoder layers.
+    """
 
     def __init__(self, config: DraftConfig, first: bool):
         super().__init__()
         E, eps, eagle1 = config.hidden_size, config.rms_norm_eps, config.method == "eagle1"
-        if not (first and eagle1):
+        self.reads_embedding = first and not eagle1
+        self.norms_input = not (first and eagle1)
+        self.norm_before_residual = config.norm_before_residual
+        if self.norms_input:
             self.input_layernorm = RMSNorm(E, eps)
-        if first and not eagle1:
+        if self.reads_embedding:
             self.hidden_norm = RMSNorm(E, eps)
-        self.self_attn = Attention(config, 2 * E if first and not eagle1 else E)
+        self.self_attn = Attention(config, 2 * E if self.reads_embedding else E)
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = MLP(config)
 
-    def close(self, attended_SHd: Tensor, residual_SE: Tensor) -> Tensor:
-        """Everything after the attention: output projection, residual, MLP. Returns [S, E]."""
-        h = self.self_attn.o_proj.onto(residual_SE, attended_SHd.flatten(1))
-        normed, h = self.post_attention_layernorm.beside(h)
-        return self.mlp.onto(h, normed)
+    def forward(
+        self, hidden_TE: Tensor, embedding: Tensor | EmbeddingRows | None, rotation: Rotation, attend: Attend,
+        compute: Compute = EAGER, *, rows: Tensor | None = None, part: Part = "all",
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The state that enters, and the first layer's embedding [T, E], to (the state that leaves [S, E], keys and
+        values [T, G, d]). `rows` and `part` are as in `Attention.forward`."""
+        x, residual = self._inputs(hidden_TE, embedding, compute)
+        h, k, v = self.self_attn(x, residual, rotation, attend, compute, rows=rows, part=part)
+        if h is None:
+            return None, k, v
+        normed, h = self.post_attention_layernorm.with_input(h, compute)
+        return self.mlp(normed, h, compute), k, v
+
+    def _inputs(
+        self, hidden_TE: Tensor, embedding: Tensor | EmbeddingRows | None, compute: Compute
+    ) -> tuple[Tensor | FusedInput, Tensor]:
+        """What the projections read, [T, 2E or E], and the residual [T, E]."""
+        if not self.norms_input:
+            return hidden_TE, hidden_TE
+        if not self.reads_embedding:
+            return self.input_layernorm.with_input(hidden_TE, compute)
+        normed, hidden_TE = self.hidden_norm.with_input(hidden_TE, compute)
+        residual = normed if self.norm_before_residual else hidden_TE
+        if isinstance(embedding, EmbeddingRows):
+            self._share(embedding.shared, compute)
+            return FusedInput(embedding, normed), residual
+        return torch.cat((self.input_layernorm(embedding), normed), dim=-1), residual
+
+    def _share(self, shared: SharedEmbedding, compute: Compute) -> None:
+        """Computes the embeddings' share of the projections, once."""
+        if shared.products is None:
+            attention = self.self_attn
+            weights = (p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            embedded = self.input_layernorm(shared.embedded_NE)
+            shared.products = SharedProducts(embedded, *weights, gradients=compute.gradients)

@@ -16,23 +16,26 @@ from fledge.types import Packed
 
 @dataclass(frozen=True)
 class DropTokens:
-    """Depth d keeps a share max(rate^d, least) of a document's live anchors, drawn by `key`."""
+    """Depth d keeps a share max(rate^d, min_rate) of a document's live anchors. Raises ValueError for rates outside
+    (0, 1] and [0, 1]."""
 
     rate: float = 0.8
-    least: float = 0.2
-    key: str = ""
+    min_rate: float = 0.2
 
     def __post_init__(self) -> None:
-        if not (0 < self.rate <= 1 and 0 <= self.least <= 1):
+        if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
             raise ValueError(
-                f"a rate of {self.rate} and at least {self.least} are no shares: 1 is most, and the rate is above 0"
+                f"a rate of {self.rate} with a minimum of {self.min_rate}: the rate is above 0 and at most 1, the "
+                "minimum between 0 and 1"
             )
 
-    def keep(self, row: Packed, live: Sequence[Tensor]) -> list[Tensor]:
-        """The slots of each depth that are trained, ascending int64 tensors: all live ones at depth 0; at depth d, of
-        each document, min(pool, int(live · share)) drawn from the pool of those live at d and, from depth 2 on, kept at
-        d - 1."""
-        seed = int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:7], "big")
+    def keep(self, row: Packed, live: Sequence[Tensor], key: str = "") -> list[Tensor]:
+        """The slots of each depth that are trained, ascending int64 tensors, drawn by the seed `key`.
+
+        All live ones at depth 0; at depth d, of each document, min(pool, int(live · share)) from the pool of those
+        live at d and, from depth 2 on, kept at d - 1.
+        """
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
         documents = int(row.doc_T.max()) + 1
         kept = list(live[:1])
@@ -42,7 +45,7 @@ class DropTokens:
                 before = torch.zeros_like(row.token_T, dtype=torch.bool)
                 before[kept[-1]] = True
                 pool = pool[before[pool]]
-            share = max(self.rate**d, self.least)
+            share = max(self.rate**d, self.min_rate)
             wanted = (torch.bincount(row.doc_T[live[d]], minlength=documents).double() * share).long()
             shuffled = pool[torch.randperm(pool.numel(), generator=generator)]
             by_document = shuffled[row.doc_T[shuffled].argsort(stable=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.models.draft import Draft
-from fledge.train.objective import Ways
+from fledge.train.objective import Implementation
 from fledge.types import Packed
 
 # from quick to small: slots in flight, whether the MLP's activations are computed again, and whether the next row's
@@ -28,7 +28,8 @@ LEAST = 128  # tokens of a row; none shorter is tried
 NEAR = 0.1  # the longest row that fits is found to within so much of it
 FARTHEST = 8  # times the longest row tried is the next, however much memory is left
 
-Try = Callable[[Packed, Ways], Any]  # a forward and backward pass; returns what is held until the draft is updated
+# a forward and backward pass; returns what is held until the draft is updated
+Try = Callable[[Packed, Implementation], Any]
 Report = Callable[[int, "int | None"], None]  # tokens of a row that was tried, and the bytes it takes
 
 
@@ -45,41 +46,43 @@ class Trial:
     def length(self) -> int:
         return self.rows[0].token_T.numel()
 
-    def needed(self, ways: Ways, tokens: int | None = None) -> tuple[int, int]:
+    def needed(self, impl: Implementation, tokens: int | None = None) -> tuple[int, int]:
         """Bytes on the device that training on such rows takes at its peak, of rows of `tokens` made of them if said;
         and with what a stream frees and another cannot use. Tries the step; what it finds is thrown away. Raises
         torch.OutOfMemoryError where it takes more than there is, leaving nothing behind."""
         rows = [row if tokens is None else of_length(row, tokens) for row in self.rows]
-        found = [self._needed(row, ways) for row in rows]
+        found = [self._needed(row, impl) for row in rows]
         return max(taken for taken, _ in found), max(taken + apart for taken, apart in found)
 
-    def _needed(self, row: Packed, ways: Ways) -> tuple[int, int]:
+    def _needed(self, row: Packed, impl: Implementation) -> tuple[int, int]:
         device, count = self.draft.device, sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
-        if ways.ahead:
+        if impl.prefetch:
             torch.cuda.empty_cache()  # what is reserved then is of this step
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            held = self.step(row, ways)
+            held = self.step(row, impl)
         finally:
             self.draft.zero_grad(set_to_none=True)
         peak, update = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + UPDATE * count
-        apart = torch.cuda.max_memory_reserved(device) - peak if ways.ahead else 0
+        apart = torch.cuda.max_memory_reserved(device) - peak if impl.prefetch else 0
         del held
         return max(peak + (SUM * count if self.rows_per_step > 1 else 0), update) + OPTIMIZER * count, apart
 
 
-def choose(trial: Trial, asked: Sequence[Ways], available: int, report: Report = lambda *_: None) -> tuple[Ways, int]:
-    """The first of the ways asked for whose step fits in so many bytes, and the bytes it takes.
+def choose(
+    trial: Trial, asked: Sequence[Implementation], available: int, report: Report = lambda *_: None
+) -> tuple[Implementation, int]:
+    """The first of the implementations asked for whose step fits in so many bytes, and the bytes it takes.
 
     Raises ValueError with the longest row that fits where none does; `report` hears of its search.
     """
-    for ways in asked:
+    for impl in asked:
         try:
-            taken, with_apart = trial.needed(ways)
+            taken, with_apart = trial.needed(impl)
         except torch.OutOfMemoryError:
             continue
         if with_apart <= MARGIN * available:
-            return ways, taken
+            return impl, taken
     longest = longest_row(trial, asked[-1], available, report)
     raise ValueError(
         f"a step over a row of {trial.length:,} tokens takes more than the {available / 2**30:.1f} GiB that the "
@@ -87,7 +90,7 @@ def choose(trial: Trial, asked: Sequence[Ways], available: int, report: Report =
     )
 
 
-def longest_row(trial: Trial, ways: Ways, available: int, report: Report = lambda *_: None) -> int:
+def longest_row(trial: Trial, impl: Implementation, available: int, report: Report = lambda *_: None) -> int:
     """Tokens of the longest row that fits in so many bytes, less a tenth at most: one that fits, and a tenth more does
     not. Rows made of the trial's are tried, and `report` hears of each its tokens and the bytes it takes, None where
     the device ran out. Raises ValueError where not even one of LEAST tokens fits."""
@@ -96,7 +99,7 @@ def longest_row(trial: Trial, ways: Ways, available: int, report: Report = lambd
     tokens = max(trial.length, LEAST)
     while True:
         try:
-            _, bytes_of[tokens] = trial.needed(ways, tokens)
+            _, bytes_of[tokens] = trial.needed(impl, tokens)
         except torch.OutOfMemoryError:
             bytes_of[tokens] = None
         report(tokens, bytes_of[tokens])
@@ -140,16 +143,16 @@ def of_length(row: Packed, tokens: int) -> Packed:
     return Packed(token, span, position, doc)
 
 
-def ladder(ways: Ways, *, slots: int | None, activations: str) -> list[Ways]:
-    """The ways to try: those asked for, or from quick to small ("auto"). Plain torch recomputes nothing."""
-    rungs = [(slots or n, again, ahead) for n, again, ahead in LADDER]
-    if ways.layers == "eager":
-        rungs = [(n, False, ahead) for n, _, ahead in rungs]
+def ladder(impl: Implementation, *, slots: int | None, activations: str) -> list[Implementation]:
+    """The implementations to try: those asked for, or from fast to small ("auto"). Plain torch recomputes nothing."""
+    rungs = [(slots or n, again, prefetch) for n, again, prefetch in LADDER]
+    if impl.layers == "eager":
+        rungs = [(n, False, prefetch) for n, _, prefetch in rungs]
     elif activations == "recompute":
-        rungs = [(n, True, ahead) for n, _, ahead in rungs]
+        rungs = [(n, True, prefetch) for n, _, prefetch in rungs]
     elif activations == "keep":
         rungs = [rung for rung in rungs if not rung[1]]
     return [
-        replace(ways, slots=n, recompute=again, ahead=ahead, chunk=SMALL_CHUNK if again else ways.chunk)
-        for n, again, ahead in dict.fromkeys(rungs)
+        replace(impl, slots=n, recompute=again, prefetch=prefetch, chunk=SMALL_CHUNK if again else impl.chunk)
+        for n, again, prefetch in dict.fromkeys(rungs)
     ]

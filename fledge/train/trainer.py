@@ -17,12 +17,11 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
-from fledge.train.ahead import with_features
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.cod import DropTokens
 from fledge.train.interrupt import Interruption
-from fledge.train.objective import Ways, ttt_queued
+from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.train.prefetch import with_features
 from fledge.types import Features, Packed, Step
 
 
@@ -32,19 +31,14 @@ class Schedule:
 
     steps: int
     lr: float
-    depth: int = 5
-    gamma: float = 0.8
+    objective: Objective = Objective()
+    implementation: Implementation = Implementation()
     rows_per_step: int = 1
     warmup: float = 0.05
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    keep_unseen: bool = False
-    kind: str = "ce"
-    noise: float = 0.0
-    drop: tuple[float, float] | None = None
     seed: int = 0
-    ways: Ways = Ways()
     eval_every: int = 0
     save_every: int = 100
 
@@ -84,8 +78,8 @@ def train(
 ) -> Progress:
     """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
 
-    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one without it. `report` gets each
-    step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
+    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one where that measured none. `report` gets
+    each step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
     `Interruption`), and `stop`, asked after each step. Raises ValueError where the checkpoint to resume from is not
     of such a run.
     """
@@ -109,7 +103,7 @@ def train(
 
     left = (schedule.steps - progress.step) * schedule.rows_per_step
     upcoming = with_features(
-        _from(rows, progress.place, left), source.features, draft.device, ahead=schedule.ways.ahead
+        _from(rows, progress.place, left), source.features, draft.device, prefetch=schedule.implementation.prefetch
     )  # fmt: skip
     with Interruption(say) as interruption, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
@@ -126,7 +120,7 @@ def train(
             if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
-                if metrics["eval_tau"] > progress.best_tau:
+                if metrics.get("eval_tau", -1.0) > progress.best_tau:
                     progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
                     run.publish(draft, save_dtype)
             log.write(json.dumps(metrics) + "\n")
@@ -137,7 +131,7 @@ def train(
                     save()
                 if interruption.asked or stop():  # also while it saved
                     break
-    if not evaluate and progress.step == schedule.steps:
+    if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
         run.publish(draft, save_dtype)
     return progress
 
@@ -169,40 +163,50 @@ def _step(
     """One optimizer step over the next `rows_per_step` rows. Returns their sums, token count, learning rate, gradient
     norm."""
     draft.train()
-    found, tokens = [], 0
+    found, tokens, begun = [], 0, progress.place
     for i in range(schedule.rows_per_step):
         row, features = next(upcoming)
         tokens += rows.tokens(progress.place)
         progress.place = rows.next(progress.place)
-        found.append(
-            ttt_queued(
-                draft,
-                row,
-                features,
-                source.logits,
-                steps=schedule.depth,
-                gamma=schedule.gamma,
-                kind=schedule.kind,
-                keep_unseen=schedule.keep_unseen,
-                noise=(schedule.noise, key := f"{schedule.seed} {progress.step} {i}"),
-                drop=DropTokens(*schedule.drop, key) if schedule.drop else None,
-                ways=schedule.ways,
-            )
-        )
+        key = f"{schedule.seed} {progress.step} {i}"
+        found.append(ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key))
         del features  # before the row after the next is begun
         optimizer.accumulate()
-    discounts = to_device([torch.tensor([schedule.gamma**k for k in range(schedule.depth)])], draft.device)[0]
+    objective = schedule.objective
+    discounts = to_device([torch.tensor([objective.gamma**k for k in range(objective.depth)])], draft.device)[0]
     scored = sum((f.scored_K() * discounts).sum() for f in found)
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-    total = functools.reduce(operator.add, [f.count() for f in found])  # the first thing that waits for the device
+    total = functools.reduce(operator.add, [f.to_step() for f in found])  # the first thing that waits for the device
     norm = norm.item()
     if not math.isfinite(norm):  # nothing is saved after this
+        rows_read = _from(rows, begun, schedule.rows_per_step)
         raise FloatingPointError(
-            f"the gradient of step {progress.step + 1} is {norm}; train anew with a lower --lr and another --out, from "
-            "the last checkpoint's weights (--init-from RUN/checkpoint) if there is one"
+            f"the gradient of step {progress.step + 1} is {norm}: {_why(rows_read, source, draft, progress.step)}"
         )
     return total, tokens, lr, norm
+
+
+def _why(rows: Iterator[Packed], source: Source, draft: Draft, steps_done: int) -> str:
+    """What made a step's gradient infinite or NaN, and the cure: the target, the draft before it learnt anything, or
+    the learning rate."""
+    for row in rows:
+        features = source.features(row)
+        states = (features.last_TD, draft.reads(features))
+        if not all(bool(x.isfinite().all()) for x in states):
+            return (
+                f"the target computes NaN or infinite hidden states in {str(features.last_TD.dtype).split('.')[-1]}; "
+                "train with another --dtype (float32 has the widest range), or copy the target again"
+            )
+    if steps_done == 0:
+        return (
+            f"nothing has been learnt yet, so the draft that was begun with overflows in "
+            f"{str(draft.dtype).split('.')[-1]}; train with --dtype float32, or begin with another draft"
+        )
+    return (
+        "train anew with a lower --lr and another --out, from the last checkpoint's weights (--init-from "
+        "RUN/checkpoint) if there is one"
+    )
 
 
 def _discounted(counts_K: Tensor, gamma: float) -> float:
@@ -213,11 +217,11 @@ def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float)
     live = total.live_K.clamp_min(1)
     committed, rounds = total.walked
     tau = {"tau": committed / max(rounds, 1)}
-    if schedule.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
+    if schedule.objective.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
         tau = {"tau_slots": 1 + float((total.survive_K / live).sum())}
     return {
         "step": step,
-        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.gamma), 1e-9),
+        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.objective.gamma), 1e-9),
         **tau,
         "hit": (total.hit_K / live).tolist(),
         "accept": (total.accept_K / live).tolist(),

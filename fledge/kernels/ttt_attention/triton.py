@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fledge.kernels.ttt_attention import OwnSteps
+from fledge.kernels.ttt_attention.inputs import OwnSteps
 
 LOG2E = 1.4426950408889634
 # lengths, and what stands in memory where lengths before it end, are not compiled for

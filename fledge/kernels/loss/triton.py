@@ -1,4 +1,4 @@
-"""The tile of fledge/kernels/loss.py on a GPU: torch's matrix products, and two kernels over rows between them.
+"""The loss of a tile on a GPU: torch's matrix products, and two kernels over rows between them.
 
 `_teacher_rows` reads a teacher row of V logits: its argmax as a draft id, log-sum-exp over V and over the draft's W
 ids, and the W logits gathered. `_student_rows` reads a slot's W logits z and its teacher's, twice (three times for
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.loss import LEAST_ALPHA, _Sums, _Tile
+from fledge.kernels.loss.definition import LEAST_ALPHA
+from fledge.kernels.loss.tiles import SlotSums, Tile
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
@@ -138,10 +139,10 @@ def _student_rows(
 
 
 def tile_loss(
-    z_MW: Tensor, teacher_NV: Tensor, tile: _Tile, weight_S: Tensor, ids_W: Tensor, draft_id: Tensor, kind: str,
-    keep_unseen: bool, sums: _Sums,
+    z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, ids_W: Tensor, draft_id_V: Tensor, kind: str,
+    keep_out_of_vocab: bool, sums: SlotSums,
 ) -> None:  # fmt: skip
-    """`_tile_loss` of loss.py. Raises ValueError for float64, which the kernels would round."""
+    """`tile_loss` of definition.py. Raises ValueError for float64, which the kernels would round."""
     if z_MW.dtype == torch.float64:
         raise ValueError("the loss 'triton' computes in float32; use 'eager' for float64")
     (N, V), (M, W), device = teacher_NV.shape, z_MW.shape, z_MW.device
@@ -150,9 +151,11 @@ def tile_loss(
     kept = teacher_NV.new_empty(N, W) if gather else teacher_NV
     lse, mass = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     top = torch.empty(N, dtype=torch.int64, device=device)
-    _teacher_rows[(N,)](teacher_NV, ids_W, draft_id, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8)
+    _teacher_rows[(N,)](
+        teacher_NV, ids_W, draft_id_V, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8
+    )
     _student_rows[(M,)](
-        z_MW, kept, tile.row, tile.place, weight_S, lse, mass, top,
+        z_MW, kept, tile.row_M, tile.place_M, weight_S, lse, mass, top,
         sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
-        KIND=kind, KEEP=keep_unseen, LEAST=LEAST_ALPHA, BLOCK=4096, num_warps=8,
+        KIND=kind, KEEP=keep_out_of_vocab, LEAST=LEAST_ALPHA, BLOCK=4096, num_warps=8,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows and their features in the order of training."""
+"""Rows with their target features, the next row's computed while one is trained on."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from fledge.types import Features, Packed
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: what memory and workspaces a stream has had stay its own."""
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for the process, since a stream keeps the memory and workspaces that it has had."""
     return torch.cuda.Stream(device)
 
 
 def with_features(
-    rows: Iterable[Packed], features: Callable[[Packed], Features], device: torch.device, *, ahead: bool
+    rows: Iterable[Packed], features: Callable[[Packed], Features], device: torch.device, *, prefetch: bool
 ) -> Iterator[tuple[Packed, Features]]:
-    """Each row with its features. `ahead` (on a GPU) begins the next row's before it gives one away, on a stream of
-    their own: the target's pass then runs beside what is done with this row, and one fills what the other leaves idle.
-    It takes the memory of two rows' features; who asks for the next row while holding this one's has those of three.
+    """Each row with its features.
+
+    `prefetch` (on a GPU) begins to compute the next row's features before it yields a row, on a stream of their own:
+    the target's pass then runs while this row is trained on, and each fills what the other leaves idle. That takes the
+    memory of two rows' features, or of three where the caller asks for the next row while it holds this one's.
     """
-    if not ahead:
+    if not prefetch:
         for row in rows:
             yield row, features(row)
         return
-    rows, stream = iter(rows), _beside(device)
+    rows, stream = iter(rows), _stream(device)
 
     def begin() -> tuple[Packed, Features] | None:
         if (row := next(rows, None)) is None:

@@ -1,0 +1,304 @@
+"""The Python API: what is public, how prompts and sampling are given, models that are loaded already, and training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import fledge as api
+from fledge.models.weights import save_draft
+
+PUBLIC = {
+    "Completion", "Engine", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load", "load_target",
+    "train_draft",
+}  # fmt: skip
+CHAT = [{"role": "user", "content": "the young bird"}]
+IDS = [5, 200, 77, 31]
+
+
+@pytest.fixture(scope="module")
+def engine() -> api.Engine:
+    target = tiny_target(dtype=torch.float64)
+    return api.Engine(target, tiny_draft(target), depth=3)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, a draft of it, and chats."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    save_draft(tiny_draft(tiny_target()), root / "draft")
+    tiny_chats(root / "chats.jsonl", 40)
+    return root
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+
+
+# -- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_those_that_dir_shows() -> None:
+    assert set(dir(api)) == set(api.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(api, name) is not None
+    with pytest.raises(AttributeError, match="module 'fledge' has no attribute 'Generate'"):
+        _ = api.Generate
+
+
+def test_importing_it_is_light() -> None:
+    heavy = "{'torch', 'transformers', 'typer', 'rich', 'datasets'}"
+    assert python("-c", f"import sys, fledge; dir(fledge); print({heavy} & set(sys.modules))").stdout == "set()\n"
+
+
+def test_its_version(fledge) -> None:
+    pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert pyproject["project"]["version"] == api.__version__
+    assert fledge("--version").out == f"fledge {api.__version__}\n"
+    assert python("-m", "fledge", "--version").stdout == f"fledge {api.__version__}\n"
+
+
+# -- how prompts and sampling are given -------------------------------------------------------------------------------
+
+
+def test_sampling_may_be_given_by_its_fields(engine: api.Engine) -> None:
+    fields = dict(temperature=0.9, top_p=0.9, seed=4)
+    sampling = api.Sampling(**fields)
+    done = engine.generate(IDS, max_new_tokens=20, sampling=sampling)
+    assert done.tokens != engine.generate(IDS, max_new_tokens=20).tokens
+    assert engine.generate(IDS, max_new_tokens=20, **fields).tokens == done.tokens
+    assert engine.generate_all([IDS], max_new_tokens=20, **fields)[0].tokens == done.tokens
+    assert "".join(engine.stream(IDS, max_new_tokens=20, **fields)) == done.text
+    for call in (engine.generate, engine.stream, lambda p, **how: engine.generate_all([p], **how)):
+        with pytest.raises(ValueError, match=r"give sampling=Sampling\(\.\.\) or temperature and seed, not both"):
+            call(IDS, sampling=sampling, temperature=0.5, seed=1)
+        with pytest.raises(TypeError, match=r"temprature is no option of decoding; there are .*max_new_tokens.*temper"):
+            call(IDS, temprature=0.5)
+
+
+SEVERAL: dict[str, Any] = {
+    "texts": ["the young bird", "tries again"],
+    "chats": [CHAT, [{"role": "system", "content": "falls"}, *CHAT]],
+    "token ids": [IDS, IDS[:2]],
+    "a tuple of tuples": (tuple(IDS), tuple(IDS[:2])),
+    "a tensor": torch.tensor([IDS, IDS[::-1]]),
+    "tensors": [torch.tensor(IDS), torch.tensor(IDS[:2])],
+    "an array": np.array([IDS, IDS[::-1]]),
+    "of each kind": ["the young bird", CHAT, IDS],
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_list_of_prompts_gets_a_list_of_answers(kind: str, engine: api.Engine) -> None:
+    asked, options = SEVERAL[kind], dict(max_new_tokens=10)
+    answers = engine.generate(asked, batch=2, **options)
+    assert [c.tokens for c in answers] == [engine.generate(prompt, **options).tokens for prompt in asked]
+
+
+@pytest.mark.parametrize("same", [tuple(IDS), torch.tensor(IDS), np.array(IDS)], ids=["tuple", "tensor", "array"])
+def test_token_ids_and_a_chat_are_one_prompt(same: Any, engine: api.Engine) -> None:
+    assert engine.generate(same, max_new_tokens=10).tokens == engine.generate(IDS, max_new_tokens=10).tokens
+    chat = engine.generate(CHAT, batch=4, max_new_tokens=10)  # at most so many together, which is one
+    assert chat.text == engine.generate_all([CHAT], max_new_tokens=10)[0].text
+
+
+A_PROMPT = "a prompt is a string, a list of token ids or a list of messages"
+WRONG_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "None": (None, TypeError, f"{A_PROMPT}, and this is a value of type NoneType"),
+    "a number": (7, TypeError, f"{A_PROMPT}, and this is a value of type int"),
+    "bytes": (b"hi", TypeError, f"{A_PROMPT}, and this is a value of type bytes"),
+    "a message alone": (CHAT[0], TypeError, f"{A_PROMPT}, and this is a value of type dict"),
+    "floats": ([0.5, 1.5], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type float"),
+    "ids and text": ([5, "hi"], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type str"),
+    "a chat and text": ([*CHAT, "hi"], TypeError, f"{A_PROMPT}, and this list of messages holds a value of type str"),
+    "truths": ([True, False], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type bool"),
+    "text and a number": (["hi", 5], TypeError, f"{A_PROMPT}, and this is a value of type int"),
+    "lists too deep": ([[[5]]], TypeError, "this is a list of several prompts, and one is asked for; use generate"),
+    "nothing": ([], ValueError, "the prompt is empty"),
+    "no text": ("", ValueError, "the prompt is empty"),
+    "an empty one among others": (["hi", []], ValueError, "the prompt is empty"),
+    "half a character": (
+        "\ud83d",
+        ValueError,
+        r"the prompt is not Unicode text \(surrogates not allowed at char.* 0\)",
+    ),
+    "ids beyond the vocabulary": ([5, 400], ValueError, r"token ids outside 0\.\.399"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_PROMPTS)
+def test_what_is_no_prompt_is_said_in_a_sentence(kind: str, engine: api.Engine) -> None:
+    asked, error, words = WRONG_PROMPTS[kind]
+    with pytest.raises(error, match=words) as raised:
+        engine.generate(asked)
+    assert "\n" not in str(raised.value)
+
+
+def test_one_prompt_where_several_are_asked_for_and_the_other_way_round(engine: api.Engine) -> None:
+    for one in ("hi", IDS, CHAT):
+        with pytest.raises(TypeError, match="several prompts are a list of prompts, and this is one prompt"):
+            engine.generate_all(one)
+    with pytest.raises(TypeError, match="several prompts are a list of prompts, and this is a value of type int"):
+        engine.generate_all(5)
+    with pytest.raises(TypeError, match="this is a list of several prompts, and one is asked for; use generate"):
+        engine.stream(["hi", "there"])
+
+
+WRONG_OPTIONS: dict[str, tuple[Any, str]] = {
+    "temperature": ("hot", "temperature is a number, not a value of type str"),
+    "top_k": (2.5, "top_k is an integer, not a value of type float"),
+    "seed": (None, "seed is an integer, not a value of type NoneType"),
+    "processors": (print, "processors is a list of LogitsProcessor objects, not a value of type builtin"),
+    "sampling": (dict(temperature=1), r"sampling is a fledge\.Sampling, not a value of type dict"),
+    "max_new_tokens": ("12", "max_new_tokens is an integer, not a value of type str"),
+    "stop": (3, "stop is a string or a list of strings, not a value of type int"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_options_of_the_wrong_type_are_said_in_a_sentence(name: str, engine: api.Engine) -> None:
+    value, words = WRONG_OPTIONS[name]
+    with pytest.raises(TypeError, match=words):
+        engine.generate(IDS, **{name: value})
+
+
+@pytest.mark.parametrize("fields", [dict(temperature=float("nan")), dict(temperature=float("inf")), dict(top_p=2.0),
+                                    dict(repetition_penalty=float("inf")), dict(draft="often")])  # fmt: skip
+def test_sampling_out_of_range(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        api.Sampling(**fields)
+
+
+def test_more_options_of_the_wrong_type(engine: api.Engine) -> None:
+    with pytest.raises(TypeError, match="stop is a string or a list of strings, not a value of type int"):
+        engine.generate(IDS, stop=["a", 3])
+    with pytest.raises(TypeError, match="batch is an integer, not a value of type str"):
+        engine.generate([IDS], batch="4")
+    with pytest.raises(TypeError, match=r"target is a loaded fledge\.Target .*not a value of type str"):
+        api.Engine("path/to/target")
+    with pytest.raises(TypeError, match=r"draft is a loaded draft .*not a value of type str"):
+        api.Engine(engine.target, "path/to/draft")
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def hugging_face_model(directory: Path) -> transformers.PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def test_a_loaded_model_is_taken(made: Path) -> None:
+    """With the tokenizer that lies where it came from, or with one that is given."""
+    there = api.load(made / "target", draft=made / "draft")
+    answer = there.generate("the young bird", max_new_tokens=20)
+    model = hugging_face_model(made / "target")
+    engine = api.load(model, draft=made / "draft")
+    assert engine.target.model is model and engine.target.name == str(made / "target")
+    assert engine.generate("the young bird", max_new_tokens=20).text == answer.text
+    without_place = tiny_target().model
+    given = api.load(without_place, tokenizer=tiny_tokenizer())
+    assert given.generate("the young bird", max_new_tokens=20).text == answer.text
+    assert given.target.name == "LlamaForCausalLM"
+    again = api.load(given.target, draft=str(made / "draft"))
+    assert again.target is given.target
+
+
+def test_models_that_cannot_be_taken(made: Path, tmp_path: Path) -> None:
+    model = tiny_target().model
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded since the model does not say where it is from; "):
+        api.load(model)
+    model.save_pretrained(tmp_path / "alone")
+    with pytest.raises(
+        ValueError, match=r"no tokenizer can be loaded in .*alone, .*; give load\(model, tokenizer=\.\.\)"
+    ):
+        api.load(hugging_face_model(tmp_path / "alone"))
+    for more in (dict(device="cpu"), dict(dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"this model is loaded already: move it with model\.to"):
+            api.load(model, tokenizer=tiny_tokenizer(), **more)
+    with pytest.raises(ValueError, match="LlamaModel is no causal language model; load one by AutoModelForCausalLM"):
+        api.load(model.model, tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match="tokenizer= goes with a loaded model; a target's directory has its own"):
+        api.load(made / "target", tokenizer=tiny_tokenizer())
+    with pytest.raises(
+        TypeError, match=r"target is a directory, a hub id, a transformers model or a fledge\.Target, not"
+    ):
+        api.load(None)
+    with pytest.raises(TypeError, match="draft is the directory of a draft, not a value of type Draft"):
+        api.load(made / "target", draft=tiny_draft(tiny_target()))
+    with pytest.raises(ValueError, match="fledge needs a fast tokenizer"):
+        api.Engine(tiny_target(tokenizer=False))
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+OPTIONS = dict(max_length=64, row_length=128, steps=2, depth=2, draft_vocab=200, device="cpu")
+
+
+def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge, capsys) -> None:
+    data = made / "chats.jsonl"
+    trained = api.train_draft(
+        target=made / "target", data=data, out=tmp_path / "python", aux_layers=[1, 4, 6],
+        template_kwargs={"enable_thinking": False}, **OPTIONS,
+    )  # fmt: skip
+    assert trained.draft == tmp_path / "python" / "draft" and trained.metrics["step"] == 2
+    assert not any(capsys.readouterr()), "it is quiet"
+    flags = [w for name, value in OPTIONS.items() for w in ("--" + name.replace("_", "-"), value)]
+    ran = fledge(
+        "train", "--target", made / "target", "--data", data, "--out", tmp_path / "command", "--aux-layers", "1,4,6",
+        "--template-kwargs", '{"enable_thinking": false}', *flags,
+    )  # fmt: skip
+    assert ran.code == 0
+    for file in ("model.safetensors", "config.json"):
+        assert (trained.draft / file).read_bytes() == (tmp_path / "command" / "draft" / file).read_bytes()
+    assert api.load(made / "target", draft=trained.draft).generate("it can fly", max_new_tokens=8).tokens
+    assert api.train_draft(resume=tmp_path / "python").draft == trained.draft
+    api.train_draft(resume=str(tmp_path / "python"), progress=True)
+    assert "this run was finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(steps="2"), r"--steps '2' is not of type int \| None"),
+        (dict(skip_bad="no"), "--skip-bad 'no' is not of type bool"),
+        (dict(max_length=64.5), r"--max-length 64\.5 is not of type int"),
+        (dict(lr="1e-3"), r"--lr '1e-3' is not of type float \| None"),
+        (dict(data=[3]), r"--data \[3\] is not of type list\[str\]"),
+        (dict(target=3), r"--target 3 is not of type str \| None"),
+        (dict(steps=0), "--steps 0: it is at least 1"),
+    ],
+)
+def test_training_options_of_the_wrong_type(options: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:
+    asked = dict(target=made / "target", data=made / "chats.jsonl", out=tmp_path / "run") | options
+    with pytest.raises(ValueError, match=words):
+        api.train_draft(**asked)
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_options_that_there_are_not(made: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stepz'"):
+        api.train_draft(target=made / "target", data=made / "chats.jsonl", stepz=3)
+
+
+def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fledge) -> None:
+    """A run's train.json that was edited ends in a sentence."""
+    out = tmp_path / "run"
+    api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
+    config = json.loads((out / "train.json").read_text())
+    config["options"]["steps"] = "many"
+    (out / "train.json").write_text(json.dumps(config))
+    ran = fledge("train", "--resume", out)
+    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; it is damaged" in ran.err

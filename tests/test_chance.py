@@ -1,0 +1,99 @@
+"""Drafts that guess no better than chance are told of, once, with the likely causes; working ones never."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target, tiny_target_directory
+
+from fledge.config import DraftConfig, Provenance
+from fledge.decode.chance import ROUNDS, Acceptance, ChanceWarning
+from fledge.decode.engine import Engine
+from fledge.eval.prompts import EvalPrompt
+from fledge.eval.run import acceptance
+from fledge.models.weights import save_draft
+from fledge.types import Round, Sampling, Trace
+
+PROMPTS = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+CONFIG = DraftConfig(
+    hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=400,
+    draft_vocab_size=400, target_hidden_size=32, provenance=Provenance(target="another-model"),
+)  # fmt: skip
+
+
+def warned(run: Callable[[], Any]) -> list[str]:
+    """What `run` warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in found if w.category is ChanceWarning]
+
+
+def counted(*traces: Trace, sampling: Sampling | None = None, acceptance: Acceptance | None = None) -> list[str]:
+    acceptance = acceptance or Acceptance()
+    return warned(lambda: acceptance.add(traces, sampling or Sampling(), CONFIG, "my-model"))
+
+
+def rounds(accepted: int, missed: int) -> Trace:
+    return Trace([Round(4, 2)] * accepted + [Round(4, 0)] * missed)
+
+
+def test_a_draft_at_chance_is_told_of_with_the_likely_causes():
+    (message,) = counted(rounds(2, 118))
+    assert "was accepted in 2 of 120 rounds, about as by chance, so it only makes my-model slower" in message
+    assert "another target of the same size (its config names another-model)" in message
+    assert "norm_before_residual (false) is wrong" in message and "other layers than its config names" in message
+
+
+@pytest.mark.parametrize(
+    ("trace", "sampling"),
+    [
+        (rounds(10, 110), Sampling()),  # it is worth something
+        (rounds(0, ROUNDS - 1), Sampling()),  # too few to tell
+        (Trace([Round(0, 0)] * 200), Sampling()),  # nothing was drafted
+        (rounds(0, 200), Sampling(temperature=1.5)),  # nearly random text
+        (rounds(0, 200), Sampling(processors=[lambda ids, scores: scores])),  # text that others steer
+    ],
+    ids=["accepted", "few", "empty", "hot", "processors"],
+)
+def test_others_are_not(trace, sampling):
+    assert not counted(trace, sampling=sampling)
+
+
+def test_requests_add_up_and_one_warning_is_enough():
+    found = Acceptance()
+    assert not counted(rounds(0, 60), acceptance=found)
+    assert len(counted(rounds(0, 60), acceptance=found)) == 1
+    assert not counted(rounds(0, 60), acceptance=found)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_an_engine_tells_of_a_draft_of_other_weights(target, mode):
+    engine = Engine(target, tiny_draft(target), depth=2, mode=mode, nodes=4, width=2)
+    engine.template.prompt_ids = list
+    assert not warned(lambda: engine.generate(PROMPTS[0], max_new_tokens=30))
+    assert len(warned(lambda: engine.generate_all(PROMPTS, max_new_tokens=60))) == 1
+    plain = Engine(target)
+    plain.template.prompt_ids = list
+    assert not warned(lambda: plain.generate_all(PROMPTS, max_new_tokens=60))
+
+
+def test_training_does_not_tell_of_what_has_learnt_nothing_yet(target):
+    engine = Engine(target, tiny_draft(target), depth=2)
+    assert not warned(lambda: acceptance(engine, [EvalPrompt(text="the young bird")] * 3, 60))
+
+
+def test_the_command_line_says_it_in_a_sentence(fledge, tmp_path, monkeypatch):
+    """After the text, on standard error, without a place in the code; other warnings keep theirs."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # to be put back
+    directory = tiny_target_directory(tmp_path)
+    save_draft(tiny_draft(tiny_target()), tmp_path / "draft", torch.float32)
+    words = ["--target", directory, "--draft", tmp_path / "draft", "--prompt", "falls until", "--max-new-tokens", 150]
+    (message,) = warned(lambda: fledge("generate", *words))
+    shown = warnings.formatwarning(message, ChanceWarning, "engine.py", 7, "self._acceptance.add(..)")
+    assert shown == f"fledge: {message}\n"
+    assert "engine.py:7: UserWarning: other" in warnings.formatwarning("other", UserWarning, "engine.py", 7)

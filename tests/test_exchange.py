@@ -1,0 +1,225 @@
+"""Drafts of other trainers, with their key names and configs, written by hand; and what of ours they would misread."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_target
+from safetensors.torch import save_file
+from test_weights import HEAD, HEADS, INNER, KV, D, V, make, reconfigure, same, saved
+from torch import Tensor
+
+from fledge.config import DraftConfig, RopeConfig
+from fledge.jobs.inspect import InspectOptions, remarks, run
+from fledge.models.draft import Draft
+from fledge.models.weights import load_draft, read_draft_config, save_draft
+
+SHAPE = dict(
+    model_type="llama", hidden_size=D, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=KV,
+    head_dim=HEAD, hidden_act="silu", rms_norm_eps=1e-5, vocab_size=V, max_position_embeddings=256, rope_theta=10000.0,
+    rope_scaling=None, attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16", num_hidden_layers=1,
+    bos_token_id=2, eos_token_id=[1, 3], pad_token_id=0, use_cache=True, transformers_version="4.57.1",
+)  # fmt: skip
+MAPS = ("d2t", "t2d")
+
+
+def written(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """A draft's directory as another trainer leaves it."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({n: t.detach().clone() for n, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def under(prefix: str, draft: Draft, layer: str = "layers.0.") -> dict[str, Tensor]:
+    """A draft's tensors with the layers numbered, and a prefix before all but the head, the map and the mask."""
+    outside = ("lm_head.weight", "d2t", "mask_hidden")
+    tensors = {n.replace("midlayer.", layer): t for n, t in draft.state_dict().items()}
+    return {n if n in outside else prefix + n: t for n, t in tensors.items()}
+
+
+def t2d(draft: Draft) -> Tensor:
+    known = torch.zeros(V, dtype=torch.bool)
+    known[draft.target_ids()] = True
+    return known
+
+
+def assert_read(directory: Path, draft: Draft, method: str = "eagle3") -> None:
+    """It is the draft, bit for bit, and survives our own saving."""
+    loaded = load_draft(directory)
+    assert loaded.config.method == method and same(loaded, draft)
+    save_draft(loaded, directory.parent / "again", torch.float32)
+    again = load_draft(directory.parent / "again")
+    assert same(again, draft) and again.config.num_hidden_layers == draft.config.num_hidden_layers
+
+
+def test_specforges_eagle_3(tmp_path):
+    """Its state dict without the embedding; `midlayer.` and both maps."""
+    draft = make()
+    tensors = under("", draft, "midlayer.") | {"t2d": t2d(draft)}
+    config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40)
+    assert_read(written(tmp_path / "d", config, tensors), draft)
+
+
+def test_specforges_eagle_3_of_the_whole_vocabulary(tmp_path):
+    """Its map is there and says nothing: zeros, since every id is itself."""
+    draft = make(V)
+    tensors = under("", draft, "midlayer.") | dict(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V) > 0)
+    config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=V)
+    directory = written(tmp_path / "d", config, tensors)
+    assert_read(directory, draft)
+    tensors["d2t"][3] = 1
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t is not part of such a draft"):
+        load_draft(directory)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_specforges_p_eagle(tmp_path, residual):
+    """Several layers in one list, embeddings that were trained, a map of zeros, and a class name of its own."""
+    draft = make(V, method="peagle", mask_token_id=V - 1, num_hidden_layers=3, own_embeddings=True,
+                 norm_before_residual=residual)  # fmt: skip
+    tensors = under("", draft) | dict(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V) > 0)
+    config = SHAPE | dict(
+        architectures=["PEagleDraftModel"], num_hidden_layers=3, draft_vocab_size=V, mask_token_id=V - 1,
+        norm_before_residual=residual,
+    )  # fmt: skip
+    directory = written(tmp_path / "d", config, tensors)
+    assert_read(directory, draft, "peagle")
+    reconfigure(directory, mask_token_id=None)
+    with pytest.raises(ValueError, match=r"without mask_token_id; SpecForge writes it to peagle_config\.json"):
+        load_draft(directory)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_automodels_eagle_3(tmp_path, family):
+    """The target's config with its number of layers and its kind, one layer in the file, everything under `model.`,
+    the embedding too."""
+    draft = make(own_embeddings=True)
+    tensors = under("model.", draft) | {"t2d": t2d(draft)}
+    target = tiny_target(family, tokenizer=False, vocab_size=V, num_hidden_layers=36).config.to_dict()
+    config = target | dict(
+        architectures=["LlamaEagle3DraftModel"], draft_vocab_size=40, target_hidden_size=D, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, attn_implementation="eager", fc_norm=False, norm_output=False,
+        parallel_drafting=False,
+    )  # fmt: skip
+    directory = written(tmp_path / "d", config, tensors)
+    assert read_draft_config(directory).num_hidden_layers == 36
+    assert load_draft(directory).config.num_hidden_layers == 1
+    assert_read(directory, draft)
+
+
+def test_automodels_eagle_3_1_and_p_eagle(tmp_path):
+    draft = make(own_embeddings=True, fc_norm=True, norm_output=True)
+    config = SHAPE | dict(
+        architectures=["LlamaEagle3DraftModel"], draft_vocab_size=40, target_hidden_size=D, num_hidden_layers=36,
+        fc_norm=True, norm_output=True, parallel_drafting=False,
+    )  # fmt: skip
+    assert_read(written(tmp_path / "d", config, under("model.", draft) | {"t2d": t2d(draft)}), draft)
+    draft = make(V, own_embeddings=True, method="peagle", mask_token_id=7, num_hidden_layers=2)
+    config |= dict(draft_vocab_size=V, num_hidden_layers=2, fc_norm=False, norm_output=False, parallel_drafting=True)
+    config |= dict(mask_token_id=7, num_depths=8, down_sample_ratio=0.8)
+    assert_read(written(tmp_path / "p", config, under("model.", draft)), draft, "peagle")
+
+
+def test_automodels_eagle_1_has_norms_that_no_engine_applies(tmp_path):
+    draft = make(V, method="eagle1", num_aux_hidden_states=0)
+    tensors = under("model.", draft) | {
+        "model.norm.weight": torch.ones(D),
+        "model.embed_tokens.weight": torch.ones(V, D),
+    }
+    config = SHAPE | dict(architectures=["LlamaEagleDraftModel"])
+    with pytest.raises(ValueError, match=r"norm\.weight is not part of such a draft"):
+        load_draft(written(tmp_path / "d", config, tensors))
+
+
+def test_speculators_tensors_in_the_flat_layout(tmp_path):
+    """As converted for vLLM: numbered layers, the normed residual, ids of the layers at the top."""
+    draft = make(norm_before_residual=True, own_embeddings=True, aux_layers=(1, 4, 6))
+    config = SHAPE | dict(
+        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40, norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[1, 4, 6], target_hidden_size=D,
+    )  # fmt: skip
+    directory = written(tmp_path / "d", config, under("", draft) | {"t2d": t2d(draft)})
+    assert_read(directory, draft)
+    assert load_draft(directory).config.aux_layers == (1, 4, 6)
+
+
+def test_the_authors_eagle_3_in_safetensors(tmp_path):
+    draft = make()
+    config = SHAPE | dict(architectures=["LlamaForCausalLM"], draft_vocab_size=40)
+    assert_read(written(tmp_path / "d", config, under("", draft, "midlayer.") | {"t2d": t2d(draft)}), draft)
+
+
+# -- what we write for them -------------------------------------------------------------------------------------------
+
+
+def test_a_norm_that_is_off_is_not_mentioned(tmp_path):
+    """SpecForge skips its final norm where norm_output is there and false."""
+    for directory, on in (("plain", {}), ("3.1", dict(fc_norm=True, norm_output=True))):
+        saved(tmp_path / directory, **on)
+        hf = json.loads((tmp_path / directory / "config.json").read_text())
+        assert [hf.get(key) for key in ("fc_norm", "norm_output")] == ([True, True] if on else [None, None])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, dict(beta_fast=16.0), dict(mscale=0.7), dict(mscale=1.0, mscale_all_dim=0.8), dict(truncate=False),
+        dict(attention_factor=0.9),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_field_of_yarn_is_written(given):
+    """SpecForge has no defaults of its own for a field that is there without a value, and computes another scale from
+    one mscale alone; transformers and vLLM go by these defaults."""
+    rope = RopeConfig.from_hf(
+        dict(
+            rope_theta=1e4,
+            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, **given),
+        )
+    )
+    config = DraftConfig(
+        hidden_size=D, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=HEAD,
+        vocab_size=V, draft_vocab_size=V, target_hidden_size=D, rope=rope,
+    )  # fmt: skip
+    hf = config.to_hf()
+    fields = {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    }
+    for written_in in ("rope_scaling", "rope_parameters"):
+        found = hf[written_in]
+        assert all(found[key] is not None for key in fields)
+        scales = [0.1 * found[key] * math.log(found["factor"]) + 1.0 for key in ("mscale", "mscale_all_dim")]
+        theirs = scales[0] / scales[1]  # SpecForge's factor on cos and sin
+        ours = theirs if "mscale_all_dim" in given else 0.1 * math.log(4.0) + 1.0
+        assert theirs == pytest.approx(ours)
+    assert DraftConfig.from_hf(hf).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        (dict(draft_vocab_size=V), "SpecForge leaves its t2d and d2t uninitialised"),
+        (dict(method="peagle", mask_token_id=3), "SpecForge reads this file as a one-layer EAGLE-3 draft"),
+    ],
+)
+def test_inspect_says_what_specforge_would_misread(tmp_path, changes, remark):
+    saved(tmp_path / "plain")
+    assert not any("SpecForge" in line for line in remarks(read_draft_config(tmp_path / "plain")))
+    W = changes.pop("draft_vocab_size", 40)
+    saved(tmp_path / "d", W, **changes)
+    lines: list[str] = []
+    assert run(InspectOptions(directory=str(tmp_path / "d")), lines.append)
+    assert any(line.startswith("Note: ") and remark in line for line in lines)

@@ -1,0 +1,154 @@
+"""Families whose configs name their sizes in their own way: each decodes, trains a draft, and decodes alike with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import tiny_chats, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import fledge
+from fledge.config import DraftConfig, llama_names
+from fledge.models.target import UNLIMITED
+
+LLAMA = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=512,
+)  # fmt: skip
+NEOX = {name: value for name, value in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
+GPT = dict(n_embd=32, n_layer=8, n_head=4, n_positions=512)
+OPT = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=8, num_attention_heads=4, max_position_embeddings=512)
+FALCON = dict(hidden_size=32, num_hidden_layers=8, num_attention_heads=4)
+# the config's class and sizes; then its draft's MLP width, query heads, key heads, and the tokens that the target reads
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
+    "GPT-2": ("GPT2", GPT, (128, 4, 4, 512)),
+    "GPT-2 with an inner size": ("GPT2", GPT | dict(n_inner=80), (80, 4, 4, 512)),
+    "GPTBigCode": ("GPTBigCode", GPT, (128, 4, 1, 512)),
+    "GPT-J": ("GPTJ", GPT | dict(rotary_dim=4), (128, 4, 4, 512)),
+    "CodeGen": ("CodeGen", GPT | dict(rotary_dim=4), (128, 4, 4, 512)),
+    "GPT-Neo": (
+        "GPTNeo",
+        dict(hidden_size=32, num_layers=8, num_heads=4, attention_types=[[["global", "local"], 4]], window_size=16,
+             max_position_embeddings=512),
+        (128, 4, 4, 512),
+    ),
+    "GPT-NeoX": ("GPTNeoX", NEOX, (48, 4, 4, 512)),
+    "OPT": ("OPT", OPT | dict(word_embed_proj_dim=32), (64, 4, 4, 512)),
+    "Falcon, one key head": ("Falcon", FALCON, (128, 4, 1, 2048)),
+    "Falcon, grouped": ("Falcon", FALCON | dict(new_decoder_architecture=True, num_kv_heads=2), (128, 4, 2, 2048)),
+    "Falcon, ALiBi": ("Falcon", FALCON | dict(alibi=True, multi_query=False), (128, 4, 4, 2048)),
+    "Bloom": ("Bloom", dict(hidden_size=32, n_layer=8, n_head=4), (128, 4, 4, UNLIMITED)),
+    "Bloom with a length": ("Bloom", dict(hidden_size=32, n_layer=8, n_head=4, seq_length=256), (128, 4, 4, 256)),
+    "MPT": ("Mpt", dict(d_model=32, n_layers=8, n_heads=4, max_seq_len=512), (128, 4, 4, 512)),
+    "XGLM": (
+        "XGLM", dict(d_model=32, ffn_dim=64, num_layers=8, attention_heads=4, max_position_embeddings=512),
+        (64, 4, 4, 512),
+    ),
+    "Phi": ("Phi", NEOX, (48, 4, 4, 512)),
+    "StableLM": ("StableLm", LLAMA, (48, 4, 2, 512)),
+    "StarCoder 2": ("Starcoder2", LLAMA, (48, 4, 2, 512)),
+    "Llama 4": ("Llama4Text", LLAMA | dict(num_local_experts=2, intermediate_size_mlp=48), (48, 4, 2, 512)),
+    "Gemma 4": ("Gemma4Text", LLAMA | dict(global_head_dim=8, hidden_size_per_layer_input=0), (48, 4, 2, 512)),
+    "LFM2": ("Lfm2", LLAMA | dict(layer_types=["full_attention"] * 8), (48, 4, 2, 512)),
+}  # fmt: skip
+# what decodes, but has no hidden states that a draft could read: it ends in no norm, and its embeddings are narrower
+OPT_350M = ("OPT", OPT | dict(word_embed_proj_dim=16, do_layer_norm_before=False))
+
+
+def config_of(family: str, sizes: dict[str, Any]) -> transformers.PreTrainedConfig:
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"this transformers has no {family}")
+    ids = dict(vocab_size=400, pad_token_id=0, bos_token_id=None, eos_token_id=1, tie_word_embeddings=False)
+    return getattr(transformers, f"{family}Config")(**ids, **sizes)
+
+
+def dtype_of(family: str) -> torch.dtype:
+    """float64, in which another batch shape rounds no token away; XGLM's attention takes float32 alone."""
+    return torch.float32 if family == "XGLM" else torch.float64
+
+
+def model_of(family: str, sizes: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A random model whose choices are sharp."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family, sizes), dtype=torch.float32).to(dtype_of(family))
+    embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(0, p.shape[-1] ** -0.5)
+        for weight in (*embeddings, model.get_output_embeddings().weight):
+            weight.normal_()
+    return model.eval()
+
+
+def saved(model: transformers.PreTrainedModel, parent: Path) -> Path:
+    model.save_pretrained(parent / "target")
+    tiny_tokenizer().save_pretrained(parent / "target")
+    return parent / "target"
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What transformers' own generate says, before fledge has the model."""
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+PROMPT = [5, 200, 77, 31, 9, 350, 44, 12]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_draft_has_the_targets_sizes(name: str) -> None:
+    family, sizes, (mlp, heads, key_heads, context) = FAMILIES[name]
+    shape = llama_names(config_of(family, sizes))
+    draft = DraftConfig.for_target(shape, max_length=64)
+    assert (draft.hidden_size, draft.vocab_size, draft.head_dim) == (32, 400, 8)
+    assert (draft.intermediate_size, draft.num_attention_heads, draft.num_key_value_heads) == (mlp, heads, key_heads)
+    assert shape.get("max_position_embeddings", UNLIMITED) == context
+    assert draft.max_position_embeddings == (64 if context == UNLIMITED else context)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_decodes_trains_and_decodes_alike(name: str, tmp_path: Path) -> None:
+    family, sizes, _ = FAMILIES[name]
+    model = model_of(family, sizes)
+    theirs = greedy(model, PROMPT)
+    assert len(set(theirs)) > 3
+    directory = saved(model, tmp_path)
+    alone = fledge.load(directory, dtype=dtype_of(family))
+    assert alone.generate(PROMPT, max_new_tokens=40).tokens == theirs
+    trained = fledge.train_draft(
+        target=directory, data=tiny_chats(tmp_path / "chats.jsonl", 12), out=tmp_path / "run", steps=2, depth=2,
+        max_length=64, row_length=128, dtype=str(dtype_of(family)).removeprefix("torch."), device="cpu",
+    )  # fmt: skip
+    engine = fledge.load(alone.target, draft=trained.draft)
+    fast = engine.generate(PROMPT, max_new_tokens=40)
+    assert fast.tokens == theirs and fast.trace.rounds
+    assert engine.generate([PROMPT, PROMPT[:3]], max_new_tokens=40)[0].tokens == theirs
+
+
+def test_what_shows_no_final_norm_decodes_and_trains_no_draft(tmp_path: Path) -> None:
+    model = model_of(*OPT_350M)
+    theirs = greedy(model, PROMPT)
+    directory = saved(model, tmp_path)
+    engine = fledge.load(directory, dtype=torch.float64)
+    assert engine.generate(PROMPT, max_new_tokens=40).tokens == theirs
+    with pytest.raises(ValueError, match=r"OPTDecoder does not show .* it decodes, but no draft can be trained for it"):
+        fledge.train_draft(target=directory, data="not read", out=tmp_path / "run", max_length=64, device="cpu")
+
+
+def test_a_model_without_attention_gives_its_draft_heads_64_wide() -> None:
+    shape = llama_names(transformers.MambaConfig(hidden_size=256, vocab_size=400))
+    draft = DraftConfig.for_target(shape, max_length=64)
+    assert (draft.num_attention_heads, draft.head_dim, draft.intermediate_size) == (4, 64, 512)
+
+
+def test_a_rope_that_no_draft_can_use_is_a_plain_one() -> None:
+    """Gemma 4's full attention rotates a quarter of each head; the draft rotates all of it by the same base."""
+    shape = llama_names(config_of("Gemma4Text", LLAMA))
+    rope = DraftConfig.for_target(shape, max_length=64).rope
+    assert (rope.rope_type, rope.rope_theta, rope.partial_rotary_factor) == ("default", 1e6, 1.0)

@@ -1,0 +1,102 @@
+"""What computes NaN is named: the target, the draft a run began with, or the learning rate, each with its own cure."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory
+from safetensors.torch import load_file, save_file
+
+from fledge.decode.engine import Engine
+from fledge.models import init
+from fledge.models.target import Target
+from fledge.models.weights import save_draft
+from fledge.types import Features
+
+TRAIN = "--max-length 64 --row-length 128 --steps 4 --depth 2 --draft-vocab 200 --eval-tokens 4 --device cpu".split()
+NAMED = r"computes NaN or infinite values in float32: its weights are damaged, or the dtype is too narrow"
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A directory with a target, a draft of it, chats and prompts."""
+    tiny_target_directory(tmp_path)
+    tiny_chats(tmp_path / "chats.jsonl", 20)
+    save_draft(tiny_draft(tiny_target()), tmp_path / "draft", torch.float32)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "it can fly"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("job", ["alone", "draft", "eval", "regenerate", "train"])
+def test_a_target_that_computes_nan_is_named(made, fledge, job, value):
+    weights = made / "target" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.3.mlp.down_proj.weight"].fill_(value)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    one, chats = ["--target", made / "target"], ["--data", made / "chats.jsonl"]
+    words = {
+        "alone": ["generate", *one, "--prompt", "the bird"],
+        "draft": ["generate", *one, "--prompt", "the bird", "--draft", made / "draft"],
+        "eval": ["eval", *one, "--prompts", made / "prompts.jsonl", "--draft", made / "draft"],
+        "regenerate": ["regenerate", *one, *chats, "--out", made / "own.jsonl", "--batch", 4],
+        "train": ["train", *one, *chats, "--out", made / "run", *TRAIN],
+    }
+    went = fledge(*words[job])
+    assert went.code == 2 and re.search(NAMED, went.err), went.err
+
+
+def test_logits_of_minus_infinity_say_never(target, monkeypatch):
+    """Some models forbid their padding so."""
+    engine, forward = Engine(target), target.head.forward
+    engine.template.prompt_ids = list
+
+    def forbidding(x):
+        return forward(x).index_fill(-1, torch.arange(390, 400), float("-inf"))
+
+    monkeypatch.setattr(target.head, "forward", forbidding)
+    assert engine.generate([5, 6, 7], max_new_tokens=5).tokens
+
+
+def train(made, fledge, *more: object) -> str:
+    went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", made / "run", *TRAIN,
+                  *more)  # fmt: skip
+    assert went.code == 2, went.err
+    return went.err
+
+
+def test_states_that_turn_nan_while_training_are_the_targets(made, fledge, monkeypatch):
+    """Say, of one text that overflows."""
+    features, rows = Target.features, []
+
+    def failing(self, row):
+        found = features(self, row)
+        if not any(row is seen for seen in rows):
+            rows.append(row)
+        if row is rows[0]:
+            return found
+        return Features(found.aux_TAD * float("nan"), found.last_TD)
+
+    monkeypatch.setattr(Target, "features", failing)
+    said = train(made, fledge)
+    assert "the gradient of step 2 is nan: the target computes NaN or infinite hidden states in float32" in said
+    assert "--lr" not in said
+
+
+def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, fledge, monkeypatch):
+    started = init.start_from_target
+
+    def huge(draft, target):
+        started(draft, target)
+        draft.norm.weight.data.fill_(1e38)
+
+    monkeypatch.setattr(init, "start_from_target", huge)
+    said = train(made, fledge)
+    assert "the gradient of step 1 is nan: nothing has been learnt yet" in said and "--lr" not in said
+
+
+def test_what_goes_wrong_later_is_the_learning_rate(made, fledge):
+    said = train(made, fledge, "--lr", 1e30, "--warmup", 0, "--clip", 1e30)
+    assert "the gradient of step 2 is nan: train anew with a lower --lr" in said

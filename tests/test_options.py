@@ -1,0 +1,158 @@
+"""Options that would be dropped are refused, and a message names only flags that its reader has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fledge as package
+from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.generate import GenerateOptions
+from fledge.jobs.inspect import InspectOptions
+from fledge.jobs.options import Options, flag_of, flags
+from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.train import TrainOptions
+from fledge.types import Sampling
+
+OPTIONS: dict[str, type[Options]] = {
+    "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
+    "inspect": InspectOptions,
+}  # fmt: skip
+SOME = {
+    "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
+    "regenerate": ["--target", "t", "--out", "o"], "eval": ["--target", "t", "--draft", "d", "--prompts", "p"],
+}  # fmt: skip
+
+
+# -- what would be dropped ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "dropped", "why"),
+    [
+        ("generate", "--top-p 1.0", "--top-p", "at --temperature 0"),
+        ("generate", "--top-k 0 --seed 0", "--top-k, --seed", "at --temperature 0"),
+        ("generate", "--draft d --draft-sampling greedy", "--draft-sampling", "at --temperature 0"),
+        ("generate", "--temperature 0.0 --seed 3", "--seed", "at --temperature 0"),
+        ("eval", "--seed 0", "--seed", "at --temperature 0"),
+        ("regenerate", "--top-p 1", "--top-p", "at --temperature 0"),
+        ("generate", "--depth 5", "--depth", "without a draft"),
+        ("generate", "--draft-mode chain --tree-nodes 60", "--draft-mode, --tree-nodes", "without a draft"),
+        ("generate", "--tree-width 10 --draft-cache stable", "--tree-width, --draft-cache", "without a draft"),
+        ("generate", "--confidence 0 --draft-device cpu", "--confidence, --draft-device", "without a draft"),
+        ("generate", "--temperature 1 --draft-sampling greedy", "--draft-sampling", "without a draft"),
+        ("generate", "--draft d --tree-nodes 60", "--tree-nodes", "in a chain"),
+        ("generate", "--draft d --draft-mode parallel --tree-width 3", "--tree-width", "in a chain"),
+        ("eval", "--draft-mode chain --tree-nodes 60", "--tree-nodes", "in a chain"),
+        ("generate", "--raw --system s", "--system", "with --raw"),
+        ("generate", "--raw --template-kwargs {}", "--template-kwargs", "with --raw"),
+        ("train", "--steps 3 --epochs 1", "--epochs", "with --steps"),
+    ],
+)
+def test_an_option_that_would_be_dropped_is_refused_even_as_the_default(command, given, dropped, why, fledge):
+    went = fledge(command, *SOME[command], *given.split())
+    assert went.code == 2 and f" nothing {why}" in went.err, went.err
+    assert went.err.startswith(f"fledge: {dropped} do") and went.err.endswith(f"leave {dropped} out\n"), went.err
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("generate", "--temperature 1 --top-p 0.9 --top-k 5 --seed 3"),
+        (
+            "generate",
+            "--draft d --temperature 1 --draft-sampling sample --depth 3 --confidence 0.3 --draft-cache stable",
+        ),
+        ("generate", "--draft d --draft-mode tree --tree-nodes 60 --tree-width 4"),
+        ("generate", "--raw"),
+        ("eval", "--draft-mode chain --draft-mode tree --tree-nodes 60 --depth 3"),
+        ("regenerate", "--data d@0.5 --seed 3"),
+        ("train", "--steps 3"),
+        ("train", "--epochs 2"),
+    ],
+)
+def test_options_that_count_are_taken(command, given, fledge, monkeypatch):
+    took = []
+    monkeypatch.setattr(f"{OPTIONS[command].__module__}.run", lambda options, *_: took.append(options) or {})
+    monkeypatch.setattr("fledge.jobs.evaluate.table", lambda *_: None)
+    fledge(command, *SOME[command], *given.split())
+    assert len(took) == 1
+    words = {flag for flag in (*SOME[command], *given.split()) if flag.startswith("--")}
+    assert {flag_of(name) for name in took[0].given} == words
+    assert replace(took[0], target="other").given == took[0].given
+
+
+def test_in_python_what_differs_from_its_default_was_given():
+    with pytest.raises(ValueError, match="--epochs does nothing with --steps"):
+        TrainOptions(steps=3, epochs=2.0)
+    assert TrainOptions(steps=3, epochs=1.0).by_name()["epochs"] == 1.0
+    with pytest.raises(ValueError, match="--depth, --tree-nodes do nothing without a draft"):
+        GenerateOptions(target="t", depth=3, tree_nodes=9)
+    with pytest.raises(ValueError, match="--data, --steps do nothing with --resume"):
+        TrainOptions(resume="run", data=["d"], steps=3)
+    assert "given" not in TrainOptions().by_name()
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "top_p"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_sampling_takes_numbers_alone(name, value):
+    with pytest.raises(ValueError, match=name):
+        Sampling(**{name: value})
+
+
+# -- flags in messages --------------------------------------------------------------------------------------------
+
+ROOT = Path(package.__file__).parent
+READERS = {  # who can come to read the messages of a module; all commands, where it is none of these
+    **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
+    "jobs/options.py": ("generate", "eval"),  # but for what is said of options that every command has
+    "data/dataset.py": ("train",),
+    "data/vocab.py": ("train",),
+    "data/template.py": ("train", "generate", "eval", "regenerate"),
+    **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
+}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def messages() -> list[tuple[str, str]]:
+    """Every text of the package that is no docstring, with its module; that of an f-string in one piece."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented)
+                and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts | docs:
+                text = node.value
+            else:
+                continue
+            found.append((file.relative_to(ROOT).as_posix(), text))
+    return found
+
+
+def known_to(commands) -> set[str]:
+    """The flags that all these commands have."""
+    return set.intersection(*({flag_of(f.name) for f in flags(OPTIONS[c])} for c in commands))
+
+
+def test_a_message_names_only_flags_that_its_reader_has():
+    """A flag of another command stands behind that command's name: fledge train --resume."""
+    seen, wrong = 0, []
+    for module, text in messages():
+        if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands
+            continue
+        known = known_to(READERS.get(module, OPTIONS))
+        for flag in FLAG.finditer(text):
+            before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
+            has = known_to([before[1]]) if before else known
+            seen += 1
+            wrong += [f"{module}: {text}"] if flag[0] not in has else []
+    assert seen > 50 and not wrong, "\n".join(wrong)

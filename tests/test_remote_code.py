@@ -1,0 +1,166 @@
+"""Code that comes with a target's files: run only where it is asked for, whatever standard input says."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory
+
+from fledge.data.read import read_records
+from fledge.decode.engine import load
+from fledge.models.weights import save_draft
+
+MODEL = """
+open({marker!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class HomemadeConfig(LlamaConfig):
+    model_type = "homemade"
+
+class HomemadeModel(LlamaForCausalLM):
+    config_class = HomemadeConfig
+"""
+TOKENIZER = """
+open({marker!r}, "w").close()
+from transformers import PreTrainedTokenizerFast
+
+class HomemadeTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+TRAIN = "--max-length 64 --row-length 128 --steps 2 --depth 2 --draft-vocab 200 --eval-tokens 4 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A target's directory, chats, prompts and a draft."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 20)
+    (root / "prompts.jsonl").write_text('{"prompt": "the young bird"}\n')
+    save_draft(tiny_draft(tiny_target()), root / "draft", torch.float32)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def modules_of_this_test(tmp_path, monkeypatch):
+    """transformers copies the code that it runs into its cache, and asks on standard input, which here says yes."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+
+
+def changed(file: Path, **values) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def bring_code(target: Path, directory: Path, *, model: bool = True, tokenizer: bool = False) -> tuple[Path, Path]:
+    """A copy of a target whose model or tokenizer needs code, and the file that this code makes when it runs."""
+    marker = directory / "ran"
+    made = Path(shutil.copytree(target, directory / "target"))
+    if model:
+        classes = {"AutoConfig": "model_code.HomemadeConfig", "AutoModelForCausalLM": "model_code.HomemadeModel"}
+        changed(made / "config.json", model_type="homemade", auto_map=classes)
+        (made / "model_code.py").write_text(MODEL.format(marker=str(marker)))
+    if tokenizer:
+        classes = {"AutoTokenizer": [None, "tokenizer_code.HomemadeTokenizer"]}
+        changed(made / "tokenizer_config.json", tokenizer_class="HomemadeTokenizer", auto_map=classes)
+        (made / "tokenizer_code.py").write_text(TOKENIZER.format(marker=str(marker)))
+    return made, marker
+
+
+def commands(made: Path, target: Path, out: Path) -> dict[str, list]:
+    data = ["--data", made / "chats.jsonl"]
+    return {
+        "generate": ["generate", "--target", target, "--max-new-tokens", 4],
+        "train": ["train", "--target", target, *data, "--out", out / "run", *TRAIN],
+        "regenerate": ["regenerate", "--target", target, *data, "--out", out / "own.jsonl", "--max-new-tokens", 2],
+        "eval": ["eval", "--target", target, "--draft", made / "draft", "--prompts", made / "prompts.jsonl",
+                 "--max-new-tokens", 4, "--json"],
+        "inspect": ["inspect", made / "draft", "--target", target],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "regenerate", "eval", "inspect"])
+def test_no_command_runs_it_unasked(command, made, tmp_path, fledge):
+    target, marker = bring_code(made / "target", tmp_path)
+    went = fledge(*commands(made, target, tmp_path)[command])
+    assert went.code == 2 and went.err.count("\n") == 1, went.err
+    assert "comes with code of its own" in went.err and "give --trust-remote-code" in went.err
+    assert not marker.exists() and not (tmp_path / "run").exists() and sys.stdin.read() == "y\n" * 9
+
+
+def test_a_prompt_is_no_answer(made, tmp_path):
+    """As a user would pipe it."""
+    target, marker = bring_code(made / "target", tmp_path, tokenizer=True)
+    words = [sys.executable, "-m", "fledge.cli", "generate", "--target", str(target)]
+    went = subprocess.run(words, input="y\nWrite a haiku.\n", capture_output=True, text=True, timeout=120)
+    assert went.returncode == 2 and went.stderr.startswith(f"fledge: the target {target} comes with code of its own")
+    assert went.stderr.count("\n") == 1 and not went.stdout and not marker.exists()
+
+
+def test_a_tokenizers_code_is_code(made, tmp_path, fledge):
+    target, marker = bring_code(made / "target", tmp_path, model=False, tokenizer=True)
+    words = commands(made, target, tmp_path)["generate"]
+    went = fledge(*words)
+    assert went.code == 2 and "give --trust-remote-code" in went.err and not marker.exists()
+    assert fledge(*words, "--trust-remote-code").code == 0 and marker.exists()
+
+
+def test_what_transformers_knows_itself_loads_without(made, tmp_path, fledge):
+    """Code beside a model type of transformers' own is left alone, and the model loaded."""
+    target, marker = bring_code(made / "target", tmp_path)
+    changed(target / "config.json", model_type="llama")
+    words = ["--prompt", "the bird", "--max-new-tokens", 4]
+    found, own = (fledge("generate", "--target", t, *words) for t in (target, made / "target"))
+    assert found.code == 0 and found.out == own.out and not marker.exists(), found.err
+
+
+def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge):
+    """And records it; a run is gone on with only where the flag is given again."""
+    target, marker = bring_code(made / "target", tmp_path)
+    every = commands(made, target, tmp_path)
+    said = {name: fledge(*words, "--trust-remote-code") for name, words in every.items()}
+    assert all(went.code == 0 for went in said.values()), [went.err for went in said.values()]
+    assert marker.exists()
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is True
+    assert json.loads(said["eval"].out)["trust_remote_code"] is True
+    marker.unlink()
+    again = fledge("train", "--resume", tmp_path / "run")
+    assert again.code == 2 and "give --trust-remote-code" in again.err and not marker.exists()
+    again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
+    assert again.code == 0 and "this run was finished" in again.err, again.err
+
+
+def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
+    words = commands(made, made / "target", tmp_path)["train"]
+    assert fledge(*words).code == 0
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is False
+    again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
+    assert again.code == 2 and "leave --trust-remote-code out" in again.err
+
+
+def test_a_draft_has_no_code_to_trust(made, fledge):
+    went = fledge("inspect", made / "draft", "--trust-remote-code")
+    assert went.code == 2 and "give --target with it, or leave it out" in went.err
+
+
+def test_data_sets_bring_none(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, **how: asked.update(how) or [{"text": "the bird"}])
+    assert read_records(["owner/name"])[0].text == "the bird" and asked["trust_remote_code"] is False
+
+
+def test_in_python(made, tmp_path):
+    target, marker = bring_code(made / "target", tmp_path)
+    with pytest.raises(ValueError, match="in Python trust_remote_code=True"):
+        load(str(target))
+    assert not marker.exists()
+    engine = load(str(target), str(made / "draft"), trust_remote_code=True)
+    assert engine.target.trust_remote_code and engine.generate("the bird", max_new_tokens=4).tokens

@@ -1,0 +1,84 @@
+"""Torch's own sharding, put on a draft's layers from outside, trains it as a single process does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import document, row_of, tiny_draft, tiny_target
+from torch import Tensor, multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.train.objective import Objective, ttt
+
+MINUTE = timedelta(minutes=1)
+ROWS = [
+    [document(21, (5, 11), (13, 21), seed=3), document(2, (0, 2), seed=5)],
+    [document(13, (1, 13), seed=6), document(9, (0, 4), (4, 9), seed=8)],
+]
+VARIANTS = {
+    "eagle3": dict(num_hidden_layers=2),
+    "peagle": dict(num_hidden_layers=2, method="peagle", mask_token_id=399),
+    "eagle1": dict(method="eagle1"),
+}
+
+
+def pair(method: str) -> tuple[Target, Draft]:
+    target = tiny_target(tokenizer=False)
+    return target, tiny_draft(target, **VARIANTS[method])
+
+
+def train_step(target: Target, draft: Draft, rows: list, method: str, world: int = 1) -> None:
+    """One step of AdamW over rows, of which each of `world` processes has some; gradients are sums, divided once."""
+    objective = Objective(depth=1 if method == "eagle1" else 3, gamma=1.0)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2, foreach=False)
+    scored = torch.zeros((), dtype=torch.int64)
+    for documents in rows:
+        row = row_of(documents)
+        scored += ttt(draft, row, target.features(row), target.logits, objective).scored_K.sum()
+    if world > 1:
+        dist.all_reduce(scored)
+    for p in draft.parameters():
+        if world > 1 and not isinstance(p, DTensor):  # those of no layer, which are replicated
+            dist.all_reduce(p.grad)
+        p.grad /= scored.item()
+    optimizer.step()
+
+
+def run_rank(rank: int, world: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{directory / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=MINUTE)
+    for method in VARIANTS:
+        target, draft = pair(method)
+        for layer in draft.blocks:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)
+        assert any(isinstance(p, DTensor) for p in draft.parameters())
+        train_step(target, draft, [ROWS[rank]], method, world)
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in draft.named_parameters()}
+        if rank == 0:
+            torch.save({n: p.detach() for n, p in whole.items()}, directory / method)
+    dist.destroy_process_group()
+
+
+def test_sharded_layers_train_as_one_process(tmp_path: Path) -> None:
+    """Two ranks, each with a row, and `fully_shard` on every layer of each method's draft: the parameters after a step
+    are those of one process that trains on both rows."""
+    multiprocessing.spawn(run_rank, (2, tmp_path), nprocs=2)
+    for method in VARIANTS:
+        sharded: dict[str, Tensor] = torch.load(tmp_path / method)
+        target, draft = pair(method)
+        before = {n: p.detach().clone() for n, p in draft.named_parameters()}
+        train_step(target, draft, ROWS, method)
+        assert sharded.keys() == before.keys()
+        for name, p in draft.named_parameters():
+            torch.testing.assert_close(sharded[name], p.detach(), rtol=1e-4, atol=1e-5, msg=f"{method} {name}")
+            assert (p - before[name]).abs().max() > 1e-4, f"{method} {name} has not moved"
