@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default=None)
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     target = load(options.target, device=options.device, dtype=dtype_named(options.dtype)).target
     prompts = in_turn(options.prompts, options.limit or options.batch)
     rows = []

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     split(options)
     with ProcessPoolExecutor(len(options.methods), multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(reached, options.methods, [options] * len(options.methods)))

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     rows = []
     for kept in (False, True) * options.turns:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
 
     paths = dict(target=options.target, data=[options.data], eval_prompts=options.prompts)
     sizes = dict(steps=options.steps, depth=5, draft_vocab=options.draft_vocab, max_length=512, row_length=8192)

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     if options.device == "cpu" and not options.sizes:
         parser.error("the record's sizes are for a GPU; --sizes chooses others")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     if options.device != "cpu":
         torch.set_num_threads(1)
     record = {"environment": environment(options.device, "bfloat16"), "shape": SHAPES[options.shape], "rows": []}

@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/sdpa.json"))
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     record = {"environment": environment("cuda", "bfloat16"), "rows": []}
     for batch, masked, start in ((1, False, 200), (16, True, 400), (1, True, 600)):
         own = {"batch": batch, "masked": masked, "torch's choice_ms": measure(batch, masked, start)}

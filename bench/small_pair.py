@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, which is quicker")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
 
     base = train.TrainOptions(
         target=str(options.target), depth=5, draft_vocab=4096, max_length=512, row_length=8192, save_every=10**6,

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/small_rows.json"))
     rows = []
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     for out, width in SHAPES:
         weights = [torch.randn(out, width) for _ in range(max(2, (1 << 26) // (out * width)))]
         for n in ROWS:

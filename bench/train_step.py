@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--compile-target", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
-    place_of_record(options.out)
+    place_of_record(options.out, "--out")
     cpu = options.device == "cpu"
     if not options.tokens and (cpu or options.supervised or options.teachers):
         parser.error("the record's cases are for a GPU, and as they are; --tokens chooses others")

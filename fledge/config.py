@@ -440,8 +440,8 @@ def default_aux_layers(target_layers: int) -> tuple[int, ...]:
     """
     if target_layers < 2:
         raise ValueError(
-            "a target of one layer has no three hidden states for EAGLE-3 to read; use --method eagle1, which reads "
-            "the last one alone"
+            "a target of one layer has no three hidden states for EAGLE-3 to read; use fledge train --method eagle1, "
+            "which reads the last one alone"
         )
     return engine_layers(target_layers) or SHALLOW[target_layers]
 

@@ -204,7 +204,10 @@ def test_flipped_bytes_load_or_end_in_a_sentence(whole, tmp_path_factory, seed, 
 def test_layers_are_numbered_as_they_were_asked_for(tmp_path):
     """As --aux-layers counts, the embedding's state and the last layer's included."""
     saved(tmp_path / "d", aux_layers=(0, 1, 8))
-    assert "It reads the target's hidden states 0, 1, 8, counted as --aux-layers does" in inspected(tmp_path / "d")[1]
+    assert (
+        "It reads the target's hidden states 0, 1, 8, counted as fledge train --aux-layers does"
+        in inspected(tmp_path / "d")[1]
+    )
 
 
 def test_inspecting_a_draft_imports_no_model_code(tmp_path):

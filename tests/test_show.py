@@ -23,9 +23,7 @@ from fledge.jobs.generate import run as generate
 from fledge.jobs.show import BEGINNING, END, Paper, Show, escaped, message
 from fledge.models.weights import save_draft
 
-HOSTILE = (
-    "\x1b]0;owned\x07\x1b[31m red \x9b2J \u202e gnp \ud83d \r over\nfledge: all is well\u2028\u2067 :bomb: [red]x[/red]"
-)
+HOSTILE = "\x1b]0;owned\x07\x1b[31m red \x9b2J \u202e gnp \r over\nfledge: all is well\u2028\u2067 :bomb: [red]x[/red]"
 TIMES = r"\d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"
 
 
@@ -142,8 +140,7 @@ def made(tmp_path_factory):
     save_draft(tiny_draft(target, draft_vocab_size=200), root / "draft")
     tiny_target_directory(root)
     _lines(root / "prompts.jsonl", [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}])
-    hostile = HOSTILE.replace("\ud83d", "")
-    rows = [{"messages": [{"role": r, "content": hostile} for r in ("user", "assistant")]}]
+    rows = [{"messages": [{"role": r, "content": HOSTILE} for r in ("user", "assistant")]}]
     _lines(root / "hostile.jsonl", rows)
     return root
 
@@ -197,7 +194,7 @@ class Terminal:
     def __init__(self, monkeypatch, width: int | None):
         self.said = io.StringIO()
         options = dict(file=self.said, width=width, force_terminal=width is not None, color_system=None)
-        monkeypatch.setattr(show_module, "Console", lambda **k: Console(**{**k, "stderr": False}, **options))
+        monkeypatch.setattr(show_module, "Console", lambda **k: Console(**{**k, "stderr": False, **options}))
         self.show = Show()
 
     def bars(self) -> list[str]:

@@ -54,7 +54,7 @@ def run(
     if not options.draft:
         raise ValueError("give --draft DIR")
     if options.out:
-        place_of_record(options.out)
+        place_of_record(options.out, "--out")
     modes, sampling = options.draft_mode or [None], options.sampling()
     for flag, values in (
         ("--draft", options.draft), ("--draft-mode", options.draft_mode),

@@ -136,7 +136,7 @@ def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
     return path
 
 
-def place_of_record(path: str | Path, flag: str = "--out") -> Path:
+def place_of_record(path: str | Path, flag: str) -> Path:
     """Where a job will write its JSON record. Raises ValueError, before the work, where it cannot, or where a file is
     there that is not an earlier record."""
     path = place_of(path, flag)
@@ -181,7 +181,7 @@ def dtype_named(name: str | None):
 
 def write_json(path: str | Path, record: Any) -> None:
     """Writes a record whole or not at all, over an earlier one if there is one. Raises ValueError for another file."""
-    path = place_of_record(path)
+    path = place_of_record(path, "the record")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(record, indent=2) + "\n")
 

@@ -316,7 +316,7 @@ class Target:
         if bool((computed.isnan() | computed.isposinf()).any()):
             raise ValueError(
                 f"{self.name or 'the target'} computes NaN or infinite values in {str(self.dtype).split('.')[-1]}: its "
-                "weights are damaged, or the dtype is too narrow for them; try --dtype float32, or copy it again"
+                "weights are damaged, or the dtype is too narrow for them; try the dtype float32, or copy it again"
             )
 
     # -- what is checked before anything relies on it -----------------------------------------------------------
