@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import tiny_chats, tiny_target_directory
 
+from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
 from fledge.train import trainer
@@ -328,7 +329,9 @@ def test_an_interruption_is_said_from_another_thread():
 
 @pytest.mark.parametrize("how", ["closed pipe", "full disk"])
 def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fledge, monkeypatch):
-    """`2>&1 | head`, or a terminal that is gone: after the step, with a checkpoint, and with no traceback."""
+    """`2>&1 | head`, or a terminal that is gone: after the step, with a checkpoint, and with no traceback. It is found
+    out when the next line is said."""
+    monkeypatch.setattr(show_job, "SECONDS", 0)
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     if how == "closed pipe":
         reader, writer = os.pipe()

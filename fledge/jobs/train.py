@@ -45,7 +45,7 @@ class TrainOptions(Options):
     data: list[str] = opt(
         "files, quoted globs or hub ids (owner/name@revision:split); @0.5 takes half, @2 twice; repeatable", many=True
     )
-    out: str = opt("directory of the run; the draft to serve ends in OUT/draft", "draft-run")
+    out: str = opt("directory of a new run; the draft to serve ends in OUT/draft", "draft-run")
     resume: str | None = opt("go on with the run in this directory, with its own options", None)
     init_from: str | None = opt(
         "go on training this draft, a directory or hub id (its vocabulary and shape are kept)", None
@@ -231,6 +231,7 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
             report=report, say=say, stop=lambda: progress.unheard,
         )  # fmt: skip
     except KeyboardInterrupt:
+        progress.close()
         say(_go_on(directory, options, "stopped at once"))
         raise
     except torch.OutOfMemoryError as e:

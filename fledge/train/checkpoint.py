@@ -160,8 +160,8 @@ class RunDirectory:
 def _check_kind(path: Path, kind: Callable[[Path], bool], name: str) -> None:
     if path.is_symlink():
         raise ValueError(
-            f"{path} is a symbolic link, and a run replaces its {name}s whole, which would cut it off; move what it "
-            "leads to in its place, or keep the whole run elsewhere and link its directory"
+            f"{path} is a symbolic link, and a run replaces its {name}, which would cut the link; move what it leads "
+            "to in its place, or keep the whole run elsewhere and link its directory"
         )
     if path.exists() and not kind(path):
         raise ValueError(f"{path} is no {name}, so a run cannot replace it; move it away")
