@@ -272,7 +272,8 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
         assert ended.code in (0, 1, 2), ended
         assert "Traceback" not in ended.err
         if ended.code:
-            assert ended.err.startswith("fledge: ") or command[0] == "inspect" or "\nfledge: " in ended.err, ended
+            sentence = "fledge: " in ended.err or ended.err.startswith("Usage: ") or command[0] == "inspect"
+            assert sentence, ended
         assert len(ended.err) <= LONGEST, len(ended.err)
         said = ended.err + (ended.out if command[0] == "inspect" else "")
         raw = {c for c in said if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t\r"}

@@ -219,7 +219,7 @@ def test_a_draft_that_names_no_layers_is_not_guessed_at():
 
 
 def test_one_layer_is_too_few():
-    with pytest.raises(ValueError, match=r"a target of one layer has .* use --method eagle1"):
+    with pytest.raises(ValueError, match=r"a target of one layer has .* use fledge train --method eagle1"):
         default_aux_layers(1)
 
 
@@ -499,7 +499,7 @@ def test_running_states_are_decoded_one_by_one(monkeypatch):
     prompts = [some_tokens(n, seed=n, vocab=400).tolist() for n in (5, 9, 7)]
     together = Engine(target).generate_all(prompts, max_new_tokens=8)
     assert [d.tokens for d in together] == [alone_by_transformers(target.model, p, 8) for p in prompts]
-    with pytest.raises(ValueError, match=r"its state cannot be rolled back.*; leave --batch out"):
+    with pytest.raises(ValueError, match=r"its state cannot be rolled back.*; decode them one by one"):
         Engine(target).generate_all(prompts, batch=2)
 
 

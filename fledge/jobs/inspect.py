@@ -90,8 +90,8 @@ def describe(config: DraftConfig) -> list[str]:
     elif config.aux_layers:
         read = ", ".join(map(str, config.aux_layers))
         lines.append(
-            f"It reads the target's hidden states {read}, counted as fledge train --aux-layers does: 0 is the embedding, "
-            "1 the first layer's output."
+            f"It reads the target's hidden states {read}, counted as fledge train --aux-layers does: 0 is the "
+            "embedding, 1 the first layer's output."
         )
     else:
         lines.append(f"It reads the {config.num_aux_hidden_states} layers that engines read by default.")

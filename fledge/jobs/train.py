@@ -271,7 +271,7 @@ def _saved_options(directory: RunDirectory, asked: TrainOptions) -> TrainOptions
     known = {f.name for f in flags(TrainOptions)}
     saved = {k: v for k, v in config["options"].items() if k in known}
     if asked.trust_remote_code and saved.get("trust_remote_code") is not True:
-        raise ValueError(f"{directory.path} was started without --trust-remote-code; leave it out")
+        raise ValueError(f"{directory.path} was started without it; leave --trust-remote-code out")
     saved |= {"resume": asked.resume, "out": asked.resume, "trust_remote_code": asked.trust_remote_code}
     try:
         return TrainOptions(**saved, given=frozenset())

@@ -460,6 +460,7 @@ def load_target(
             **trusted,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
+        tokenizer("The tokenizer's files are read in full at its first use.")
     except Exception as e:
         if "trust_remote_code" in str(e):
             raise ValueError(
