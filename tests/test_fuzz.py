@@ -3,8 +3,8 @@
 A table names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files, options). For
 each, hypothesis draws how the input is damaged and the command that reads it is run as its console script would.
 
-    make fuzz                                       # 2,000 cases
-    FUZZ_CASES=500 pytest tests/test_fuzz.py        # so many of each input
+    make fuzz                                   # 2,000 cases
+    FUZZ_CASES=500 pytest tests/test_fuzz.py    # so many of each kind of input
 """
 
 from __future__ import annotations
