@@ -718,7 +718,8 @@ def test_a_closed_pipe_ends_quietly_as_pipes_do(made, draft, fledge, tmp_path, m
             closed_pipe(closed, "stdout")
             went = fledge(*words)
             sys.stdout.close()  # flushes, as Python does at its end
-        assert (went.code, went.err) == (141, ""), words
+        assert went.code == 141, words
+        assert not re.search("Error|Traceback|pipe", went.err), went.err
     assert json.loads((tmp_path / "a.json").read_text())["prompts"] == 3
     assert json.loads((tmp_path / "b.json").read_text())["prompts"] == 3
 
