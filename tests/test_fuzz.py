@@ -37,7 +37,7 @@ ODD = (
     '[{"type": "text", "text": "the bird"}]', '[{"type": "image", "url": "x"}]', '[{"type": "text"}]', '["a", "b"]',
 )  # fmt: skip
 TEMPLATES = (
-    "{% for m in messages %}", "{{ messages.__class__.__mro__ }}", "{{ 'a' * 10**12 }}", "{{ undefined.x }}", "",
+    "{% for m in messages %}", "{{ messages.__class__.__mro__ }}", "{{ 'a' * 10**15 }}", "{{ undefined.x }}", "",
     "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('\x1b[31mno') }}", "constant",
     "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}", "{{ messages | tojson }}", "{{ 1 / 0 }}",
