@@ -541,6 +541,23 @@ def test_no_held_out_chat_fits(made, fledge, tmp_path):
     assert went.code == 0 and "no held-out chat fits the target with --eval-tokens" in went.err, went.err
 
 
+def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
+    """It ends the job like any other, or is left out with --skip-bad."""
+    target = shutil.copytree(made / "target", tmp_path / "target")
+    refusal = "{% for m in messages %}{% if 'nest' in m['content'] %}{{ raise_exception('no nests') }}{% endif %}"
+    template = (target / "chat_template.jinja").read_text()
+    (target / "chat_template.jinja").write_text(refusal + "{% endfor %}" + template)
+    rows = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["messages"][0]["content"] += f" {i}" + " nest" * (i % 2)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["train", "--target", target, "--data", tmp_path / "chats.jsonl", *TRAIN, "--eval-tokens", 4]
+    refused = fledge(*words, "--out", tmp_path / "a")
+    assert refused.code == 2 and "no nests" in refused.err
+    went = fledge(*words, "--out", tmp_path / "b", "--skip-bad")
+    assert went.code == 0 and "of the 16 held-out records; the others are too long or refused" in went.err, went.err
+
+
 def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     words = [
         "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl",

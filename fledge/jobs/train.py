@@ -676,6 +676,15 @@ def _evaluator(
     def fits(prompt: EvalPrompt) -> bool:
         return len(template.prompt_ids(first_prompt(prompt))) <= room
 
+    def usable(prompt: EvalPrompt) -> bool:
+        """Whether a held-out prompt fits; one that the template refuses is left out where that is asked for."""
+        try:
+            return fits(prompt)
+        except ValueError:
+            if not options.skip_bad:
+                raise
+            return False
+
     def start(record: Record) -> list[int]:
         ids = template.prompt_ids(record.text[: record.given or None])
         return ids[: min(len(ids) if record.given else len(ids) // 2, options.max_length // 2, room)]
@@ -689,7 +698,7 @@ def _evaluator(
     else:
         starts = [start(r) for r in held_out if r.text is not None]
         prompts = [EvalPrompt(text=target.tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
-        prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if fits(p)]
+        prompts += [p for p in (prompt_of(r) for r in held_out if r.text is None) if usable(p)]
     if not prompts and options.eval_every:
         raise ValueError(
             f"--eval-every needs prompts that are held out, and data of under {10 * EVAL_RECORDS} records are all "
@@ -704,7 +713,9 @@ def _evaluator(
         say(f"{why}, so τ is not decoded; --eval-prompts FILE would")
         return None
     if len(prompts) < len(held_out):
-        say(f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; the others are too long")
+        say(
+            f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; the others are too long or refused"
+        )
     if options.eval_tokens < 2:
         say("a token alone needs no draft, so τ is not decoded; --eval-tokens 2 or more would")
         return None
