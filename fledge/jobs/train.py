@@ -713,9 +713,8 @@ def _evaluator(
         say(f"{why}, so τ is not decoded; --eval-prompts FILE would")
         return None
     if len(prompts) < len(held_out):
-        say(
-            f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; the others are too long or refused"
-        )
+        others = "the others are too long or refused"
+        say(f"τ is decoded on {len(prompts)} of the {len(held_out)} held-out records; {others}")
     if options.eval_tokens < 2:
         say("a token alone needs no draft, so τ is not decoded; --eval-tokens 2 or more would")
         return None
