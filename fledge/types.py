@@ -212,17 +212,30 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What a verification commits to a request: the accepted nodes' `path`, the root first, and all its `tokens`: the
+    accepted nodes' and after them the target's own."""
+
+    path: Sequence[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class TreeShape:
-    """A fixed tree: the parent of every node but the root (which is 0), and its rank among its siblings. Raises
-    ValueError where a parent does not come first or two siblings have one rank."""
+    """A fixed tree: every node's parent, and its rank among its siblings, the root (parent -1, rank 0) first.
+
+    Raises ValueError where a parent does not stand before its child, or two siblings have one rank.
+    """
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or not self.parents:
-            raise ValueError("a tree needs as many ranks as parents, at least one")
-        if any(not 0 <= p <= n for n, p in enumerate(self.parents)) or min(self.ranks) < 0:
+        if len(self.parents) != len(self.ranks) or len(self.parents) < 2:
+            raise ValueError("a tree needs as many ranks as parents, the root's and at least one more")
+        if (self.parents[0], self.ranks[0]) != (-1, 0):
+            raise ValueError("the first node is the root, whose parent is -1 and whose rank is 0")
+        if any(not 0 <= p < n for n, p in enumerate(self.parents[1:], 1)) or min(self.ranks) < 0:
             raise ValueError("a node's parent stands before it, and its rank is 0 or more")
         if len(set(zip(self.parents, self.ranks, strict=True))) < len(self.parents):
             raise ValueError("two children of one node have the same rank")
@@ -237,12 +250,12 @@ class TreeShape:
         if len(known) <= len(paths):
             raise ValueError("the tree has a path twice")
         nodes = [p for p in known if p]
-        return cls(tuple(known[p[:-1]] for p in nodes), tuple(p[-1] for p in nodes))
+        return cls((-1, *(known[p[:-1]] for p in nodes)), (0, *(p[-1] for p in nodes)))
 
     def levels(self) -> list[list[int]]:
         """The nodes of every level, the root's first."""
         level = [0]
-        for p in self.parents:
+        for p in self.parents[1:]:
             level.append(level[p] + 1)
         return [[n for n, at in enumerate(level) if at == l] for l in range(max(level) + 1)]
 

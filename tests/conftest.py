@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import random
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -195,16 +193,6 @@ def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
         for k in range(steps)
         if t + 2 + k < n and spans[t + 1] >= 0 and len(set(spans[t + 1 : t + 3 + k])) == 1
     }
-
-
-def break_on_purpose(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, old: str, new: str) -> None:
-    """Replaces `old` by `new` in the source of a module's or class's function, to see a test notice."""
-    found = inspect.unwrap(getattr(owner, function))
-    source = textwrap.dedent(inspect.getsource(found))
-    assert old in source, f"{function} no longer contains {old!r}: bring this mutation up to date"
-    made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), f"<broken {function}>", "exec"), found.__globals__, made)
-    monkeypatch.setattr(owner, function, made[function])
 
 
 @pytest.fixture(scope="session")

@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 import random
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, tiny_draft, tiny_target
+from conftest import replace_function, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, SLIDING, Remembers, assert_same, exact_target, prompts
 from test_trees import SHAPES, good_pair
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.propose import Drafter
 from fledge.models import kv_cache
 from fledge.models.kv_cache import DraftCache, GrowingLayer, TargetCache
 from fledge.models.target import Target
@@ -266,25 +267,66 @@ def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch
         engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
 
 
-MUTATIONS: dict[str, tuple] = {
-    "all start at one place": (TargetCache, "open", "start[:, None] +", "start.max() + 0 * start[:, None] +"),
-    "everything is seen": (Target, "_placed", "key_position < node_BN[:, :1]", "key_position < 999"),
-    "states of the first request": (Batch, "_remember", "torch.arange(B)[:, None]", "torch.zeros(B, 1).long()"),
-    "drafts' slots at one place": (DraftCache, "open", "self.length_B[:, None] + new", "self.length_B[:1, None] + new"),
-    "a draft sees beyond its own": (DraftCache, "_mask", "key <= slot_BS[..., None]", "key <= slot_BS[..., None] + 9"),
-    "the wrong ones leave": (Batch, "dismiss", "self.cache.select(staying)", "self.cache.select([0] * len(staying))"),
-    "the wrong drafts leave": (Drafter, "dismiss", "self.cache.select(rooms)", "self.cache.select([0] * len(rooms))"),
-    "one place for all states": (GrowingLayer, "update", "room[b, :, self.at_BN]", "room[b * 0, :, self.at_BN]"),
-}  # fmt: skip
+def start_all_at_one_place(open_slots: Any, cache: TargetCache, n: int) -> Tensor:
+    at_BN = open_slots(cache, n)
+    wrong = at_BN.amax(0, keepdim=True).expand_as(at_BN)
+    for layer in cache.layers:
+        layer.at_BN = wrong
+    return wrong
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def see_everything(placed: Any, *given: Any) -> dict[str, Any]:
+    inputs = placed(*given)
+    return inputs | {"attention_mask": torch.zeros_like(inputs["attention_mask"])}
+
+
+def remember_the_first_requests_states(remember: Any, lane: Batch, states_MAD: Tensor, paths: Any) -> None:
+    states_BNAD = states_MAD.unflatten(0, (len(paths), -1))
+    remember(lane, states_BNAD[:1].expand_as(states_BNAD).flatten(0, 1), paths)
+
+
+def draft_at_one_place(open_slots: Any, cache: DraftCache, *given: Any, **options: Any) -> Tensor:
+    slot_Bn = open_slots(cache, *given, **options)
+    cache.slot_Bn = slot_Bn[:1].expand_as(slot_Bn)
+    return cache.slot_Bn
+
+
+def draft_seeing_beyond_its_own(mask: Any, cache: DraftCache, S: int) -> Tensor | None:
+    right = mask(cache, S)
+    return None if right is None else torch.ones_like(right)
+
+
+def keep_the_first_request(select: Any, cache: TargetCache | DraftCache, rooms: Sequence[int]) -> None:
+    select(cache, [0] * len(rooms))
+
+
+def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys: Tensor, values: Tensor, *more: Any):
+    first = torch.zeros(keys.shape[0], 1, 1, 1, dtype=keys.dtype)
+    first[0] = 1
+    one = layer.at_BN is None
+    return update(layer, keys if one else keys * first, values if one else values * first, *more)
+
+
+MUTATIONS = [  # (owner, function, what replaces it)
+    (TargetCache, "open", start_all_at_one_place),
+    (Target, "_placed", see_everything),
+    (Batch, "_remember", remember_the_first_requests_states),
+    (DraftCache, "open", draft_at_one_place),
+    (DraftCache, "_mask", draft_seeing_beyond_its_own),
+    (TargetCache, "select", keep_the_first_request),
+    (DraftCache, "select", keep_the_first_request),
+    (GrowingLayer, "update", write_the_first_requests_states_alone),
+]
+IDS = [f"{owner.__name__}: {wrong.__name__}" for owner, _, wrong in MUTATIONS]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=IDS)
+def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair()
     engine = Engine(target, draft, depth=4)
     asked = [*asked[:4], [9] * 30, [8]]
     one = alone(engine, asked, max_new_tokens=25)
-    break_on_purpose(monkeypatch, *MUTATIONS[name])
+    replace_function(monkeypatch, owner, name, wrong)
     monkeypatch.setattr(Target, "check_masks", lambda self, requests=1: None)
     try:
         broken = engine.generate_all(asked, batch=3, max_new_tokens=25)

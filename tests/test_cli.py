@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_chats, tiny_target_directory
+from conftest import replace_function, tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
@@ -636,12 +636,13 @@ def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     """A verification that commits a wrong token is found out, and is no near tie."""
     from fledge.decode import batch
 
-    def wrong(choosers, prefixes, drafted, logits, *parents):
-        (*accepted, own) = right(choosers, prefixes, drafted, logits, *parents)[0]
-        return [[*accepted, (own + 1) % 400 if drafted[0] else own]]
+    def wrong(rule, samplers, prefixes, nodes, *given):
+        (verdict,) = rule(samplers, prefixes, nodes, *given)
+        if len(nodes[0][0]) > 1:  # something was drafted
+            verdict.tokens[-1] = (verdict.tokens[-1] + 1) % 400
+        return [verdict]
 
-    right = batch.accept_walk
-    monkeypatch.setattr(batch, "accept_walk", wrong)
+    replace_function(monkeypatch, batch, "verify_by_match", wrong)
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err

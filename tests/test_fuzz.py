@@ -254,6 +254,7 @@ INPUTS: dict[str, Input] = {
 def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 0, 1 or 2, a message without control characters and of bounded length, and no exception."""
     given_input = INPUTS[name]
+    monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
 
     @settings(
         max_examples=CASES, deadline=None, derandomize=True, database=None, phases=[Phase.generate],

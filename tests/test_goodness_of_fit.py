@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose
+from conftest import replace_function
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -23,10 +23,10 @@ from transformers import (
 
 from fledge.decode import verify
 from fledge.decode.propose import ChainProposer
-from fledge.decode.verify import Chooser
+from fledge.decode.verify import TargetSampler
 from fledge.kernels import sampling as keyed
-from fledge.kernels.sampling import gumbel_argmax, uniforms
-from fledge.types import Sampling
+from fledge.kernels.sampling import RESIDUAL, gumbel_argmax, uniforms
+from fledge.types import Sampling, Verdict
 
 V, LENGTH, DEPTH, DRAWS = 6, 3, 2, 100_000
 PROMPT = (4, 1)
@@ -123,7 +123,7 @@ def test_quick_draws_are_the_draws() -> None:
         assert all(torch.equal(many[i], uniforms((3, i, position, purpose), V)) for i in range(50))
 
 
-class Remembering(Chooser):
+class Remembering(TargetSampler):
     """Processes each node once: the draws of all requests meet the same few nodes."""
 
     def __init__(self, sampling: Sampling):
@@ -149,7 +149,7 @@ class Harness:
     nodes: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._chooser = Remembering(self.sampling)
+        self._sampler = Remembering(self.sampling)
         self._proposer = object.__new__(ChainProposer)
         self._proposer.sampling, self._proposer.draws = self.sampling, self.sampling.draft == "sample"
 
@@ -177,15 +177,16 @@ class Harness:
         return self.nodes[path]
 
     def sequence(self, request: int) -> tuple[int, ...]:
-        chooser, prefix = self._chooser, PROMPT
-        chooser.request = request
+        sampler, prefix = self._sampler, PROMPT
+        sampler.request = request
         while len(prefix) < len(PROMPT) + LENGTH:
             drafted, q_KV = self.propose(prefix, request)
-            logits = self.logits(prefix, drafted)
+            logits, chain = self.logits(prefix, drafted), [prefix[-1], *drafted]
             if q_KV is None:
-                (committed,) = verify.accept_walk([chooser], [prefix], [drafted], logits[None])
+                (verdict,) = verify.verify_by_match([sampler], [prefix], [(chain, range(-1, DEPTH))], logits[None])
             else:
-                committed = verify.accept_rejection(chooser, prefix, drafted, q_KV, logits)
+                verdict = verify.verify_by_rejection(sampler, prefix, chain, q_KV, logits)
+            committed = verdict.tokens
             self.rounds[len(committed) - 1] += 1
             prefix = (*prefix, *committed)
         return prefix[len(PROMPT) : len(PROMPT) + LENGTH]
@@ -210,20 +211,56 @@ def test_sequences_are_the_targets(name: str, rule: str, quick: None) -> None:
     assert p_value(counts, expected) > 1e-3
 
 
-REDRAWN = (
-    "old = at.pop(b); node = following[b][old].get(token); "
-    "paths[b][-1] = token if node else gumbel_argmax("
-    "choosers[b].scores(paths[b][:-1], logits_BNV[b, old]), choosers[b].key(old, RESIDUAL))"
-)
-SHORTENED = "choosers, [p[:-1] for p in prefixes], logits_BV, s"
-BROKEN: dict[str, tuple[str, Any, str, str, str]] = {  # name -> (draft, owner, function, old, new)
-    "residual skipped": ("sample", verify, "residual", "(p_V - q_V).clamp_min(0)", "p_V"),
-    "mismatch redrawn": ("greedy", verify, "accept_walk", "node = following[b][at.pop(b)].get(token)", REDRAWN),
-    "a node without its last token": ("greedy", verify, "processed", "choosers, prefixes, logits_BV, s", SHORTENED),
-    "every node on the committed prefix": ("sample", verify, "accept_rejection", "scores(path,", "scores(prefix,"),
-    "accepted too often": ("sample", verify, "accept_rejection", "* float(q[token])", "* 0.9 * float(q[token])"),
-    "always accepted": ("sample", verify, "accept_rejection", "< float(p[token])", "< 1"),
-}  # fmt: skip
+def skip_the_residual(residual: Any, p: Tensor, q: Tensor) -> Tensor:
+    return p
+
+
+def redraw_after_a_mismatch(rule: Any, samplers: Any, prefixes: Any, nodes: Any, logits_BNV: Tensor) -> list[Verdict]:
+    (verdict,) = rule(samplers, prefixes, nodes, logits_BNV)
+    at = verdict.path[-1]
+    if at < DEPTH:  # a drafted token stood there, and was not the target's
+        scores = samplers[0].scores([*prefixes[0], *verdict.tokens[:-1]], logits_BNV[0, at])
+        verdict.tokens[-1] = gumbel_argmax(scores, samplers[0].key(at, RESIDUAL))
+    return [verdict]
+
+
+def leave_the_last_token_out(processed: Any, samplers: Any, prefixes: Any, logits_BV: Tensor) -> Tensor:
+    return processed(samplers, [prefix[:-1] for prefix in prefixes], logits_BV)
+
+
+class OnCommittedPrefix:
+    """A sampler that processes every node on what was committed before the round."""
+
+    def __init__(self, sampler: TargetSampler, prefix: Sequence[int]):
+        self.sampler, self.prefix = sampler, prefix
+
+    def scores(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
+        return self.sampler.scores(self.prefix, logits_V)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+
+def process_on_the_committed_prefix(rule: Any, sampler: Any, prefix: Any, *given: Any) -> Verdict:
+    return rule(OnCommittedPrefix(sampler, prefix), prefix, *given)
+
+
+def accept_too_often(uniforms: Any, *given: Any) -> Tensor:
+    return 0.9 * uniforms(*given)
+
+
+def accept_always(uniforms: Any, *given: Any) -> Tensor:
+    return 0 * uniforms(*given)
+
+
+BROKEN: dict[str, tuple[str, str, Any]] = {  # name -> (draft, function of verify, what replaces it)
+    "residual skipped": ("sample", "residual", skip_the_residual),
+    "mismatch redrawn": ("greedy", "verify_by_match", redraw_after_a_mismatch),
+    "a node without its last token": ("greedy", "processed", leave_the_last_token_out),
+    "every node on the committed prefix": ("sample", "verify_by_rejection", process_on_the_committed_prefix),
+    "accepted too often": ("sample", "uniforms", accept_too_often),
+    "always accepted": ("sample", "uniforms", accept_always),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -232,7 +269,7 @@ def test_broken_samplers_are_rejected(name: str, quick: None, monkeypatch: pytes
     rule, *mutation = BROKEN[name]
     sampling = Sampling(**SAMPLINGS["top_p and repetition"], draft=rule, seed=1)
     expected = exact_probabilities(sampling)
-    break_on_purpose(monkeypatch, *mutation)
+    replace_function(monkeypatch, verify, *mutation)
     assert p_value(drawn(sampling, DRAWS // 5)[0], expected) < 1e-6
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, row_of, tiny_draft, tiny_target, tiny_tokenizer
+from conftest import replace_function, row_of, tiny_draft, tiny_target, tiny_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode import batch, verify
 from fledge.decode import engine as engine_module
-from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import ChainProposer
 from fledge.decode.text import TextStream
@@ -27,7 +26,7 @@ from fledge.models.target import Target
 from fledge.train import objective
 from fledge.train.objective import Objective, RowPass
 from fledge.train.walk import walk_rounds
-from fledge.types import Document, Sampling, Tree
+from fledge.types import Document, Sampling, Tree, Verdict
 
 
 def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
@@ -251,9 +250,10 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     """Rejection sampling with q = p keeps every draft; the engine hands `q` to the rule as it was drawn from."""
     target = exact_target()
     engine = engine_of(target, tiny_draft(target, draft_vocab_size=150), 3)
-    rule, seen = batch.accept_rejection, []
+    seen = []
 
-    def spy(chooser, prefix, drafted, q_KV, logits_NV, last):
+    def spy(rule, sampler, prefix, tokens, q_KV, logits_NV, is_last):
+        drafted = tokens[1:]
         ids = engine.draft.target_ids()
         torch.testing.assert_close(q_KV.sum(-1), torch.ones(3, dtype=torch.float64))
         outside = torch.ones(400, dtype=torch.bool)
@@ -261,11 +261,11 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
         assert not q_KV[:, outside].any()
         assert all(q_KV[k, t] > 0 for k, t in enumerate(drafted))
         seen.append(drafted)
-        perfect = torch.stack([chooser.scores(prefix, x).double().softmax(-1) for x in logits_NV[:-1]])
-        assert rule(chooser, prefix, drafted, perfect, logits_NV)[:-1] == drafted
-        return rule(chooser, prefix, drafted, q_KV, logits_NV)
+        perfect = torch.stack([sampler.scores(prefix, x).double().softmax(-1) for x in logits_NV[:-1]])
+        assert rule(sampler, prefix, tokens, perfect, logits_NV).tokens[:-1] == drafted
+        return rule(sampler, prefix, tokens, q_KV, logits_NV)
 
-    monkeypatch.setattr(batch, "accept_rejection", spy)
+    replace_function(monkeypatch, batch, "verify_by_rejection", spy)
     engine.generate([5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=0.8, draft="sample"))
     assert seen
 
@@ -508,25 +508,42 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     assert {0, depth} <= set(every), "rejections and full acceptance were both to occur"
 
 
-MUTATIONS: dict[str, tuple] = {
-    "commits the draft's token": (verify, "accept_walk", "own[b][node] for", "[*drafted[b], own[b][-1]][node] for"),
-    "commits one too many": (verify, "accept_walk", "[path[len(prefix) :] for", "[[*path[len(prefix) :], 5] for"),
-    "forgets a token too few": (Batch, "round", "len(r.prefix) - 1 for", "len(r.prefix) for"),
-    "no rollback": (Batch, "round", "self.cache.keep(", "(lambda lengths, paths: None)("),
-}
+def commit_the_drafts_token(rule: Any, samplers: Any, prefixes: Any, nodes: Any, *given: Any) -> list[Verdict]:
+    verdicts = rule(samplers, prefixes, nodes, *given)
+    for verdict, (tokens, _) in zip(verdicts, nodes, strict=True):
+        if len(verdict.path) < len(tokens):
+            verdict.tokens[-1] = tokens[len(verdict.path)]
+    return verdicts
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def commit_one_too_many(rule: Any, *given: Any) -> list[Verdict]:
+    return [replace(verdict, tokens=[*verdict.tokens, 5]) for verdict in rule(*given)]
+
+
+def forget_a_token_too_few(keep: Any, cache: TargetCache, lengths: Sequence[int], paths: Any) -> None:
+    keep(cache, [n + 1 for n in lengths], paths)
+
+
+def forget_nothing(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
+    pass
+
+
+MUTATIONS = [  # (owner, function, what replaces it)
+    (batch, "verify_by_match", commit_the_drafts_token),
+    (batch, "verify_by_match", commit_one_too_many),
+    (TargetCache, "keep", forget_a_token_too_few),
+    (TargetCache, "keep", forget_nothing),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes in the rule or the rollback show as other tokens, or stop the engine."""
     target = exact_target()
     engine = engine_of(target, tiny_draft(target), 4)
     prompt, done = talkative(engine, 30)
     plain = done.tokens
-    owner, function, old, new = MUTATIONS[name]
-    break_on_purpose(monkeypatch, owner, function, old, new)
-    if owner is verify:
-        monkeypatch.setattr(batch, function, getattr(verify, function))
+    replace_function(monkeypatch, owner, name, wrong)
     cheat(monkeypatch, prompt + plain, wrong=0.3)
     try:
         broken = engine.generate(prompt, max_new_tokens=30).tokens

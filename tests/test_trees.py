@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import break_on_purpose, on_device, propose_one, tiny_draft, tiny_target
+from conftest import AlteredDraft, on_device, propose_one, replace_function, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import SAMPLINGS, Remembers, assert_same, both, exact_target, fit_head, prompts, spoken
 from torch import Tensor
 
-from fledge.decode import batch, propose, verify
+from fledge.decode import propose, verify
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Engine
 from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
@@ -127,8 +127,8 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
 
 
 SHAPES = {
-    "chain": TreeShape((0, 1, 2), (0, 0, 0)),
-    "bush": TreeShape((0, 0, 0, 0), (3, 0, 1, 2)),
+    "chain": TreeShape((-1, 0, 1, 2), (0, 0, 0, 0)),
+    "bush": TreeShape((-1, 0, 0, 0, 0), (0, 3, 0, 1, 2)),
     "mixed": TreeShape.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]),
 }
 
@@ -143,7 +143,7 @@ def test_fixed_trees(name: str) -> None:
     for a, b in ((0, 7), (7, token_R.numel())):
         tree = propose_one(proposer, token_R[a:b], aux[a:b])
         paths: list[tuple[int, ...]] = [()]
-        for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
             logp = path_logp(draft, token_R[:b], aux[:b], paths[parent])
             paths.append((*paths[parent], int(logp.topk(rank + 1).indices[rank])))
         assert paths_of(tree) == [tuple(draft.to_target(torch.tensor(p)).tolist()) for p in paths[1:]]
@@ -152,9 +152,11 @@ def test_fixed_trees(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: TreeShape((), ()), "as many ranks as parents"),
-        (lambda: TreeShape((0, 2), (0, 0)), "parent stands before it"),
-        (lambda: TreeShape((0, 0), (1, 1)), "same rank"),
+        (lambda: TreeShape((-1,), (0,)), "as many ranks as parents"),
+        (lambda: TreeShape((-1, 0), (0, 0, 0)), "as many ranks as parents"),
+        (lambda: TreeShape((0, 0), (0, 0)), "the first node is the root"),
+        (lambda: TreeShape((-1, 0, 3), (0, 0, 0)), "parent stands before it"),
+        (lambda: TreeShape((-1, 0, 0), (0, 1, 1)), "same rank"),
         (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but none above it"),
         (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a path twice"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
@@ -394,27 +396,59 @@ def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
     assert rounds["tree"] < rounds["chain"]
 
 
-ANY_CHILD = "next(iter(following[b][at.pop(b)].values()), None)"
-MUTATIONS: dict[str, tuple] = {
-    "keeps the first nodes": (TargetCache, "keep", "list(path) != list(range(len(path)))", "False"),
-    "keeps a node too many": (TargetCache, "keep", "[length + len(path) for", "[length + len(path) + 1 for"),
-    "states of the first nodes": (Batch, "_remember", "nodes + N *", "torch.arange(longest) + N *"),
-    "all nodes at one position": (Target, "_placed", "ancestors.sum(-1) - 1", "0 * ancestors.sum(-1)"),
-    "sees its siblings": (Target, "_placed", "tree.ancestors()", "tree.ancestors() | True"),
-    "follows any child": (verify, "accept_walk", "following[b][at.pop(b)].get(token)", ANY_CHILD),
-}  # fmt: skip
+def keep_the_first_nodes(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
+    keep(cache, lengths, [list(range(len(path))) for path in paths])
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_a_node_too_many(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
+    keep(cache, lengths, [[*path, path[-1]] for path in paths])
+
+
+def remember_the_first_nodes_states(remember: Any, lane: Batch, states_MAD: Tensor, paths: Any) -> None:
+    N, wrong = states_MAD.shape[0] // len(paths), states_MAD.clone()
+    for b, path in enumerate(paths):
+        for i, node in enumerate(path):
+            wrong[b * N + node] = states_MAD[b * N + i]
+    remember(lane, wrong, paths)
+
+
+def place_all_nodes_at_one_position(placed: Any, *given: Any) -> dict[str, Any]:
+    inputs = placed(*given)
+    return inputs | {"position_ids": inputs["position_ids"][:, :1].expand_as(inputs["position_ids"])}
+
+
+def see_all_nodes(ancestors: Any, tree: Tree) -> Tensor:
+    return torch.ones_like(ancestors(tree))
+
+
+class AnyChild(dict):
+    """A node's children, of which any is taken for the one that has a token."""
+
+    def get(self, token: int) -> int | None:
+        return next(iter(self.values()), None)
+
+
+def follow_any_child(children: Any, *given: Any) -> list[AnyChild]:
+    return [AnyChild(of_node) for of_node in children(*given)]
+
+
+MUTATIONS = [  # (owner, function, what replaces it)
+    (TargetCache, "keep", keep_the_first_nodes),
+    (TargetCache, "keep", keep_a_node_too_many),
+    (Batch, "_remember", remember_the_first_nodes_states),
+    (Target, "_placed", place_all_nodes_at_one_position),
+    (Tree, "ancestors", see_all_nodes),
+    (verify, "children", follow_any_child),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these shows as other tokens or worse drafts, or stops the engine."""
     target, draft, asked = good_pair()
     engine = engine_of(target, draft, depth=5, nodes=30, width=4)
     plain = [engine.generate(p, max_new_tokens=40) for p in asked]
-    owner, function, old, new = MUTATIONS[name]
-    break_on_purpose(monkeypatch, owner, function, old, new)
-    if owner is verify:
-        monkeypatch.setattr(batch, function, getattr(verify, function))
+    replace_function(monkeypatch, owner, name, wrong)
     try:
         broken = [engine.generate(p, max_new_tokens=40) for p in asked]
     except (AssertionError, KeyError, IndexError, RuntimeError):
@@ -425,21 +459,43 @@ def test_breaking_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-DRAFTING = {
-    "a node sees its uncles": ("seen_BSJ=seen", "seen_BSJ=seen | True"),
-    "a level too deep": ("cache.length_B - 1 + level", "cache.length_B + level"),
-    "reads another's state": ("(0, (B, -1)), above)", "(0, (B, -1)), 0 * above)"),
-    "forgets the score so far": ("scored[-1].gather(1, front))", "0 * scored[-1].gather(1, front))"),
-}  # fmt: skip
+def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, seen_BSJ: Tensor | None = None) -> Tensor:
+    return open_slots(cache, n, *given, seen_BSJ=None if seen_BSJ is None else torch.ones_like(seen_BSJ))
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-def test_drafting_wrongly_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
+    deeper = 0 if "rows" in options else 1  # the pass over what was committed is right
+    return step(token, hidden, position + deeper, attend, **options)
+
+
+def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
+    return rows(x_BMJ, at_BS if x_BMJ.dtype == torch.bool else 0 * at_BS)
+
+
+def forget_the_score_so_far(children: Any, proposer: TreeProposer, out: Tensor, score_BM: Tensor) -> Any:
+    return children(proposer, out, 0 * score_BM)
+
+
+DRAFTING = [
+    (DraftCache, "open", see_uncles),
+    (Draft, "step", a_level_too_deep),
+    (propose, "_rows", read_the_first_ones_state),
+    (TreeProposer, "_children", forget_the_score_so_far),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), DRAFTING, ids=[m[2].__name__ for m in DRAFTING])
+def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair()
     slots = slots_of(target, [*asked[0], 5, 6])
-    break_on_purpose(monkeypatch, propose.TreeProposer, "propose", *DRAFTING[name])
-    tree = propose_one(TreeProposer(draft, 4, 40, 4), *slots)
-    assert paths_of(tree) != tree_by_force(draft, *slots, 4, 40, 4)
+    proposer, drafter = TreeProposer(draft, 4, 40, 4), draft
+    if owner is Draft:
+        proposer.draft = AlteredDraft(draft, step=wrong)
+    else:
+        replace_function(monkeypatch, owner, name, wrong)
+    tree = propose_one(proposer, *slots)
+    monkeypatch.undo()
+    assert paths_of(tree) != tree_by_force(drafter, *slots, 4, 40, 4)
 
 
 @pytest.mark.gpu

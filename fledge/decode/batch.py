@@ -12,18 +12,18 @@ from torch import Tensor
 
 from fledge.decode.propose import Drafter
 from fledge.decode.request import Request
-from fledge.decode.verify import accept_rejection, accept_walk, accepted_path
+from fledge.decode.verify import Nodes, verify_by_match, verify_by_rejection
 from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
-from fledge.types import Round, Tree
+from fledge.types import Round, Tree, Verdict
 
 PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
 ROOMS = 8192  # slots of a batch's rooms up to which no request is too long for it
 
 
 class NoDrafter:
-    """In a drafter's place where nothing is drafted, so that a round is one token: the baseline, by the same chooser,
+    """In a drafter's place where nothing is drafted, so that a round is one token: the baseline, by the same sampler,
     cache and loop."""
 
     draft = None
@@ -85,11 +85,11 @@ class Batch:
             for i, (request, aux_RAD) in enumerate(zip(requests, states, strict=True)):
                 slots[i] = (request.number, request.prefix[1:], aux_RAD[:-1])
                 request.aux_RAD = aux_RAD[-1:]
-        choosers = [r.chooser for r in requests]
-        first = accept_walk(choosers, prefixes, [()] * len(requests), logits_BV[:, None])
-        for request, tokens in zip(requests, first, strict=True):
+        roots = [([prefix[-1]], [-1]) for prefix in prefixes]
+        first = verify_by_match([r.sampler for r in requests], prefixes, roots, logits_BV[:, None])
+        for request, verdict in zip(requests, first, strict=True):
             request.began = began
-            request.commit(tokens)
+            request.commit(verdict.tokens)
             request.done.trace.t_prefill = time.perf_counter() - began
         return cache, slots
 
@@ -106,28 +106,27 @@ class Batch:
             tree.token_BN, self.cache, tree=tree, features=self.drafts, layers=self.layers
         )
         nodes = proposed.on_host()
-        drafted, parents = [tokens[1:] for tokens, _ in nodes], [p[1:] for _, p in nodes]
-        committed = self._accept(tree, drafted, logits_BNV, parents)
-        paths = [accepted_path(*of) for of in zip(committed, drafted, parents, strict=True)]
+        verdicts = self._verify(tree, nodes, logits_BNV)
+        paths = [v.path for v in verdicts]
         self.cache.keep(lengths, paths)
-        for request, tokens in zip(running, committed, strict=True):
-            request.commit(tokens)
+        for request, verdict in zip(running, verdicts, strict=True):
+            request.commit(verdict.tokens)
         if self.drafts:
             self._remember(self.proposer.draft.reads(features), paths)
             times = clock.read()
-            for request, tokens, mine in zip(running, committed, drafted, strict=True):
-                longest = len(mine) if tree.parent_BN is None else tree.levels
-                request.done.trace.rounds.append(Round(longest, len(tokens) - 1, *times))
+            for request, verdict, (tokens, _) in zip(running, verdicts, nodes, strict=True):
+                longest = len(tokens) - 1 if tree.parent_BN is None else tree.levels
+                request.done.trace.rounds.append(Round(longest, len(verdict.tokens) - 1, *times))
 
-    def _accept(
-        self, tree: Tree, drafted: Sequence[Sequence[int]], logits_BNV: Tensor, parents: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        choosers, prefixes = [r.chooser for r in self.running], [r.prefix for r in self.running]
-        last = [r.last() if r.chooser.by_prefix else None for r in self.running]
+    def _verify(self, tree: Tree, nodes: Sequence[Nodes], logits_BNV: Tensor) -> list[Verdict]:
+        samplers, prefixes = [r.sampler for r in self.running], [r.prefix for r in self.running]
+        is_last = [r.is_last() if r.sampler.by_prefix else None for r in self.running]
         if tree.q_BKW is None:
-            return accept_walk(choosers, prefixes, drafted, logits_BNV, parents, last if all(last) else None)
-        q_BKV = [self._scatter(q_KW) for q_KW in tree.q_BKW]
-        return [accept_rejection(*of) for of in zip(choosers, prefixes, drafted, q_BKV, logits_BNV, last, strict=True)]
+            return verify_by_match(samplers, prefixes, nodes, logits_BNV, is_last if all(is_last) else None)
+        chains, q_BKV = [tokens for tokens, _ in nodes], [self._scatter(q_KW) for q_KW in tree.q_BKW]
+        return [
+            verify_by_rejection(*of) for of in zip(samplers, prefixes, chains, q_BKV, logits_BNV, is_last, strict=True)
+        ]
 
     def _scatter(self, q_KW: Tensor) -> Tensor:
         """Draft distributions over the target's vocabulary: zeros outside the draft's."""

@@ -23,7 +23,7 @@ from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
 from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
-from fledge.decode.verify import Chooser
+from fledge.decode.verify import TargetSampler
 from fledge.models.draft import Draft
 from fledge.models.target import Target, load_target, target_of
 from fledge.models.weights import fit, load_draft, read_draft_config
@@ -117,7 +117,7 @@ class Engine:
         """Most tokens that go through the target together."""
         if self.mode != "tree":
             return self.depth + 1
-        return self.nodes if self.shape is None else len(self.shape.parents) + 1
+        return self.nodes if self.shape is None else len(self.shape.parents)
 
     def drafting(self) -> dict[str, Any]:
         """How it drafts, for a record."""
@@ -232,7 +232,7 @@ class Engine:
     def _watch(self, requests: Sequence[Request]) -> None:
         """Warns of a draft whose words are accepted no more often than by chance."""
         if self.draft is not None and requests:
-            traces, sampling = [r.done.trace for r in requests], requests[0].chooser.sampling
+            traces, sampling = [r.done.trace for r in requests], requests[0].sampler.sampling
             self._acceptance.add(traces, sampling, self.draft.config, self.target.name)
 
     def _request(
@@ -253,7 +253,7 @@ class Engine:
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
         return Request(
-            number, prefix, Chooser(sampling, number), TextStream(self.target.tokenizer, stop),
+            number, prefix, TargetSampler(sampling, number), TextStream(self.target.tokenizer, stop),
             max_new_tokens, self.target.stop_ids, into if into is not None else Completion(),
         )  # fmt: skip
 
@@ -283,7 +283,7 @@ class Engine:
         if not requests:
             return
         drafts = speculate and self.draft is not None
-        sampling = requests[0].chooser.sampling
+        sampling = requests[0].sampler.sampling
         most = max(len(r.prefix) + r.limit for r in requests)
         if drafts and most > self._positions:
             raise ValueError(

@@ -117,7 +117,7 @@ class ParallelFixedProposer(ParallelDrafter):
         super().__init__(draft, len(shape.levels()) - 1)
         self.shape = checked_shape(draft, shape)
         level = {n: depth for depth, nodes in enumerate(shape.levels()) for n in nodes}
-        made = [level[n] - 1 for n in range(1, len(level))], shape.ranks, (-1, *shape.parents)
+        made = [level[n] - 1 for n in range(1, len(level))], shape.ranks[1:], shape.parents
         self.depth_N, self.rank_N, self.parent_N = (torch.tensor(x, device=draft.device) for x in made)
 
     @torch.inference_mode()

@@ -62,7 +62,7 @@ class Drafter:
         self.numbers = [self.numbers[b] for b in rooms]
         self.drafted_BN = self.drafted_BN[list(rooms)]
 
-    def take_in(
+    def extend_cache(
         self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], room: int
     ) -> tuple[Tensor, Tensor]:
         """Adds each request's R new slots to the cache, with room for some more to be drafted; or, unstable, what was
@@ -117,7 +117,7 @@ class ChainProposer(Drafter):
         The slots' keys stay in the cache; those of the drafted steps are forgotten.
         """
         draft, cache = self.draft, self.cache
-        root_B, out = self.take_in(tokens, aux, paths, self.depth)
+        root_B, out = self.extend_cache(tokens, aux, paths, self.depth)
         lengths, chosen = cache.lengths, [root_B]
         qs: list[list[Tensor]] = [[] for _ in lengths]
         chance_B = torch.ones(len(lengths), device=draft.device)
@@ -195,7 +195,7 @@ class TreeProposer(Drafter):
     ) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache, w = self.draft, self.cache, self.width
-        root_B, out = self.take_in(tokens, aux, paths, (self.depth - 1) * w)
+        root_B, out = self.extend_cache(tokens, aux, paths, (self.depth - 1) * w)
         B, device = root_B.numel(), draft.device
         fed_back, score, token = self._children(out, torch.zeros(B, 1, device=device))
         scored, drawn, parents = [score], [token], [token.new_full((B, w), -1)]
@@ -267,7 +267,7 @@ class _Pass:
 
 
 def _passes(shape: TreeShape, device: torch.device) -> list[_Pass]:
-    parents, ranks, levels = (-1, *shape.parents), (0, *shape.ranks), shape.levels()
+    parents, ranks, levels = shape.parents, shape.ranks, shape.levels()
     paths: list[set[int]] = []
     for n, parent in enumerate(parents):
         paths.append({n} | (paths[parent] if n else set()))
@@ -289,7 +289,7 @@ class FixedTreeProposer(Drafter):
     def __init__(self, draft: Draft, shape: TreeShape, *, stable: bool = True):
         super().__init__(draft, stable)
         self.passes = _passes(checked_shape(draft, shape), draft.device)
-        self.parent_N = torch.tensor([-1, *shape.parents], device=draft.device)
+        self.parent_N = torch.tensor(shape.parents, device=draft.device)
         expanded = [n for p in self.passes[1:] for n in p.front.tolist()]  # they have slots in the cache, in this order
         self.slot_N = torch.full((self.parent_N.numel(),), -1)
         self.slot_N[expanded] = torch.arange(len(expanded))
@@ -301,7 +301,7 @@ class FixedTreeProposer(Drafter):
     ) -> Tree:
         """As `ChainProposer.propose`."""
         draft, cache = self.draft, self.cache
-        root_B, out = self.take_in(tokens, aux, paths, self.room)
+        root_B, out = self.extend_cache(tokens, aux, paths, self.room)
         B = root_B.numel()
         token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
         fed_back, normed = draft.read(out)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fledge.decode.text import TextStream
-from fledge.decode.verify import Chooser
+from fledge.decode.verify import TargetSampler
 from fledge.types import Trace
 
 
@@ -32,7 +32,7 @@ class Request:
 
     number: int
     prefix: list[int]
-    chooser: Chooser
+    sampler: TargetSampler
     text: TextStream
     limit: int
     stop_ids: frozenset[int]
@@ -61,8 +61,9 @@ class Request:
         done.trace.t_total = time.perf_counter() - self.began
         return piece
 
-    def last(self) -> Callable[[int], bool]:
-        """What says of each token that may be committed next, told one after the other, whether it is the last."""
+    def is_last(self) -> Callable[[int], bool]:
+        """Returns a predicate for the tokens that may be committed next, called with them in order: True at the
+        answer's last token."""
         text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
 
         def ends(token: int) -> bool:

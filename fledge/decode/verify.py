@@ -1,8 +1,9 @@
 """Lossless verification of chains and trees: what is committed is distributed as the target alone would have it.
 
-Two rules. Walking (greedy targets, and sampled ones with greedy drafts): the target draws its own token at each
-node, and goes on while the draft had guessed it. Rejection (sampled drafts; Leviathan et al. 2023, Chen et al.
-2023): a draft token x ~ q is kept with min(1, p(x)/q(x)), and the first one rejected is redrawn from (p - q)+.
+Two rules. By match (greedy targets, and sampled ones with greedy drafts): the target chooses its own token at each
+node, and verification goes on from the child that has this token, if there is one. By rejection (sampled drafts;
+Leviathan et al. 2023, Chen et al. 2023): a draft token x ~ q is accepted with probability min(1, p(x)/q(x)), and the
+first one rejected is replaced by a draw from (p - q)+.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
-from fledge.types import Sampling
+from fledge.types import Sampling, Verdict
+
+Nodes = tuple[Sequence[int], Sequence[int]]  # tokens and parents of a tree's nodes, the root (parent -1) first
+IsLast = Callable[[int], bool]  # told a request's tokens one by one: whether one is its answer's last
 
 
-class Chooser:
-    """The target's way of choosing tokens for one request: logits processors, then the argmax or a keyed draw."""
+class TargetSampler:
+    """How the target chooses tokens for one request: logits processors, then the argmax or a keyed draw."""
 
     def __init__(self, sampling: Sampling, request: int = 0):
         from transformers import (
@@ -68,93 +72,89 @@ class Chooser:
         return (self.sampling.seed, self.request, position, purpose)
 
 
-def processed(choosers: Sequence[Chooser], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """Scores [B, V] of several requests that sample alike, each processed on its own prefix; see `Chooser.scores`."""
-    if len(choosers) == 1 or choosers[0].by_prefix:
-        return torch.stack([c.scores(*of) for c, *of in zip(choosers, prefixes, logits_BV, strict=True)])
-    return choosers[0].by_score(None, logits_BV.clone())
+def processed(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
+    """`TargetSampler.scores` [B, V] of several requests that sample alike, each processed on its own prefix."""
+    if len(samplers) == 1 or samplers[0].by_prefix:
+        return torch.stack([s.scores(*of) for s, *of in zip(samplers, prefixes, logits_BV, strict=True)])
+    return samplers[0].by_score(None, logits_BV.clone())
 
 
-def rankings(choosers: Sequence[Chooser], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """What each request's chosen token is the argmax of, [B, V]; see `Chooser.ranking`."""
-    scores = processed(choosers, prefixes, logits_BV)
-    if choosers[0].sampling.greedy:
+def rankings(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
+    """What each request's chosen token is the argmax of, [B, V]; see `TargetSampler.ranking`."""
+    scores = processed(samplers, prefixes, logits_BV)
+    if samplers[0].sampling.greedy:
         return scores
-    keys = [c.key(len(prefix), TOKEN) for c, prefix in zip(choosers, prefixes, strict=True)]
+    keys = [s.key(len(prefix), TOKEN) for s, prefix in zip(samplers, prefixes, strict=True)]
     return scores.double() + gumbel(keys, scores.shape[1], scores.device)
 
 
-def accept_walk(
-    choosers: Sequence[Chooser],
-    prefixes: Sequence[Sequence[int]],
-    drafted: Sequence[Sequence[int]],
-    logits_BNV: Tensor,
-    parents: Sequence[Sequence[int]] | None = None,
-    last: Sequence[Callable[[int], bool]] | None = None,
-) -> list[list[int]]:
-    """Commits each request's target's own tokens for as long as its draft had them; the last one is the bonus (never
-    redrawn).
+def verify_by_match(
+    samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], nodes: Sequence[Nodes], logits_BNV: Tensor,
+    is_last: Sequence[IsLast] | None = None,
+) -> list[Verdict]:  # fmt: skip
+    """Commits each request's target's own tokens for as long as its draft has them; the last one is never redrawn.
 
-    `prefixes` are all that is committed, `logits_BNV` the target's after it (node 0) and after each of the drafted
-    (nodes 1 to N - 1), whose `parents` are earlier nodes (None: each the one before, a chain). `last`, where it is
-    given, is told each request's tokens one by one and says whether one is its answer's last: processors are asked for
-    none after that, since token by token they would not be.
+    `prefixes` are all that is committed, the root's token included; `logits_BNV` the target's after each node. With
+    `is_last`, a request ends with the token that it says is the last: token-by-token decoding would call processors no
+    further.
     """
-    following = [children(d, p) for d, p in zip(drafted, parents or [range(len(d)) for d in drafted], strict=True)]
-    own = logits_BNV.argmax(-1).tolist() if choosers[0].plain else None
-    paths, at = [list(prefix) for prefix in prefixes], {b: 0 for b in range(len(prefixes))}  # the node each stands at
-    while at:
+    following = [children(*of) for of in nodes]
+    own = logits_BNV.argmax(-1).tolist() if samplers[0].plain else None
+    texts, paths = [list(prefix) for prefix in prefixes], [[0] for _ in prefixes]
+    going = list(range(len(prefixes)))
+    while going:
         if own is not None:
-            chosen = [own[b][node] for b, node in at.items()]
+            chosen = [own[b][paths[b][-1]] for b in going]
         else:
-            here = logits_BNV[0, at[0]][None] if len(prefixes) == 1 else logits_BNV[list(at), list(at.values())]
-            chosen = rankings([choosers[b] for b in at], [paths[b] for b in at], here).argmax(-1).tolist()
-        for b, token in zip(list(at), chosen, strict=True):
-            paths[b].append(token)
-            node = following[b][at.pop(b)].get(token)
-            if not (last and last[b](token)) and node is not None:
-                at[b] = node
-    return [path[len(prefix) :] for path, prefix in zip(paths, prefixes, strict=True)]
+            at = [paths[b][-1] for b in going]
+            here = logits_BNV[0, at[0]][None] if len(prefixes) == 1 else logits_BNV[going, at]
+            chosen = rankings([samplers[b] for b in going], [texts[b] for b in going], here).argmax(-1).tolist()
+        still = []
+        for b, token in zip(going, chosen, strict=True):
+            texts[b].append(token)
+            node = following[b][paths[b][-1]].get(token)
+            if not (is_last and is_last[b](token)) and node is not None:
+                paths[b].append(node)
+                still.append(b)
+        going = still
+    return [Verdict(path, text[len(prefix) :]) for path, text, prefix in zip(paths, texts, prefixes, strict=True)]
 
 
-def children(drafted: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
-    """For each node of a tree, the nodes that follow it by their tokens."""
-    following: list[dict[int, int]] = [{} for _ in range(len(drafted) + 1)]
-    for node, (token, parent) in enumerate(zip(drafted, parents, strict=True), start=1):
-        following[parent][token] = node
+def children(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
+    """For each node of a tree, its children by their tokens."""
+    following: list[dict[int, int]] = [{} for _ in tokens]
+    for node in range(1, len(tokens)):
+        following[parents[node]][tokens[node]] = node
     return following
 
 
-def accepted_path(committed: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The nodes whose tokens were committed, from the root on; the last token committed is the target's own."""
-    following, path = children(drafted, parents), [0]
-    for token in committed[:-1]:
-        path.append(following[path[-1]][token])
-    return path
+def verify_by_rejection(
+    sampler: TargetSampler, prefix: Sequence[int], tokens: Sequence[int], q_KV: Tensor, logits_NV: Tensor,
+    is_last: IsLast | None = None,
+) -> Verdict:  # fmt: skip
+    """Accepts a chain's drafted tokens with probability min(1, p/q); a rejected one is replaced by a draw from the
+    residual, and after the last a token of the target's own is drawn.
 
-
-def accept_rejection(
-    chooser: Chooser, prefix: Sequence[int], drafted: Sequence[int], q_KV: Tensor, logits_NV: Tensor,
-    last: Callable[[int], bool] | None = None,
-) -> list[int]:  # fmt: skip
-    """Commits drafted tokens by min(1, p/q); a rejected one is redrawn from the residual, else a bonus is drawn.
-
-    q_KV holds exactly the distributions the tokens were drawn from, zero outside the draft's vocabulary; logits_NV the
-    target's before each of them and after the last. `last` is as in `accept_walk`.
+    `tokens` are the chain's, the root first. q_KV holds exactly the distributions that the drafted ones were drawn
+    from, zero outside the draft's vocabulary; logits_NV the target's after each node. `is_last` is as in
+    `verify_by_match`.
     """
-    path = list(prefix)
-    for j, token in enumerate(drafted):
-        scores = chooser.scores(path, logits_NV[j]).double()
+    text = list(prefix)
+
+    def verdict(accepted: int) -> Verdict:
+        return Verdict(list(range(accepted + 1)), text[len(prefix) :])
+
+    for j, token in enumerate(tokens[1:]):
+        scores = sampler.scores(text, logits_NV[j]).double()
         p, q = scores.softmax(-1), q_KV[j].to(scores.device)
-        if float(uniforms(chooser.key(len(path), ACCEPT), 1)) * float(q[token]) < float(p[token]):
-            path.append(token)
-            if last and last(token):
-                return path[len(prefix) :]
-            continue
-        path.append(gumbel_argmax(residual(p, q).log(), chooser.key(len(path), RESIDUAL)))
-        return path[len(prefix) :]
-    path.append(chooser.choose(path, logits_NV[len(drafted)]))
-    return path[len(prefix) :]
+        if float(uniforms(sampler.key(len(text), ACCEPT), 1)) * float(q[token]) >= float(p[token]):
+            text.append(gumbel_argmax(residual(p, q).log(), sampler.key(len(text), RESIDUAL)))
+            return verdict(j)
+        text.append(token)
+        if is_last and is_last(token):
+            return verdict(j)
+    text.append(sampler.choose(text, logits_NV[len(tokens) - 1]))
+    return verdict(len(tokens) - 1)
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:

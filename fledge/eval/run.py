@@ -12,7 +12,7 @@ import torch
 
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.verify import Chooser
+from fledge.decode.verify import TargetSampler
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
@@ -252,7 +252,7 @@ def near_ties(
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
         shapes = {(width, beside) for width in widths for beside in (1, batch)}
-        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, Chooser(sampling, i)) for shape in sorted(shapes)]
+        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, TargetSampler(sampling, i)) for shape in sorted(shapes)]
         noise = max([noise, *(float((found[0] - other).abs().max()) for other in found[1:])])
         gaps.append(min(float(gap[agreed]) for gap in found))
     return sum(gap <= noise for gap in gaps), noise if differing else None
@@ -260,7 +260,7 @@ def near_ties(
 
 @torch.inference_mode()
 def _gaps(
-    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, chooser: Chooser
+    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, sampler: TargetSampler
 ) -> torch.Tensor:
     """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time, in each of
     `batch` equal requests. float64."""
@@ -273,7 +273,7 @@ def _gaps(
         logits.append(target.forward(ids, cache, features=False)[0][0])
         cache.keep([done] * batch, [range(len(piece))] * batch)
         done += len(piece)
-    rankings = [chooser.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
+    rankings = [sampler.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
     return top[:, 0] - top[:, 1]
 
