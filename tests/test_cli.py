@@ -186,6 +186,7 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
     ("flags", "reason"),
     [
         (["--steps", 0], "--steps 0: it is at least 1"),
+        (["--rows-per-step", 10**9], "--rows-per-step 1000000000: it is at least 1 and at most 65536"),
         (["--epochs", 0], "--epochs 0.0: it is above 0"),
         (["--lr", -0.1], "--lr -0.1: it is above 0"),
         (["--lr", "nan"], "--lr nan: it is above 0"),

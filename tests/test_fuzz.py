@@ -255,6 +255,8 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
     """Exit status 0, 1 or 2, a message without control characters and of bounded length, and no exception."""
     given_input = INPUTS[name]
     monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else each hub id is tried for 45 s
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
     @settings(
         max_examples=CASES, deadline=None, derandomize=True, database=None, phases=[Phase.generate],

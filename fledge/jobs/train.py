@@ -67,7 +67,7 @@ class TrainOptions(Options):
     row_length: int | None = opt(
         "tokens of a packed row (default: twice --max-length; at most the data)", None, least=3
     )
-    rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1)
+    rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1, most=65_536)
     lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
     warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
     weight_decay: float = opt("AdamW's, on matrices", 0.01, least=0)
