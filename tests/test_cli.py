@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import replace_function, tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
@@ -25,6 +24,9 @@ from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
 from fledge.models.target import Target, load_target
+from support.chats import tiny_chats
+from support.mutations import replace_function
+from support.targets import tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
 TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
