@@ -1,4 +1,4 @@
-"""Tiny real models and tokenizers, made here: nothing is downloaded and nothing outside the repository is read."""
+"""Settings and fixtures of all tests. What they share otherwise is in `support`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the following do
-
+pytest.register_assert_rewrite("support")  # so that its asserts say what they compared
 
 from fledge.models.target import Target
+from support.commands import Ran
+from support.targets import tiny_target
 
 torch.set_num_threads(1)  # models this small only lose time to threads
 

@@ -952,7 +952,7 @@ def test_bad_input_ends_in_a_sentence(made, fledge, tmp_path, case):
 
 
 def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
-    from conftest import tiny_tokenizer
+    from support.targets import tiny_tokenizer
 
     shutil.copytree(made / "target", tmp_path / "other")
     tokenizer = tiny_tokenizer()

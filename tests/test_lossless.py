@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode import batch, verify
-from fledge.decode import engine as engine_module
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.propose import ChainProposer
+from fledge.decode.propose import Proposer
 from fledge.decode.text import TextStream
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
@@ -41,17 +40,16 @@ def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
 def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
     """Makes the engine's proposer run as ever and then say `truth`, each token replaced with probability `wrong`."""
 
-    class Cheating(ChainProposer):
-        draw = random.Random(seed)
+    draw = random.Random(seed)
 
-        def propose(self, *taken_in: Any) -> Tree:
-            (tokens,) = super().propose(*taken_in).token_BN.tolist()
-            for k, place in enumerate(range(self.cache.longest + 1, len(truth)), start=1):
-                if k <= self.depth and self.draw.random() >= wrong:
-                    tokens[k] = truth[place]
-            return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
+    def cheating(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
+        (tokens,) = propose(proposer, *taken_in).token_BN.tolist()
+        for k, place in enumerate(range(proposer.source.cache.longest + 1, len(truth)), start=1):
+            if k < len(tokens) and draw.random() >= wrong:
+                tokens[k] = truth[place]
+        return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
 
-    monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
+    replace_function(monkeypatch, Proposer, "propose", cheating)
 
 
 def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:

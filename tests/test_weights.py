@@ -483,6 +483,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, os.environ["TESTS"])
+from support.drafts_on_disk import make, saved
 from fledge.models.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
 here = Path(sys.argv[1])

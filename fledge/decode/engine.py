@@ -224,9 +224,9 @@ class Engine:
         most = max(len(r.prefix) + r.limit for r in requests)
         if drafts and most > self._positions:
             raise ValueError(
-                f"{self.target.name or 'the target'} has {self.target.context} positions, and the prompt, the new tokens "
-                f"and a draft of {self.drafting.depth} need {most + self.drafting.depth}; ask for fewer new tokens, or "
-                "draft fewer"
+                f"{self.target.name or 'the target'} has {self.target.context} positions, but the prompt, the new "
+                f"tokens and a draft of {self.drafting.depth} need {most + self.drafting.depth}; ask for fewer new "
+                "tokens, or draft fewer"
             )
 
         def new_batch() -> Batch:

@@ -13,6 +13,16 @@ from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import Queries
 from fledge.types import Document, Packed
 
+
+def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
+    """Random tokens with the given [start, end) spans."""
+    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    marks = torch.full((length,), -1, dtype=torch.int32)
+    for i, (a, b) in enumerate(spans):
+        marks[a:b] = i
+    return Document(tokens, marks)
+
+
 DOCUMENTS = [
     document(1, seed=2),
     document(21, (5, 11), (13, 21), seed=3),
@@ -22,15 +32,6 @@ DOCUMENTS = [
     document(7, seed=7),
     document(9, (0, 4), (4, 9), seed=8),
 ]
-
-
-def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
-    """Random tokens with the given [start, end) spans."""
-    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    marks = torch.full((length,), -1, dtype=torch.int32)
-    for i, (a, b) in enumerate(spans):
-        marks[a:b] = i
-    return Document(tokens, marks)
 
 
 def row_of(documents: list[Document], filler: int = 0) -> Packed:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.decode.propose import Drafter
+from fledge.decode.engine import Engine
+from fledge.decode.propose import Drafting, Proposer
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
@@ -29,7 +30,7 @@ def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
-    documents = [spoken(engine_of(target, None), p, 40)[0] for p in asked]
+    documents = [spoken(Engine(target), p, 40)[0] for p in asked]
     fit_head(target, draft, documents, 4)
     return target, draft, asked
 
@@ -40,9 +41,14 @@ def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
-def propose_one(proposer: Drafter, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+def proposer_of(draft: Draft, sampling: Sampling = Sampling(), **drafting: Any) -> Proposer:
+    """A proposer as an engine with this drafting makes it."""
+    return Drafting(**drafting).for_draft(draft.config).proposer(draft, sampling)
+
+
+def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
     """What a proposer drafts for a single request, which it admits when it is first asked."""
-    if proposer.cache is None:
+    if proposer.source.cache is None:
         proposer.admit([(0, [], aux_RAD)])
     return proposer.propose([token_R.tolist()], [aux_RAD], [path])
 
