@@ -200,8 +200,8 @@ class DraftConfig:
         self._check_family()
         if self.family.one_pass != (self.mask_token_id is not None):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: drafts that draft in one pass (P-EAGLE) need one, and no other "
-                "draft has one"
+                f"mask_token_id is {self.mask_token_id}: drafts that draft in one pass (P-EAGLE) need one, and others "
+                "have none"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")

@@ -1,8 +1,8 @@
 """The law: what training computes for slot t at step k is what the decoder computes there.
 
 The training side is `ttt` on a packed row with features of the whole row. The decoder's side is the target run on
-that document alone with its cache, in pieces, forgetting wrong tokens in between, and a proposer of chains whose choices are
-the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
+that document alone with its cache, in pieces, forgetting wrong tokens in between, and a proposer of chains whose
+choices are the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fledge.decode.propose import Drafting, Proposer
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
-from fledge.types import Tree, TreeShape
+from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken
 from support.targets import exact_target, tiny_draft
 
