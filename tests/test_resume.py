@@ -87,6 +87,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 sys.path.insert(0, os.environ["TESTS"])
+from support.rows import document
+from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
