@@ -173,7 +173,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
         (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
         (["--feature-noise", 0.5, "--init-from"], "--fc-bias and --feature-noise are EAGLE-1's"),
         (["--method", "eagle3.1", "--init-from"], "was begun without its norms; leave --method out"),
-        (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such thing"),
+        (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such norm"),
         (["--feature-noise", 0.1], "--fc-bias and --feature-noise are EAGLE-1's"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
     ],
@@ -470,7 +470,7 @@ def test_regenerate_tells_of_each_answer(made, tmp_path):
     [
         (["--draft-vocab", 900], "has 900 tokens and the target's only"),
         (["--fc-norm", "--norm-before-fc"], "exclude each other"),
-        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such thing"),
+        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such norm"),
         (["--method", "peagle"], "nowhere.jsonl does not exist"),
     ],
 )
@@ -505,7 +505,7 @@ def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeyp
     assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
     dropped = losses("d", "--method", "peagle")
     assert dropped == losses("e", "--method", "peagle")
-    assert [s.objective.gamma for s in schedules] == [0.8] * 3 + [1.0] * 2
+    assert [s.objective.gamma for s in schedules] == [1.0] * 5
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):
@@ -602,7 +602,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     for more, reason in (
         (["--draft", other], "different template arguments"),
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
-        (["--draft-mode", "chain", "--draft-mode", "parallel"], "is for drafts of P-EAGLE"),
+        (["--draft-mode", "chain", "--draft-mode", "parallel"], "needs a draft of P-EAGLE"),
         (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
         (["--draft", tmp_path / "none"], "holds no config.json"),
         (["--prompts", made / "prompts.jsonl"], "two would have one name"),

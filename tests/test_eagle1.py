@@ -114,7 +114,7 @@ def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_step_is_all_it_trains() -> None:
     target, draft = pair()
     row = row_of(DOCUMENTS)
-    with pytest.raises(ValueError, match="EAGLE-1 trains one step, not 3"):
+    with pytest.raises(ValueError, match="EAGLE-1 trains 1 step, not 3"):
         ttt(draft, row, target.features(row), target.logits, Objective(depth=3))
 
 
@@ -222,9 +222,9 @@ def test_the_authors_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (dict(draft_vocab_size=100), "has its whole vocabulary"),
+        (dict(draft_vocab_size=100), "have its whole vocabulary"),
         (dict(hidden_size=16, own_embeddings=True), "as wide as the target"),
-        (dict(fc_norm=True, norm_output=True), "fc_norm and norm_output: EAGLE-1 has no such thing"),
+        (dict(fc_norm=True, norm_output=True), "fc_norm and norm_output: EAGLE-1 has no such norm"),
         (dict(method="eagle7"), "'eagle7' is none of eagle1, eagle3"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
 def test_a_target_that_scales_its_logits_is_refused() -> None:
     target, draft = pair()
     target.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="whose logits are not its weight's product alone; use EAGLE-3"):
+    with pytest.raises(ValueError, match="are more than the product with that head.s weight"):
         fit(draft, target)
 
 

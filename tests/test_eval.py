@@ -87,7 +87,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
     prefix = engine.template.prompt_ids("the young bird")
-    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.verified), 1)
+    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.drafting.verified), 1)
     assert ties == 0 and noise is not None
 
 
