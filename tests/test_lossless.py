@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode import batch, verify
-from fledge.decode import engine as engine_module
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.propose import ChainProposer
+from fledge.decode.propose import Proposer
 from fledge.decode.text import TextStream
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
@@ -33,17 +32,16 @@ from support.targets import SLIDING, exact_target, greedy_by_transformers, tiny_
 def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
     """Makes the engine's proposer run as ever and then say `truth`, each token replaced with probability `wrong`."""
 
-    class Cheating(ChainProposer):
-        draw = random.Random(seed)
+    draw = random.Random(seed)
 
-        def propose(self, *taken_in: Any) -> Tree:
-            (tokens,) = super().propose(*taken_in).token_BN.tolist()
-            for k, place in enumerate(range(self.cache.longest + 1, len(truth)), start=1):
-                if k <= self.depth and self.draw.random() >= wrong:
-                    tokens[k] = truth[place]
-            return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
+    def cheating(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
+        (tokens,) = propose(proposer, *taken_in).token_BN.tolist()
+        for k, place in enumerate(range(proposer.source.cache.longest + 1, len(truth)), start=1):
+            if k < len(tokens) and draw.random() >= wrong:
+                tokens[k] = truth[place]
+        return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
 
-    monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
+    replace_function(monkeypatch, Proposer, "propose", cheating)
 
 
 def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
@@ -236,7 +234,7 @@ def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pyt
     prompt = [5] * 500
     assert len(engine.generate(prompt, max_new_tokens=12).tokens) <= 12
     monkeypatch.setattr(Target, "rotary", False)
-    with pytest.raises(ValueError, match="knows 512 positions and no more"):
+    with pytest.raises(ValueError, match="has 512 positions, but"):
         engine.generate(prompt, max_new_tokens=12)
     assert engine.generate(prompt, max_new_tokens=6).tokens
 

@@ -247,16 +247,21 @@ class DecodeOptions(Options):
             self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
         )
 
-    def engine(self, draft: str | None, mode: str | None, target: Target | None = None) -> Engine:
-        """A loaded pair, of a target that may be loaded already."""
-        from fledge.decode.engine import load
-
+    def drafting(self, mode: str | None) -> dict[str, Any]:
+        """The fields of `fledge.decode.propose.Drafting`. Raises ValueError for an unknown --draft-cache."""
         if self.draft_cache not in ("stable", "unstable"):
             raise ValueError(f"--draft-cache {self.draft_cache} is neither stable nor unstable")
+        return dict(
+            mode=mode, depth=self.depth, confidence=self.confidence, nodes=self.tree_nodes, width=self.tree_width,
+            stable=self.draft_cache == "stable",
+        )  # fmt: skip
+
+    def engine(self, draft: str | None, mode: str | None, target: Target | None = None) -> Engine:
+        """An engine of a target, which may be loaded already, and a draft."""
+        from fledge.decode.engine import load
 
         return load(
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
-            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
-            nodes=self.tree_nodes, width=self.tree_width, stable=self.draft_cache == "stable",
+            dtype=dtype_named(self.dtype), **self.drafting(mode),
             template_kwargs=template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

@@ -568,9 +568,9 @@ def _schedule(options: TrainOptions, draft: Draft, rows: Any) -> Any:
 
     steps = options.steps or math.ceil(options.epochs * len(rows.epoch(0)) / options.rows_per_step)
     objective = Objective(
-        depth=1 if draft.eagle1 else options.depth, gamma=1.0 if draft.peagle else options.gamma, loss=options.loss,
+        depth=draft.family.trained_depth or options.depth, gamma=draft.family.gamma or options.gamma, loss=options.loss,
         keep_out_of_vocab=options.keep_unseen, noise=options.feature_noise,
-        drop=DropTokens(*_drop(options)) if draft.peagle else None,
+        drop=DropTokens(*_drop(options)) if draft.family.drops_slots else None,
     )  # fmt: skip
     return Schedule(
         steps=steps, lr=options.lr or 0.5 / draft.config.hidden_size, objective=objective, seed=options.seed,

@@ -66,16 +66,15 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
     tensors = {}
     for name, tensor in draft.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-        if draft.eagle1:
-            name = name.replace("midlayer.", "layers.0.")  # as every engine and the authors name it
+        name = name.replace("midlayer.", f"{draft.family.first_layer}.")  # as the engines name it for this method
         tensors[name] = tensor.contiguous()
-        if not draft.eagle1 and name.startswith("layers.") and name.endswith("input_layernorm.weight"):
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and draft.family.reads_layers:
             tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
     if draft.d2t is not None:
         t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
         t2d[draft.target_ids().cpu()] = True
         tensors["t2d"] = t2d
-    if draft.eagle1 and draft.fc.bias is None:  # SGLang's draft has one, which would be left to chance
+    if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang would leave its own bias uninitialised
         tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
     (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -221,7 +220,7 @@ def _as_in_file(config: DraftConfig, tensors: dict[str, Tensor], ours: bool) -> 
     kind of attention in it (AutoModel)."""
     if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
         config = replace(config, own_embeddings=True)
-    if config.method == "eagle1":
+    if config.family.fuses_embedding:
         if not config.fc_bias and "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]  # there for SGLang alone
         config = replace(config, fc_bias="fc.bias" in tensors)
@@ -281,7 +280,7 @@ def fit(draft: Draft, target: Target) -> None:
     problem = mismatch(config, target)
     if problem:
         raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
-    target.read_layers(() if draft.eagle1 else config.aux_layers)
+    target.read_layers(config.aux_layers if draft.family.reads_layers else ())
     draft.share(target.embedding, target.head.weight)
 
 
@@ -295,7 +294,7 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
         return f"it was made for a vocabulary of {config.vocab_size} tokens and the target has {vocabulary}"
     if known.target_layers and known.target_layers != target.num_layers:
         return f"it was trained on a target of {known.target_layers} layers and this one has {target.num_layers}"
-    if config.method != "eagle1" and config.aux_layers is None and engine_layers(target.num_layers) is None:
+    if config.family.reads_layers and config.aux_layers is None and engine_layers(target.num_layers) is None:
         return (
             f"its config does not list the layers it reads, and the target has {target.num_layers}, too few for the "
             "engines' default; list them as eagle_aux_hidden_state_layer_ids"
@@ -303,8 +302,11 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
     other = known.tokenizer_sha256 and target.tokenizer is not None
     if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
         return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
-    if config.method == "eagle1" and not target.plain_head:
-        return "it speaks through the target's head, whose logits are not its weight's product alone; use EAGLE-3"
+    if config.family.borrows_head and not target.plain_head:
+        return (
+            "it uses the target's head, but the target's logits are more than the product with that head's weight (a "
+            "bias, scaling or cap); train an EAGLE-3 draft instead"
+        )
     if config.rope.rope_type == "longrope" and config.rope.for_length(target.max_length).long != config.rope.long:
         used = "long" if config.rope.long else "short"
         return f"it was trained with longrope's {used} factors; load the target with max_length={known.max_length}"
