@@ -25,6 +25,7 @@ from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
 from fledge.models.target import Target, load_target
 from support.chats import tiny_chats
+from support.files import metrics_of, rows_of, write_rows
 from support.mutations import replace_function
 from support.targets import tiny_target_directory
 
@@ -39,7 +40,7 @@ def made(tmp_path_factory):
     tiny_target_directory(root)
     tiny_chats(root / "chats.jsonl", 200)
     turns = [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
+    write_rows(root / "prompts.jsonl", turns)
     return root
 
 
@@ -60,7 +61,7 @@ def draft(made):
 
 
 def test_train_writes_a_draft_and_its_metrics(made, draft):
-    lines = [json.loads(line) for line in (made / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(made / "run")
     assert [m["step"] for m in lines] == [1, 2, 3]
     assert lines[-1]["eval_tau"] >= 1
     for m in lines:
@@ -139,7 +140,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
                   made / "prompts.jsonl")  # fmt: skip
     assert went.code == 0, went.err
     assert "stands for words not known yet" in went.err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert all(m["tau_slots"] >= 1 and "tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
     assert lines[-1]["eval_tau"] >= 1
     draft = tmp_path / "run" / "draft"
@@ -409,7 +410,7 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
     assert went.code == 0 and f"\n{400 - 16 - copies} records, " in went.err, went.err
     said = [{r: f"{i} " + "bird " * (3 if i % 2 else 600) for r in ("user", "assistant")} for i in range(160)]
     rows = [{"messages": [{"role": r, "content": c} for r, c in each.items()]} for each in said]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_rows(tmp_path / "long.jsonl", rows)
     words[3] = tmp_path / "long.jsonl"
     went = fledge("train", *words, "--out", tmp_path / "run2")
     (tmp_path / "one.jsonl").write_text(200 * (json.dumps(rows[1]) + "\n"))
@@ -428,7 +429,7 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
         assert went.code == 0 and reason in went.err and "τ 0.0" not in went.err, went.err
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(tmp_path / name)
         assert len(lines) == 3 and not any("eval_tau" in m for m in lines)
         saved, last = (load_file(tmp_path / name / d / "model.safetensors") for d in ("draft", "checkpoint"))
         assert all(torch.equal(saved[n], last[n]) for n in last)
@@ -499,7 +500,7 @@ def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeyp
         went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,
                       *SAME_SHAPE, "--eval-tokens", 1, *flags)  # fmt: skip
         assert went.code == 0, went.err
-        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [m["loss"] for m in metrics_of(tmp_path / name)]
 
     noisy = losses("a", "--method", "eagle1", "--feature-noise", 0.5)
     assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
@@ -550,10 +551,10 @@ def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
     refusal = "{% for m in messages %}{% if 'nest' in m['content'] %}{{ raise_exception('no nests') }}{% endif %}"
     template = (target / "chat_template.jinja").read_text()
     (target / "chat_template.jinja").write_text(refusal + "{% endfor %}" + template)
-    rows = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    rows = rows_of(made / "chats.jsonl")
     for i, row in enumerate(rows):
         row["messages"][0]["content"] += f" {i}" + " nest" * (i % 2)
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "chats.jsonl", rows)
     words = ["train", "--target", target, "--data", tmp_path / "chats.jsonl", *TRAIN, "--eval-tokens", 4]
     refused = fledge(*words, "--out", tmp_path / "a")
     assert refused.code == 2 and "no nests" in refused.err
@@ -620,7 +621,7 @@ def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
         ({"turns": ["the young bird " * 400]}, "line 2: the prompt has"),
         ({"turns": ["the young bird", "it can fly " * 400]}, "line 2, turn 2: the prompt has"),
     ):
-        (tmp_path / "p.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ({"turns": ["it can fly"]}, line)))
+        write_rows(tmp_path / "p.jsonl", [{"turns": ["it can fly"]}, line])
         went = fledge(*words, "--prompts", tmp_path / "p.jsonl")
         assert went.code == 2 and f"p.jsonl, {where}" in went.err and "reads at most" in went.err, went.err
 
@@ -827,9 +828,7 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     for more in (["--draft", draft, *kwargs], ["--batch", 1]):
         again = tmp_path / "again.jsonl"
         assert fledge(*words[:-1], again, *more).code == 0
-        assert [json.loads(line)["messages"] for line in again.read_text().splitlines()] == [
-            r["messages"] for r in rows
-        ]
+        assert [row["messages"] for row in rows_of(again)] == [r["messages"] for r in rows]
         again.unlink()
     sampled = [*words[:-1], tmp_path / "sampled.jsonl", "--temperature", 1]
     assert fledge(*sampled).code == 0
@@ -849,7 +848,7 @@ def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
     assert went.code == 2 and "choose another --out" in went.err and prompts.read_text() == before
     out = tmp_path / "own.jsonl"
     assert fledge(*words, out).code == 0
-    made_rows = [json.loads(line) for line in out.read_text().splitlines()]
+    made_rows = rows_of(out)
     assert [m["role"] for m in made_rows[0]["messages"]] == ["user", "assistant"] and made_rows[1]["text"]
     written = out.read_text()
     out.write_text(written.splitlines(keepends=True)[0])

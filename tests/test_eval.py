@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +13,7 @@ from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import read_prompts, spread
 from fledge.eval.run import _bytes_drafting, _bytes_read, _gaps, _round_split, near_ties
 from fledge.types import Round, Sampling, Trace
+from support.files import write_rows
 from support.targets import tiny_draft, tiny_target
 
 
@@ -42,7 +41,7 @@ def test_prompts_of_every_kind(tmp_path):
     read = {}
     for kind, lines in rows.items():
         file = tmp_path / f"{kind}.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(file, lines)
         (read[kind],) = read_prompts(file)
     assert read["turns"].turns == ("a", "b") and read["prompt"].text == "def f" and read["text"].text == "01234"
     assert [m["content"] for m in read["messages"].messages] == ["1", "2", "3"]

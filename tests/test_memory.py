@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Packed
 from support.chats import tiny_chats
 from support.commands import Ran
+from support.files import metrics_of
 from support.rows import document, row_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
@@ -277,7 +277,7 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
             "--dtype", "bfloat16", "--rows-per-step", rows,
         )  # fmt: skip
         assert ran.code == 0, ran.err
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(out)
         used = lines[-1]["peak_gib"] * 2**30
         assert abs(said[-1] - used) <= 0.1 * used, (slots, activations)
 

@@ -17,6 +17,7 @@ from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
 from fledge.types import Document
+from support.rows import live_by_definition
 from support.targets import tiny_tokenizer
 
 
@@ -34,10 +35,7 @@ def some(*lengths: int) -> list[Document]:
 
 def live(d: Document) -> set[int]:
     """First tokens of the slots of a document that are live at step 0, from the definition."""
-    spans = d.spans.tolist()
-    return {
-        int(d.tokens[t]) for t in range(len(spans) - 2) if spans[t + 1] >= 0 and spans[t + 1] == spans[t + 2]
-    }  # fmt: skip
+    return {int(d.tokens[t]) for t, _ in live_by_definition(d, 1)}
 
 
 SPANS = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_size=8).map(

@@ -31,7 +31,7 @@ from fledge.train.plan import StepPlan
 from fledge.types import Document, Packed
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
-from support.targets import tiny_draft, tiny_target
+from support.targets import P_EAGLE, tiny_draft, tiny_target
 from support.trees import propose_one, proposer_of
 
 STEPS = 5
@@ -178,7 +178,6 @@ def rope(**parameters) -> dict[str, Any]:
     return dict(rope_parameters={"rope_theta": 100.0, **parameters})
 
 
-P_EAGLE = dict(method="peagle", mask_token_id=399)
 SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
     "llama": ({}, {}),
     "qwen3": (dict(family="qwen3"), {}),

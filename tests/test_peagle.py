@@ -30,10 +30,9 @@ from support.devices import needs_triton, on_device
 from support.losses import assert_same_gradients, gradients
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, row_of
-from support.targets import exact_target, tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target, tiny_tokenizer
 from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of
 
-P_EAGLE = dict(method="peagle", mask_token_id=399)
 DOCUMENTS = [
     document(1, seed=2),
     document(23, (5, 11), (12, 23), seed=3),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from fledge.train import memory, prefetch, trainer
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
+from support.files import metrics_of
 from support.mutations import replace_function
 from support.rows import document, row_of
 from support.targets import tiny_target_directory
@@ -148,8 +148,7 @@ def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch)
         )  # fmt: skip
         assert ran.code == 0, ran.err
         assert ("the target one row ahead" in ran.out + ran.err) == one_ahead
-        lines = (tmp_path / str(one_ahead) / "metrics.jsonl").read_text().splitlines()
-        found.append([json.loads(line) for line in lines])
+        found.append(metrics_of(tmp_path / str(one_ahead)))
     for a, b in zip(*found, strict=True):
         for name in {"loss", "grad_norm", "eval_tau"} & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)

@@ -16,6 +16,7 @@ from fledge.data.read import read_records
 from fledge.decode.engine import load
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
+from support.files import change_json
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 MODEL = """
@@ -57,21 +58,17 @@ def modules_of_this_test(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
 
 
-def changed(file: Path, **values) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
 def bring_code(target: Path, directory: Path, *, model: bool = True, tokenizer: bool = False) -> tuple[Path, Path]:
     """A copy of a target whose model or tokenizer needs code, and the file that this code makes when it runs."""
     marker = directory / "ran"
     made = Path(shutil.copytree(target, directory / "target"))
     if model:
         classes = {"AutoConfig": "model_code.HomemadeConfig", "AutoModelForCausalLM": "model_code.HomemadeModel"}
-        changed(made / "config.json", model_type="homemade", auto_map=classes)
+        change_json(made / "config.json", model_type="homemade", auto_map=classes)
         (made / "model_code.py").write_text(MODEL.format(marker=str(marker)))
     if tokenizer:
         classes = {"AutoTokenizer": [None, "tokenizer_code.HomemadeTokenizer"]}
-        changed(made / "tokenizer_config.json", tokenizer_class="HomemadeTokenizer", auto_map=classes)
+        change_json(made / "tokenizer_config.json", tokenizer_class="HomemadeTokenizer", auto_map=classes)
         (made / "tokenizer_code.py").write_text(TOKENIZER.format(marker=str(marker)))
     return made, marker
 
@@ -117,7 +114,7 @@ def test_a_tokenizers_code_is_code(made, tmp_path, fledge):
 def test_what_transformers_knows_itself_loads_without(made, tmp_path, fledge):
     """Code beside a model type of transformers' own is left alone, and the model loaded."""
     target, marker = bring_code(made / "target", tmp_path)
-    changed(target / "config.json", model_type="llama")
+    change_json(target / "config.json", model_type="llama")
     words = ["--prompt", "the bird", "--max-new-tokens", 4]
     found, own = (fledge("generate", "--target", t, *words) for t in (target, made / "target"))
     assert found.code == 0 and found.out == own.out and not marker.exists(), found.err

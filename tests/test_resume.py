@@ -24,6 +24,8 @@ from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
 from support.chats import tiny_chats
+from support.commands import run_to_its_end
+from support.files import metrics_of
 from support.targets import tiny_target_directory
 
 DRIVER = """
@@ -71,7 +73,7 @@ else:
 
 
 def drive(target: Path, data: Path, out: Path, kills: int) -> None:
-    subprocess.run([sys.executable, "-c", DRIVER, target, data, out, str(kills)], check=True, timeout=300)
+    run_to_its_end(DRIVER, target, data, out, kills)
 
 
 def test_killed_ten_times_ends_bit_for_bit_the_same(tmp_path):
@@ -86,7 +88,6 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-sys.path.insert(0, os.environ["TESTS"])
 from support.rows import document
 from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
@@ -162,10 +163,7 @@ def test_killed_at_each_point_of_a_save_ends_bit_for_bit_the_same(tmp_path):
     """A run is killed before the first thing that it does to its directory, gone on with and killed before the second,
     and so on: before every file that it opens to write, makes, flushes, renames and removes up to its first checkpoint,
     and then, each time after a step, as it replaces its draft and its checkpoint. No kill loses a checkpoint."""
-    tests = Path(__file__).parent
-    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", KILLED_AT_EACH_POINT, str(tmp_path), "70"]
-    subprocess.run(words, env=environment, check=True, timeout=300)
+    run_to_its_end(KILLED_AT_EACH_POINT, tmp_path, 70)
     assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
 
 
@@ -174,9 +172,7 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
     for part in ("draft/model.safetensors", "checkpoint/model.safetensors"):
         assert (unbroken / part).read_bytes() == (killed / part).read_bytes(), part
     assert sorted(os.listdir(unbroken)) == sorted(os.listdir(killed))
-    ours, theirs = (
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (unbroken, killed)
-    )
+    ours, theirs = metrics_of(unbroken), metrics_of(killed)
     for metrics in (*ours, *theirs):
         del metrics["seconds"], metrics["tokens_per_s"]
     assert ours == theirs
@@ -196,7 +192,7 @@ def test_a_termination_request_saves_and_resumes(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopping after this step" in said and "--resume" in said
-    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    step = metrics_of(run)[-1]["step"]
     assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
 
 
@@ -281,7 +277,7 @@ def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge,
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
     monkeypatch.undo()
     assert fledge("train", "--resume", tmp_path / "run").code == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+    assert len(metrics_of(tmp_path / "run")) == 6
     assert not (tmp_path / "run" / ".fledge-lock").exists()
 
 

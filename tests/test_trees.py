@@ -24,17 +24,14 @@ from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
 from support.mutations import AlteredDraft, replace_function
-from support.targets import exact_target, tiny_draft, tiny_target
+from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
 from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of
 
 SLIDING = dict(sliding_window=8)
 
 
 def engine_of(target: Target, draft: Draft | None, **options: Any) -> Engine:
-    """An engine that drafts trees, whose prompts are token ids."""
-    engine = Engine(target, draft, **{"mode": "tree", **options})
-    engine.template.prompt_ids = list
-    return engine
+    return Engine(target, draft, **{"mode": "tree", **options})
 
 
 @torch.inference_mode()
@@ -476,7 +473,7 @@ def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypa
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     """A round of drafting, for two requests that take in different numbers of slots, is queued from end to end."""
     target = tiny_target()
-    draft = tiny_draft(target, **(dict(method="peagle", mask_token_id=399) if method == "peagle" else {}))
+    draft = tiny_draft(target, **(P_EAGLE if method == "peagle" else {}))
     on_device(target, draft)
     proposer = proposer_of(draft, depth=4, **way)
     states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size

@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
 from fledge.train.checkpoint import RunDirectory
+from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
 from support.files import listing, reconfigure
 from support.targets import tiny_draft, tiny_target, tiny_tokenizer
@@ -482,7 +481,6 @@ import json, os, resource, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-sys.path.insert(0, os.environ["TESTS"])
 from support.drafts_on_disk import make, saved
 from fledge.models.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
@@ -531,16 +529,8 @@ for name, job in jobs.items():
 )
 
 
-def child(script: str, directory: Path) -> subprocess.Popen:
-    tests = Path(__file__).parent
-    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(directory)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-
-
 def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
-    with child(KILLED_WHILE_WRITING, tmp_path) as process:
+    with python(KILLED_WHILE_WRITING, tmp_path) as process:
         try:
             assert process.stdout.readline() == "half\n"
         finally:
@@ -554,7 +544,7 @@ def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
     """Here no file may grow beyond 50,000 bytes, where the system says EFBIG as a full disk says ENOSPC."""
-    with child(FULL_DISK, tmp_path) as process:
+    with python(FULL_DISK, tmp_path) as process:
         lines = [json.loads(line) for line in process.stdout]
     assert [name for name, *_ in lines] == [
         "publish", "checkpoint draft", "checkpoint state", "checkpoint state, later", "metrics",
