@@ -35,7 +35,7 @@ def test_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--tokens", 512, "--supervised", 0.25), "spans of 256 are 0%, not 25%"),
+        (("--tokens", 512, "--supervised", 0.25), "spans of 256 tokens can supervise 0%"),
         (("--tokens", 512, "--impls", "triton"), "need a GPU"),
         ((), "--tokens chooses others"),
     ],

@@ -240,14 +240,14 @@ FLAGS = "--max-length 64 --row-length 128 --steps 6 --depth 2 --save-every 100 -
 
 def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
     """Has something happen in the middle of a training step."""
-    computed = trainer._step
+    computed = trainer.optimizer_step
 
     def acting(*given):
         if given[-1].step == step - 1:
             act()
         return computed(*given)
 
-    monkeypatch.setattr(trainer, "_step", acting)
+    monkeypatch.setattr(trainer, "optimizer_step", acting)
 
 
 def send(*signals: int) -> None:
@@ -463,14 +463,14 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
 def test_what_ends_a_run_is_said(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
     """A full GPU or a second interruption: with what to do about it, where a checkpoint is and where none is."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    step = trainer._step
+    step = trainer.optimizer_step
 
     def ending(*given):
         if given[-1].step == 2:
             raise error
         return step(*given)
 
-    monkeypatch.setattr(trainer, "_step", ending)
+    monkeypatch.setattr(trainer, "optimizer_step", ending)
     flags = "--max-length 64 --row-length 128 --steps 4 --depth 2 --device cpu".split()
     for every, said in ((1, saved), (10, unsaved)):
         run = tmp_path / f"every-{every}"
