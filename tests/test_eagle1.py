@@ -264,7 +264,7 @@ def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
 def test_a_target_that_scales_its_logits_is_refused() -> None:
     target, draft = pair()
     target.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="are more than the product with that head.s weight"):
+    with pytest.raises(ValueError, match="the target's logits are more than the product"):
         fit(draft, target)
 
 
