@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.acceptance import define_measurements
 from support.chats import tiny_chats
 from support.targets import tiny_target_directory
 
@@ -64,7 +65,10 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
     words = "--target", target, "--data", chats, "--prompts", chats, "--work", tmp_path / "work", "--steps", 2
     words = *words, "--impls", "eager", "--seeds", 0, 1, "--draft-vocab", 64
+    defined = define_measurements(monkeypatch)
     found = record(tmp_path, monkeypatch, "impls", *words)
-    assert [row["seed"] for row in found["rows"]] == [0, 1] and found["means"]["eager"]["tau"] >= 1
+    assert [row["seed"] for row in found["rows"]] == [0, 1] and [row["tau"] for row in found["rows"]] == defined
+    assert found["means"]["eager"]["tau"] == pytest.approx(sum(defined) / 2)
+    assert found["means"]["eager"]["error"] == pytest.approx(abs(defined[0] - defined[1]) / 2)
     assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
     assert record(tmp_path, monkeypatch, "impls", *words) == found
