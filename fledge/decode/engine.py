@@ -113,7 +113,7 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
         places = {asked: place for place, asked in enumerate(requests)}
         for asked in self._decode(requests, batch or BATCH, speculate):
-            asked.say()
+            asked.hand_out()
             if asked.over:
                 answered(places[asked])
         for asked in requests:
@@ -159,7 +159,7 @@ class Engine:
 
     def _pieces(self, asked: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([asked], 1, speculate):
-            if piece := asked.say():
+            if piece := asked.hand_out():
                 yield piece
         rest = asked.close()
         self._watch([asked])
