@@ -17,7 +17,7 @@ from fledge.files import replace_text
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
-    from fledge.models.target import Target
+    from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
 
 LARGEST_RECORD = 2**26  # bytes; what is larger is not read to find out that it is none
@@ -247,7 +247,7 @@ class DecodeOptions(Options):
             self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
         )
 
-    def engine(self, draft: str | None, mode: str | None, target: Target | None = None) -> Engine:
+    def engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
         """A loaded pair, of a target that may be loaded already."""
         from fledge.decode.engine import load
 
