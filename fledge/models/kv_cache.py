@@ -20,11 +20,16 @@ from fledge.kernels.transfer import to_device
 LEAST = 256  # slots of a new room
 
 
+def room_slots(needed: int) -> int:
+    """Slots of a room that is to hold `needed`: twice as many, so that growing it is rare."""
+    return max(2 * needed, LEAST)
+
+
 def join_rooms(rooms: Sequence[Tensor], needed: int) -> Tensor:
     """Rooms [.., B, G, C, d] of several caches as one tensor, with twice the `needed` slots, so that memory taken for a
     long sequence is given back after it."""
     *lead, _, G, _, d = rooms[0].shape
-    whole = rooms[0].new_zeros(*lead, sum(r.shape[-4] for r in rooms), G, max(2 * needed, LEAST), d)
+    whole = rooms[0].new_zeros(*lead, sum(r.shape[-4] for r in rooms), G, room_slots(needed), d)
     at = 0
     for room in rooms:
         slots = min(room.shape[-2], whole.shape[-2])
@@ -35,7 +40,7 @@ def join_rooms(rooms: Sequence[Tensor], needed: int) -> Tensor:
 
 def select_rooms(room: Tensor, at: Tensor, needed: int) -> Tensor:
     """The rooms numbered `at` (int64) of [.., B, G, C, d], with at most twice the `needed` slots."""
-    return room[..., : max(2 * needed, LEAST), :].index_select(-4, at)
+    return room[..., : room_slots(needed), :].index_select(-4, at)
 
 
 class DraftCache:

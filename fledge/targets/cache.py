@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fledge.kernels.transfer import to_device
-from fledge.models.kv_cache import LEAST, join_rooms, select_rooms
+from fledge.models.kv_cache import join_rooms, room_slots, select_rooms
 
 
 def move_slots(room: Tensor, from_BR: Tensor, to_BR: Tensor) -> None:
@@ -58,7 +58,7 @@ class GrowingLayer(DynamicLayer):
         if self.room is None:
             self.room = [x.new_zeros(*x.shape[:-2], 0, x.shape[-1]) for x in like]
         if length > (there := self.room[0].shape[-2]):
-            self.room = [F.pad(room, (0, 0, 0, max(2 * length, LEAST) - there)) for room in self.room]
+            self.room = [F.pad(room, (0, 0, 0, room_slots(length) - there)) for room in self.room]
         self.keys, self.values = (room[..., :length, :] for room in self.room)
 
 
