@@ -154,3 +154,31 @@ def test_a_model_that_asks_for_sdpa_by_name_is_let_be(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     monkeypatch.setattr("transformers.PreTrainedModel._can_set_attn_implementation", lambda *_: False)
     assert tiny_target().config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks that a GPU's attention takes, whose rows are said for every head that shares a key, go through a
+    model as ordinary ones do; here on the CPU."""
+    target = tiny_target(family, dtype=torch.float64)
+    ours = Engine(target, tiny_draft(target), mode="tree", nodes=9, width=3)
+    tree, prompts = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1), [[1, 2, 3], [7, 8, 9, 10, 11]]
+    expected = []
+    for given in (Tree.chain(tree.token_BN), tree):
+        expected.append(target.verify(given, target.prefill(prompts[:1])[2])[0])
+    answers = [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)]
+    rows = []
+
+    def as_rows(*of):
+        rows.append(of[3] is None or of[3].shape[2] == 2 * of[0].shape[2])
+        return heads_as_rows(*of)
+
+    for module in ("kernels.attention", "targets.attention"):
+        monkeypatch.setattr(f"fledge.{module}.repeats", lambda device, heads: heads)
+    for module in ("models.kv_cache", "targets.attention"):
+        monkeypatch.setattr(f"fledge.{module}.grouped_attention", as_rows)
+    for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):
+        found, _ = target.verify(given, target.prefill(prompts[:1])[2])
+        torch.testing.assert_close(found, logits)
+    assert [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)] == answers
+    assert rows and all(rows)
