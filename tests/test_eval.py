@@ -11,7 +11,7 @@ from fledge.decode.engine import Completion, Engine
 from fledge.decode.verify import TargetSampler
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import read_prompts, spread
-from fledge.eval.run import _bytes_drafting, _bytes_read, _gaps, _round_split, near_ties
+from fledge.eval.run import _bytes_drafting, _gaps, _round_split, near_ties
 from fledge.types import Round, Sampling, Trace
 from support.files import write_rows
 from support.targets import tiny_draft, tiny_target
@@ -136,6 +136,6 @@ def test_a_ceiling_drafts_at_the_price_of_bytes_and_spares_the_rest():
     trace = Trace([Round(3, 1, t_draft=1.0, t_verify=1.0)], t_total=3.0)
     made = [Completion([1, 2, 3], trace=trace)], [Completion([1, 2, 3], trace=Trace(t_total=2.0))]
     once, each = _bytes_drafting(ENGINE.draft)
-    share = (once + 3 * each) / _bytes_read(TARGET.model)
+    share = (once + 3 * each) / TARGET.weight_bytes
     assert 0 < share < 1
     assert _round_split(ENGINE, *made, 2 / 3, 3.0)["ceiling"] == pytest.approx(2 / (1 + share))
