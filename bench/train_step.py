@@ -269,7 +269,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         return (time.perf_counter() - began) / repeats
 
     took = {prefetch: mean(prefetch) for prefetch in ((False, True) if device != "cpu" else (False,))}
-    forward = statistics.median(seconds(lambda: target.features(rows.row), device) for _ in range(5))
+    forward = statistics.median(seconds(lambda: source.features(rows.row), device) for _ in range(5))
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
         "compiled": options.compile_target,
