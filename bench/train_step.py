@@ -220,10 +220,11 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     """Tokens a second of the trainer's own step, the target's forward pass included."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fledge.models.target import Target
-    from fledge.models.weights import fit
+    from fledge.targets.fit import fit
+    from fledge.targets.source import LiveFeatures
+    from fledge.targets.transformers import TransformersTarget
     from fledge.train.optim import MasterAdamW
-    from fledge.train.trainer import Progress, Schedule, Source, optimizer_step
+    from fledge.train.trainer import Progress, Schedule, optimizer_step
 
     device, dtype = options.device, torch.bfloat16
     torch.manual_seed(0)
@@ -231,24 +232,22 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     hf = LlamaConfig(**shape, num_hidden_layers=options.target_layers, max_position_embeddings=1 << 17)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(hf, dtype=dtype)
-    target = Target(model, None, name="random")
-    target.read_layers(None)
+    target = TransformersTarget(model, None, name="random")
     if options.compile_target:
         target.compile()
-    target.check_isolation()
     config = DraftConfig.for_target(
         target.shape, max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
     )
     W = config.draft_vocab_size
     draft = Draft(config).to(device, dtype)
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
-    fit(draft, target)
+    layers = fit(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
     schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.ways)
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     rows, source = (
         OneRow(row_of(case.tokens, case.supervised, config.vocab_size)),
-        Source(target.features, target.logits),
+        LiveFeatures(target, layers),
     )
 
     def mean(prefetch: bool, repeats: int = max(options.repeats, 10)) -> float:
@@ -270,7 +269,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         return (time.perf_counter() - began) / repeats
 
     took = {prefetch: mean(prefetch) for prefetch in ((False, True) if device != "cpu" else (False,))}
-    forward = statistics.median(seconds(lambda: target.features(rows.row), device) for _ in range(5))
+    forward = statistics.median(seconds(lambda: source.features(rows.row), device) for _ in range(5))
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
         "compiled": options.compile_target,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fledge.decode.engine import Engine, load
     from fledge.decode.request import Completion
     from fledge.jobs.python import TrainedDraft, train_draft
-    from fledge.models.target import Target, load_target
+    from fledge.targets.interface import Target
+    from fledge.targets.loading import load_target
     from fledge.types import Sampling, TreeShape
 
 __version__ = "0.1.0"
@@ -38,11 +39,11 @@ _MODULES = {
     "Completion": "fledge.decode.request",
     "Engine": "fledge.decode.engine",
     "Sampling": "fledge.types",
-    "Target": "fledge.models.target",
+    "Target": "fledge.targets.interface",
     "TrainedDraft": "fledge.jobs.python",
     "TreeShape": "fledge.types",
     "load": "fledge.decode.engine",
-    "load_target": "fledge.models.target",
+    "load_target": "fledge.targets.loading",
     "train_draft": "fledge.jobs.python",
 }
 

@@ -184,6 +184,11 @@ class Tree:
     count_B: Sequence[int] | None = None
     q_BKW: Sequence[Tensor] | None = None
 
+    @classmethod
+    def chain(cls, token_BN: Tensor) -> Tree:
+        """Each request's tokens one after the other."""
+        return cls(token_BN, None, token_BN.shape[1] - 1)
+
     def ancestors(self) -> Tensor:
         """Which nodes stand on each node's path from the root, itself included: bool [B, N, N]."""
         B, n = self.token_BN.shape

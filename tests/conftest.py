@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the following do
 pytest.register_assert_rewrite("support")  # so that its asserts say what they compared
 
-from fledge.models.target import Target
+from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran
 from support.targets import tiny_target
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def target() -> Target:
+def target() -> TransformersTarget:
     return tiny_target()
 
 

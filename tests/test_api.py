@@ -117,23 +117,23 @@ def test_token_ids_and_a_chat_are_one_prompt(same: Any, engine: api.Engine) -> N
 
 A_PROMPT = "a prompt is a string, a list of token ids or a list of messages"
 WRONG_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "None": (None, TypeError, f"{A_PROMPT}, and this is a value of type NoneType"),
-    "a number": (7, TypeError, f"{A_PROMPT}, and this is a value of type int"),
-    "bytes": (b"hi", TypeError, f"{A_PROMPT}, and this is a value of type bytes"),
-    "a message alone": (CHAT[0], TypeError, f"{A_PROMPT}, and this is a value of type dict"),
-    "floats": ([0.5, 1.5], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type float"),
-    "ids and text": ([5, "hi"], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type str"),
-    "a chat and text": ([*CHAT, "hi"], TypeError, f"{A_PROMPT}, and this list of messages holds a value of type str"),
-    "truths": ([True, False], TypeError, f"{A_PROMPT}, and this list of token ids holds a value of type bool"),
-    "text and a number": (["hi", 5], TypeError, f"{A_PROMPT}, and this is a value of type int"),
-    "lists too deep": ([[[5]]], TypeError, "this is a list of several prompts, and one is asked for; use generate"),
+    "None": (None, TypeError, f"{A_PROMPT}, but this is a value of type NoneType"),
+    "a number": (7, TypeError, f"{A_PROMPT}, but this is a value of type int"),
+    "bytes": (b"hi", TypeError, f"{A_PROMPT}, but this is a value of type bytes"),
+    "a message alone": (CHAT[0], TypeError, f"{A_PROMPT}, but this is a value of type dict"),
+    "floats": ([0.5, 1.5], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type float"),
+    "ids and text": ([5, "hi"], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type str"),
+    "a chat and text": ([*CHAT, "hi"], TypeError, f"{A_PROMPT}, but this list of messages holds a value of type str"),
+    "truths": ([True, False], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type bool"),
+    "text and a number": (["hi", 5], TypeError, f"{A_PROMPT}, but this is a value of type int"),
+    "lists too deep": ([[[5]]], TypeError, "this is a list of several prompts, but one prompt is needed; use generate"),
     "nothing": ([], ValueError, "the prompt is empty"),
     "no text": ("", ValueError, "the prompt is empty"),
     "an empty one among others": (["hi", []], ValueError, "the prompt is empty"),
     "half a character": (
         "\ud83d",
         ValueError,
-        r"the prompt is not Unicode text \(surrogates not allowed at char.* 0\)",
+        r"the prompt is not valid Unicode \(surrogates not allowed at char.* 0\)",
     ),
     "ids beyond the vocabulary": ([5, 400], ValueError, r"token ids outside 0\.\.399"),
 }
@@ -149,11 +149,11 @@ def test_what_is_no_prompt_is_said_in_a_sentence(kind: str, engine: api.Engine) 
 
 def test_one_prompt_where_several_are_asked_for_and_the_other_way_round(engine: api.Engine) -> None:
     for one in ("hi", IDS, CHAT):
-        with pytest.raises(TypeError, match="several prompts are a list of prompts, and this is one prompt"):
+        with pytest.raises(TypeError, match="a list of prompts is needed, but this is one prompt"):
             engine.generate_all(one)
-    with pytest.raises(TypeError, match="several prompts are a list of prompts, and this is a value of type int"):
+    with pytest.raises(TypeError, match="a list of prompts is needed, but this is a value of type int"):
         engine.generate_all(5)
-    with pytest.raises(TypeError, match="this is a list of several prompts, and one is asked for; use generate"):
+    with pytest.raises(TypeError, match="this is a list of several prompts, but one prompt is needed; use generate"):
         engine.stream(["hi", "there"])
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fledge.kernels import attention
-from fledge.kernels.attention import grouped_attention, heads_as_rows
-from fledge.models.attention import QUERIES, attend
-from support.targets import tiny_target
+from fledge.decode.engine import Engine
+from fledge.kernels.attention import additive_rows, grouped_attention, heads_as_rows, prepare_mask
+from fledge.targets.attention import QUERIES, attend
+from fledge.types import Tree
+from support.targets import tiny_draft, tiny_target
 
 GROUPED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
@@ -42,31 +43,45 @@ def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 4, 2), (2, 3, 7, 6, 2), (3, 4, 9, 4, 4), (1, 6, 6, 4, 1)])
 def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
     q, k, v, mask = case(*sizes)
-    for scale in (8**-0.5, 0.7):  # one mask for both
+    times = 1 if attend is grouped_attention else q.shape[1] // k.shape[1]
+    for scale in (8**-0.5, 0.7):
         expected = by_definition(q, k, v, mask, scale)
-        assert torch.allclose(attend(q, k, v, mask, scale), expected)
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-        assert torch.allclose(attend(q, k, v, added, scale), expected)
+        for given in (mask, added):
+            assert torch.allclose(attend(q, k, v, additive_rows(given, times, q.dtype), scale), expected)
     everything = by_definition(q, k, v, torch.ones_like(mask), 8**-0.5)
     assert torch.allclose(attend(q, k, v, None), everything)
 
 
-def test_a_mask_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all layers; again for other heads or another dtype; and what was made goes with the mask."""
-    made, before = [], len(attention._MADE)
-    make = attention._to_be_added
-    monkeypatch.setattr(attention, "_to_be_added", lambda *of: made.append(of[1:]) or make(*of))
+def test_a_chain_s_mask_is_prepared_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all layers of the target, a chain's and a tree's; and for all layers of a draft's cache."""
+    target, prepared = tiny_target(), []
+    tree = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1)
+    draft = tiny_draft(target, num_hidden_layers=2)
+    caches = [target.prefill([[1, 2, 3]])[2] for _ in range(2)]
+
+    def counted(*of):
+        prepared.append(of[1:])
+        return prepare_mask(*of)
+
+    for module in ("targets.attention", "models.kv_cache"):
+        monkeypatch.setattr(f"fledge.{module}.prepare_mask", counted)
+    for given, cache in zip((Tree.chain(tree.token_BN), tree), caches, strict=True):
+        target.verify(given, cache)
+        assert prepared == [(2, torch.float32)]
+        prepared.clear()
+    Engine(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
+    assert prepared.count((2, torch.float32)) == len(prepared) == 2, "the prompt's slots, and a round"
+
+
+def test_a_mask_made_for_other_layers_is_prepared_again() -> None:
+    """Where layers differ in how many heads share a key, or attention is left to transformers."""
     q, k, v, mask = case(1, 3, 9, 4, 2)
-    for _ in range(2):
-        heads_as_rows(q, k, v, mask)
-    assert made == [(2, torch.float64)]
-    expected = by_definition(q, k[:, :1], v[:, :1], mask, 8**-0.5)
-    assert torch.allclose(heads_as_rows(q, k[:, :1], v[:, :1], mask), expected)
-    heads_as_rows(q.float(), k.float(), v.float(), mask)
-    assert made == [(2, torch.float64), (4, torch.float64), (2, torch.float32)]
-    assert len(attention._MADE) == before + 1
-    del mask, made[:]
-    assert len(attention._MADE) == before
+    expected = by_definition(q, k, v, mask, 8**-0.5)
+    for times in (1, 2, 4):
+        given = additive_rows(mask, times, q.dtype)
+        assert torch.allclose(attend(GROUPED, q, k, v, given)[0], expected)
+        assert torch.allclose(attend(GROUPED, q, k, v, given, softcap=None, cache=0)[0], expected)
 
 
 @pytest.mark.gpu
@@ -75,14 +90,15 @@ def test_a_mask_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_attention_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v, mask = (x.cuda() for x in case(*sizes))
     expected = by_definition(q, k, v, mask, 0.4)
-    found = grouped_attention(*(x.to(dtype) for x in (q, k, v)), mask, 0.4)
+    ready = prepare_mask(mask, q.shape[1] // k.shape[1], dtype)
+    found = grouped_attention(*(x.to(dtype) for x in (q, k, v)), ready, 0.4)
     assert (found.double() - expected).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-3) * expected.norm()
 
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
     """What transformers' own attention now says."""
-    monkeypatch.setattr("fledge.models.attention.sdpa_attention_forward", lambda *of, **more: "theirs")
+    monkeypatch.setattr("fledge.targets.attention.sdpa_attention_forward", lambda *of, **more: "theirs")
     return "theirs"
 
 
@@ -122,12 +138,12 @@ def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(of)
         return grouped_attention(*of)
 
-    monkeypatch.setattr("fledge.models.attention.grouped_attention", counted)
+    monkeypatch.setattr("fledge.targets.attention.grouped_attention", counted)
     for implementation in (None, "eager"):
         target = tiny_target(attn_implementation=implementation)
-        _, _, cache = target.prefill([[1, 2, 3]], features=False)
+        _, _, cache = target.prefill([[1, 2, 3]])
         seen.clear()  # of what the first prefill tries out
-        target.forward(torch.tensor([[4, 5]]), cache, features=False)
+        target.verify(Tree.chain(torch.tensor([[4, 5]])), cache)
         assert len(seen) == (0 if implementation else target.num_layers)
 
 
@@ -138,3 +154,31 @@ def test_a_model_that_asks_for_sdpa_by_name_is_let_be(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     monkeypatch.setattr("transformers.PreTrainedModel._can_set_attn_implementation", lambda *_: False)
     assert tiny_target().config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks that a GPU's attention takes, whose rows are said for every head that shares a key, go through a
+    model as ordinary ones do; here on the CPU."""
+    target = tiny_target(family, dtype=torch.float64)
+    ours = Engine(target, tiny_draft(target), mode="tree", nodes=9, width=3)
+    tree, prompts = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1), [[1, 2, 3], [7, 8, 9, 10, 11]]
+    expected = []
+    for given in (Tree.chain(tree.token_BN), tree):
+        expected.append(target.verify(given, target.prefill(prompts[:1])[2])[0])
+    answers = [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)]
+    rows = []
+
+    def as_rows(*of):
+        rows.append(of[3] is None or of[3].shape[2] == 2 * of[0].shape[2])
+        return heads_as_rows(*of)
+
+    for module in ("kernels.attention", "targets.attention"):
+        monkeypatch.setattr(f"fledge.{module}.repeats", lambda device, heads: heads)
+    for module in ("models.kv_cache", "targets.attention"):
+        monkeypatch.setattr(f"fledge.{module}.grouped_attention", as_rows)
+    for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):
+        found, _ = target.verify(given, target.prefill(prompts[:1])[2])
+        torch.testing.assert_close(found, logits)
+    assert [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)] == answers
+    assert rows and all(rows)

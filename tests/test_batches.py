@@ -20,8 +20,9 @@ from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.models import kv_cache
-from fledge.models.kv_cache import DraftCache, GrowingLayer, TargetCache
-from fledge.models.target import Target
+from fledge.models.kv_cache import DraftCache
+from fledge.targets.cache import GrowingLayer, TargetCache
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
 from support.decoding import SAMPLINGS, Remembers, assert_same, prompts
 from support.mutations import replace_function
@@ -224,8 +225,8 @@ def test_a_cache_moves_layer_by_layer(change: str) -> None:
     """Beside the new rooms no more than one layer's old ones are held."""
     target = exact_target()
     with Bytes() as counted:
-        _, _, cache = target.prefill([[5] * 300, [7] * 200], features=False)
-        _, _, other = target.prefill([[9] * 300], features=False)
+        _, _, cache = target.prefill([[5] * 300, [7] * 200])
+        _, _, other = target.prefill([[9] * 300])
         old = sum(room.nbytes for room in cache.layers[0].room)
         before = counted.peak = counted.now
         cache.select([0, 1]) if change == "select" else cache.append([other])
@@ -257,13 +258,13 @@ def test_none_and_too_long() -> None:
 def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = exact_target()
     engine = Engine(target, tiny_draft(target))
-    placed = Target._placed
+    placed = TransformersTarget._positions_and_masks
 
     def mixing(self, tree, cache):
         inputs = placed(self, tree, cache)
         return {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
 
-    monkeypatch.setattr(Target, "_placed", mixing)
+    monkeypatch.setattr(TransformersTarget, "_positions_and_masks", mixing)
     with pytest.raises(ValueError, match="each request must see its own text alone; decode them one by one"):
         engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
 
@@ -292,8 +293,8 @@ def draft_at_one_place(open_slots: Any, cache: DraftCache, *given: Any, **option
     return cache.slot_Bn
 
 
-def draft_seeing_beyond_its_own(mask: Any, cache: DraftCache, S: int) -> Tensor | None:
-    right = mask(cache, S)
+def draft_seeing_beyond_its_own(seen: Any, cache: DraftCache, S: int) -> Tensor | None:
+    right = seen(cache, S)
     return None if right is None else torch.ones_like(right)
 
 
@@ -310,10 +311,10 @@ def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys
 
 MUTATIONS = [  # (owner, function, what replaces it)
     (TargetCache, "open", start_all_at_one_place),
-    (Target, "_placed", see_everything),
+    (TransformersTarget, "_positions_and_masks", see_everything),
     (Batch, "_remember", remember_the_first_requests_states),
     (DraftCache, "open", draft_at_one_place),
-    (DraftCache, "_mask", draft_seeing_beyond_its_own),
+    (DraftCache, "_seen", draft_seeing_beyond_its_own),
     (TargetCache, "select", keep_the_first_request),
     (DraftCache, "select", keep_the_first_request),
     (GrowingLayer, "update", write_the_first_requests_states_alone),
@@ -328,7 +329,7 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
     asked = [*asked[:4], [9] * 30, [8]]
     one = alone(engine, asked, max_new_tokens=25)
     replace_function(monkeypatch, owner, name, wrong)
-    monkeypatch.setattr(Target, "check_masks", lambda self, requests=1: None)
+    monkeypatch.setattr(TransformersTarget, "check_masks", lambda self, requests=1: None)
     try:
         broken = engine.generate_all(asked, batch=3, max_new_tokens=25)
     except (AssertionError, KeyError, IndexError, RuntimeError):
@@ -341,7 +342,7 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
 def test_on_a_gpu(way: str) -> None:
     """In float64 there too, and a request's answer is that of its prompt alone."""
     made, draft, asked = good_pair()
-    target = Target(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
+    target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
     engine = Engine(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])
     together = engine.generate_all(asked, batch=4, max_new_tokens=25)
     for done, prompt in zip(together, asked, strict=True):

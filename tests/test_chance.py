@@ -44,7 +44,10 @@ def rounds(accepted: int, missed: int) -> Trace:
 
 def test_a_draft_at_chance_is_told_of_with_the_likely_causes():
     (message,) = counted(rounds(2, 118))
-    assert "was accepted in 2 of 120 rounds, about as by chance, so it only makes my-model slower" in message
+    assert (
+        "was accepted in only 2 of 120 rounds, about as often as by chance, so the draft only makes my-model slower"
+        in message
+    )
     assert "another target of the same size (its config names another-model)" in message
     assert "norm_before_residual (false) is wrong" in message and "other layers than its config names" in message
 

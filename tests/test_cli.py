@@ -24,7 +24,8 @@ from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
-from fledge.models.target import Target, load_target
+from fledge.targets.loading import load_target
+from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
 from support.files import metrics_of, rows_of, write_rows
@@ -352,7 +353,7 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
 def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
     """Where positions are a table, the drafts beyond a text have places in it: said before the first step, and left by
     default."""
-    monkeypatch.setattr(Target, "rotary", False)
+    monkeypatch.setattr(TransformersTarget, "rotary", False)
     target, chats = bare_target(tmp_path, max_position_embeddings=64)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 30]
     long = {"prompt": load_target(target).tokenizer.decode([9] * 33)}

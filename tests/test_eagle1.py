@@ -17,15 +17,16 @@ from fledge.decode.engine import Completion, Engine
 from fledge.kernels import linear
 from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
-from fledge.models.target import Target
-from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
+from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.targets.fit import fit
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document
 from support.decoding import assert_same, both, prompts
 from support.devices import needs_triton, on_device
 from support.losses import gradients
 from support.rows import document, live_by_definition, row_of
-from support.targets import tiny_draft, tiny_target
+from support.targets import features_for, tiny_draft, tiny_target
 
 DOCUMENTS = [
     document(1, seed=2),
@@ -36,12 +37,12 @@ DOCUMENTS = [
 ]
 
 
-def pair(dtype: torch.dtype = torch.float64, **variant: Any) -> tuple[Target, Draft]:
+def pair(dtype: torch.dtype = torch.float64, **variant: Any) -> tuple[TransformersTarget, Draft]:
     target = tiny_target(dtype=dtype)
     return target, tiny_draft(target, **{"method": "eagle1", **variant})
 
 
-def by_the_paper(draft: Draft, target: Target, d: Document) -> Tensor:
+def by_the_paper(draft: Draft, target: TransformersTarget, d: Document) -> Tensor:
     """1.0 SmoothL1 + 0.1 soft cross-entropy, summed over a document's live slots: f̂_{t+1} = layer(fc([e_{t+1} ; f_t])),
     every slot computed, each attending to those before it; the regression is a mean over the width of the state."""
     n, c, w = d.tokens.numel(), draft.config, dict(draft.named_parameters())
@@ -49,7 +50,7 @@ def by_the_paper(draft: Draft, target: Target, d: Document) -> Tensor:
     if not live:
         return w["fc.weight"].sum() * 0
     tokens = d.tokens.long()
-    f = target.features(row_of([d])).last_TD.to(draft.dtype)
+    f = features_for(draft, target, row_of([d])).last_TD.to(draft.dtype)
     h = torch.cat([target.embedding[tokens[1:]].to(draft.dtype), f[:-1]], dim=1) @ w["fc.weight"].T
     h = h + w["fc.bias"] if "fc.bias" in w else h
     at, m = torch.arange(n - 1), n - 1
@@ -84,7 +85,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
     """Of a packed row, against each document by itself; the target's head and embedding get none."""
     target, draft = pair(dtype, **VARIANTS[name])
     row = row_of(DOCUMENTS, filler=4)
-    step = ttt(draft, row, target.features(row), target.logits, Objective(depth=1), WAYS[ways])
+    step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=1), WAYS[ways])
     found = {n: p.grad.clone() for n, p in draft.named_parameters()}
     draft.zero_grad()
     loss = sum(by_the_paper(draft, target, d) for d in DOCUMENTS)
@@ -103,7 +104,7 @@ def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair(torch.float32)
     on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)
-    features, found = target.features(row), {}
+    features, found = features_for(draft, target, row), {}
     for layers in ("eager", "triton"):
         step = ttt(draft, row, features, target.logits, Objective(depth=1), Implementation("eager", layers, layers, 7))
         found[layers] = gradients(draft, step.loss)
@@ -115,7 +116,7 @@ def test_one_step_is_all_it_trains() -> None:
     target, draft = pair()
     row = row_of(DOCUMENTS)
     with pytest.raises(ValueError, match="EAGLE-1 trains 1 step, not 3"):
-        ttt(draft, row, target.features(row), target.logits, Objective(depth=3))
+        ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=3))
 
 
 def test_noise() -> None:
@@ -125,7 +126,7 @@ def test_noise() -> None:
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)
-    states = draft.reads(target.features(row))
+    states = draft.reads(features_for(draft, target, row))
     moved = _with_noise(states, row, 0.1, "0 7 0") - states
     for a, b in row.documents():
         far = 0.1 * 512 / (b - a)
@@ -133,7 +134,7 @@ def test_noise() -> None:
     assert torch.equal(_with_noise(states, row, 0.1, "0 7 0") - states, moved)
     assert not torch.equal(_with_noise(states, row, 0.1, "0 8 0") - states, moved)
     assert _with_noise(states, row, 0.0, "0 7 0") is states
-    features, objectives = target.features(row), [Objective(depth=1, noise=scale) for scale in (0.0, 0.1)]
+    features, objectives = features_for(draft, target, row), [Objective(depth=1, noise=scale) for scale in (0.0, 0.1)]
     quiet, loud = (ttt(draft, row, features, target.logits, objective, key="1").loss for objective in objectives)
     assert quiet != loud
 
@@ -157,7 +158,7 @@ def test_trained_it_is_accepted() -> None:
         tokens = torch.tensor(prompt + engine.generate(prompt, max_new_tokens=30, speculate=False).tokens).int()
         documents.append(Document(tokens, torch.zeros_like(tokens)))
     row = row_of(documents)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(300):
         optimizer.zero_grad()
@@ -187,8 +188,8 @@ def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
     assert config["model_type"] == "llama" and config["bias"] is False
     assert not {"draft_vocab_size", "fc_norm", "num_aux_hidden_states"} & set(config)
     loaded = load_draft(tmp_path / "d", dtype=torch.float32)
-    fit(loaded, target)
-    assert loaded.config.method == "eagle1" and not loaded.config.fc_bias and target.aux_layers == ()
+    assert fit(loaded, target) == ()
+    assert loaded.config.method == "eagle1" and not loaded.config.fc_bias
     for (n, a), (_, b) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a, b), n
 
@@ -211,7 +212,9 @@ def test_the_authors_file(tmp_path: Path) -> None:
     fit(loaded, target)
     assert loaded.config.fc_bias and loaded.config.own_embeddings
     row = row_of(DOCUMENTS)
-    losses = [ttt(d, row, target.features(row), target.logits, Objective(depth=1)).loss for d in (draft, loaded)]
+    losses = [
+        ttt(d, row, features_for(draft, target, row), target.logits, Objective(depth=1)).loss for d in (draft, loaded)
+    ]
     torch.testing.assert_close(*losses)
     save_file({k: v.clone() for k, v in tensors.items() if k != "fc.bias"}, tmp_path / "a" / "model.safetensors")
     assert not load_draft(tmp_path / "a").config.fc_bias, "the safetensors file comes first, and has no bias"

@@ -16,9 +16,9 @@ from fledge.decode.propose import Proposer
 from fledge.decode.verify import TargetSampler
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
-from fledge.eval.run import _bytes_drafting, _bytes_read, _gaps, _round_split, evaluate, near_ties
+from fledge.eval.run import _bytes_drafting, _gaps, _round_split, evaluate, near_ties
 from fledge.models.draft import Draft
-from fledge.models.target import Target
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Round, Sampling, Trace, Tree
 from support.acceptance import rounds_by_definition, tau_of_alpha
 from support.decoding import fit_head, spoken
@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def practised(way: str) -> tuple[Target, Draft]:
+def practised(way: str) -> tuple[TransformersTarget, Draft]:
     """A target and a draft that half knows what it says after the texts."""
     target = exact_target()
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256, **(P_EAGLE if way == "parallel" else {}))
@@ -198,6 +198,6 @@ def test_a_ceiling_drafts_at_the_price_of_bytes_and_spares_the_rest():
     trace = Trace([Round(3, 1, t_draft=1.0, t_verify=1.0)], t_total=3.0)
     made = [Completion([1, 2, 3], trace=trace)], [Completion([1, 2, 3], trace=Trace(t_total=2.0))]
     once, each = _bytes_drafting(ENGINE.draft)
-    share = (once + 3 * each) / _bytes_read(TARGET.model)
+    share = (once + 3 * each) / TARGET.weight_bytes
     assert 0 < share < 1
     assert _round_split(ENGINE, *made, 2 / 3, 3.0)["ceiling"] == pytest.approx(2 / (1 + share))

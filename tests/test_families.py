@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import fledge
 from fledge.config import DraftConfig, llama_names
-from fledge.models.target import UNLIMITED
+from fledge.targets.interface import UNLIMITED
 from support.chats import tiny_chats
 from support.targets import greedy_by_transformers, tiny_tokenizer
 

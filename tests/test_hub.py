@@ -10,9 +10,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from fledge import hub
 from fledge.hub import draft_directory, split_revision
-from fledge.models import target as target_module
-from fledge.models.target import load_target
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.targets import loading
+from fledge.targets.loading import load_target
 from support.chats import tiny_chats
 from support.targets import tiny_draft, tiny_target_directory
 
@@ -95,7 +95,7 @@ def test_drafts_by_hub_id_on_the_command_line(asked, fledge, tmp_path):
 def test_targets_have_revisions_too(monkeypatch, tmp_path):
     directory, asked = tiny_target_directory(tmp_path), []
     for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
-        auto = getattr(target_module, name)
+        auto = getattr(loading, name)
 
         class Hub:
             load = auto.from_pretrained
@@ -105,7 +105,7 @@ def test_targets_have_revisions_too(monkeypatch, tmp_path):
                 asked.append((name, revision))
                 return cls.load(directory, **options)
 
-        monkeypatch.setattr(target_module, name, Hub)
+        monkeypatch.setattr(loading, name, Hub)
     assert load_target("owner/name@refs/pr/7").name == "owner/name@refs/pr/7"
     load_target("owner/name")
     assert asked == [("owner/name", "refs/pr/7")] * 3 + [("owner/name", None)] * 3

@@ -6,15 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from fledge.models.draft import Draft
 from fledge.models.init import start_from_target
+from fledge.targets.interface import Target
 from support.targets import tiny_draft, tiny_target
+
+
+def start_from(target: Target, draft: Draft) -> None:
+    start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_the_last_layer_is_taken_over(family):
     target = tiny_target(family)
     draft = tiny_draft(target, draft_vocab_size=100)
-    start_from_target(draft, target)
+    start_from(target, draft)
     E, last, ours = 32, target.layers[-1], draft.midlayer
     torch.testing.assert_close(draft.lm_head.weight, target.head.weight[draft.target_ids()])
     torch.testing.assert_close(draft.norm.weight, target.norm.weight)
@@ -41,7 +47,7 @@ def test_the_first_head_reads_its_own_token():
     """Its queries find the key that was made of the same token among many, and pass on what tells it from others."""
     target = tiny_target(hidden_size=64, head_dim=32)
     draft = tiny_draft(target)
-    start_from_target(draft, target)
+    start_from(target, draft)
     attention, heads = draft.midlayer.self_attn, draft.config.num_attention_heads // draft.config.num_key_value_heads
     tokens = torch.nn.functional.rms_norm(torch.randn(20, 64), (64,))
     made = []
@@ -74,12 +80,12 @@ def test_a_norm_that_computes_otherwise_is_left(monkeypatch):
     draft = tiny_draft(target)
     before = draft.norm.weight.clone()
     target.norm = OnePlus(target.norm)
-    start_from_target(draft, target)
+    start_from(target, draft)
     assert torch.equal(draft.norm.weight, before)
 
 
 def test_another_width_starts_anew():
     target = tiny_target()
     draft = tiny_draft(target, hidden_size=16, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1)
-    start_from_target(draft, target)
+    start_from(target, draft)
     assert 0.015 < draft.lm_head.weight.std() < 0.025

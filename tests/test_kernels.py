@@ -26,7 +26,7 @@ from fledge.types import Document, Features, Packed
 from support.devices import needs_triton
 from support.losses import LossCase, gradients, loss_case
 from support.rows import DOCUMENTS, document, queries_of, row_of
-from support.targets import tiny_draft, tiny_target
+from support.targets import features_for, tiny_draft, tiny_target
 
 needs_triton()
 
@@ -386,7 +386,7 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     plain = ttt(draft, row, features, target.logits, Objective(depth=4))
     expected = {n: g.to(DEVICE) for n, g in gradients(draft, plain.loss).items()}
     target.model.to(DEVICE), draft.to(DEVICE)
@@ -417,7 +417,7 @@ def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.M
     ways = Implementation(attention, "triton", "triton", slots=300)
     for tried, starts in enumerate([(0, 9), (0, 333), (1, 700), (400, 401), (901, 993), (17, 18), (5, 444)]):
         row = row_of([document(512, (starts[0] % 512, 512)), document(7), document(505, (starts[1] % 505, 505))])
-        ttt(draft, row, target.features(row), target.logits, Objective(depth=4, loss="mixed"), ways)
+        ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=4, loss="mixed"), ways)
         draft.zero_grad()
         if tried == 0:
             assert compiled or attention == "flex"
@@ -432,7 +432,7 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of([document(9), document(1, (0, 1))], filler=3)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     target.model.to(DEVICE), draft.to(DEVICE)
     draft.share(target.embedding)
     ways = Implementation("triton", "triton", "triton", slots)
@@ -451,7 +451,7 @@ def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> 
     target.model.to(DEVICE), draft.to(DEVICE)
     draft.share(target.embedding)
     row = row_of(DOCUMENTS)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     saved, found = {}, {}
     for recompute in (False, True):
         inside: list[int] = []
@@ -483,7 +483,7 @@ def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(DOCUMENTS)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     target.model.to(DEVICE), draft.to(DEVICE)
     draft.share(target.embedding)
     for n, p in draft.named_parameters():
@@ -507,7 +507,7 @@ def test_training_step_in_16_bits(attention: str) -> None:
     target = tiny_target(tokenizer=False, hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(LONG, filler=5)
-    draft, features = draft.to(DEVICE, torch.bfloat16), target.features(row)
+    draft, features = draft.to(DEVICE, torch.bfloat16), features_for(draft, target, row)
     features = Features(*(x.to(DEVICE, torch.bfloat16) for x in (features.aux_TAD, features.last_TD)))
     head = target.head.weight.to(DEVICE, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from fledge.data.dataset import make_documents
 from fledge.data.read import read_records
 from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import read_prompts
-from fledge.models.target import load_target
+from fledge.targets.loading import load_target
 from support.chats import tiny_chats
 from support.files import write_rows
 from support.targets import tiny_target_directory

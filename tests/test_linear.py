@@ -37,9 +37,9 @@ def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
 def test_target_and_draft_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     draft = tiny_draft(target)
-    for model in (target.model, draft):
-        found = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        assert found and all(type(m) is Linear for m in found)
+    theirs, ours = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in (target.model, draft))
+    assert theirs and all("forward" in vars(m) for m in theirs)
+    assert ours and all(type(m) is Linear for m in ours)
     monkeypatch.setattr(linear_module, "FEW", -1)
     ids = torch.arange(3, 10)[None]
     plain = target.model(ids).logits

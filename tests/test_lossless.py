@@ -17,8 +17,8 @@ from fledge.decode import batch, verify
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.text import TextStream
-from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target
+from fledge.targets.cache import TargetCache
+from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import Objective
 from fledge.train.walk import walk_rounds
@@ -26,7 +26,15 @@ from fledge.types import Sampling, Tree, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.mutations import replace_function
 from support.rows import row_of
-from support.targets import SLIDING, exact_target, greedy_by_transformers, tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import (
+    SLIDING,
+    exact_target,
+    features_for,
+    greedy_by_transformers,
+    tiny_draft,
+    tiny_target,
+    tiny_tokenizer,
+)
 
 
 def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
@@ -96,10 +104,8 @@ def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         same += fast.tokens == plain.tokens
         if fast.tokens != plain.tokens:
             at = next(j for j, (a, b) in enumerate(zip(fast.tokens, plain.tokens, strict=False)) if a != b)
-            logits, _ = target.forward(
-                torch.tensor([prompt + plain.tokens[:at]]), TargetCache(), features=False, last_only=True
-            )
-            best = logits[0, 0].topk(2).values
+            logits, _, _ = target.prefill([prompt + plain.tokens[:at]])
+            best = logits[0].topk(2).values
             assert best[0] - best[1] < 1e-3
     assert same >= 11
 
@@ -125,12 +131,12 @@ def test_rollback_is_exact(name: str) -> None:
     tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
     used, junk = TargetCache(), random.Random(0)
     for at in (40, 41, 47, 55, 80, 120, 263):  # the cache's room is doubled on the way
-        target.forward(tokens[None, used.get_seq_length() : at], used, features=False)
-        target.forward(torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))]), used, features=False)
+        target.verify(Tree.chain(tokens[None, used.get_seq_length() : at]), used)
+        target.verify(Tree.chain(torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))])), used)
         used.rollback(at)
         fresh = TargetCache()
-        target.forward(tokens[None, :at], fresh, features=False)
-        a, b = (target.forward(tokens[None, at : at + 3], cache, features=False)[0] for cache in (used, fresh))
+        target.verify(Tree.chain(tokens[None, :at]), fresh)
+        a, b = (target.verify(Tree.chain(tokens[None, at : at + 3]), cache)[0] for cache in (used, fresh))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
         used.rollback(at)
 
@@ -233,7 +239,7 @@ def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pyt
     engine = Engine(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
-    monkeypatch.setattr(Target, "rotary", False)
+    monkeypatch.setattr(TransformersTarget, "rotary", False)
     with pytest.raises(ValueError, match="has 512 positions, but"):
         engine.generate(prompt, max_new_tokens=12)
     assert_same(*both(engine, prompt, max_new_tokens=6))
@@ -412,7 +418,7 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     for prompt in asked:
         document, done = spoken(engine, prompt, 40)
         row = row_of([document])
-        step = objective.ttt(draft, row, target.features(row), target.logits, Objective(depth=depth))
+        step = objective.ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=depth))
         left, decoded = len(done.tokens) - 1, []
         for r in done.trace.rounds:
             decoded.append(min(r.accepted, left))
@@ -471,7 +477,7 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
 def test_two_devices() -> None:
     """A target on the accelerator and its draft on the CPU say what the target alone says."""
     made = tiny_target(dtype=torch.float64)
-    target = Target(made.model.to("cuda"), made.tokenizer)
+    target = TransformersTarget(made.model.to("cuda"), made.tokenizer)
     engine = Engine(target, tiny_draft(made).cpu(), depth=4)
     assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
     for prompt in prompts(4, seed=15):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from fledge.decode.engine import Engine
 from fledge.models import init
-from fledge.models.target import Target
 from fledge.models.weights import save_draft
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features
 from support.chats import tiny_chats
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -71,17 +71,17 @@ def train(made, fledge, *more: object) -> str:
 
 def test_states_that_turn_nan_while_training_are_the_targets(made, fledge, monkeypatch):
     """Say, of one text that overflows."""
-    features, rows = Target.features, []
+    features, rows = TransformersTarget.features, []
 
-    def failing(self, row):
-        found = features(self, row)
+    def failing(self, row, layers):
+        found = features(self, row, layers)
         if not any(row is seen for seen in rows):
             rows.append(row)
         if row is rows[0]:
             return found
         return Features(found.aux_TAD * float("nan"), found.last_TD)
 
-    monkeypatch.setattr(Target, "features", failing)
+    monkeypatch.setattr(TransformersTarget, "features", failing)
     said = train(made, fledge)
     assert "the gradient of step 2 is nan: the target computes NaN or infinite hidden states in float32" in said
     assert "--lr" not in said
@@ -90,8 +90,8 @@ def test_states_that_turn_nan_while_training_are_the_targets(made, fledge, monke
 def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, fledge, monkeypatch):
     started = init.start_from_target
 
-    def huge(draft, target):
-        started(draft, target)
+    def huge(draft, *of_target):
+        started(draft, *of_target)
         draft.norm.weight.data.fill_(1e38)
 
     monkeypatch.setattr(init, "start_from_target", huge)

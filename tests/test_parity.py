@@ -20,18 +20,19 @@ from torch import Tensor
 
 from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
-from fledge.models import target as target_module
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target
+from fledge.targets import transformers as transformers_target
+from fledge.targets.cache import TargetCache
+from fledge.targets.fit import layers_of
+from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train import plan as plan_module
 from fledge.train.objective import Implementation, Objective, RowPass
 from fledge.train.plan import StepPlan
-from fledge.types import Document, Packed
+from fledge.types import Document, Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
-from support.targets import P_EAGLE, tiny_draft, tiny_target
+from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
 from support.trees import propose_one, proposer_of
 
 STEPS = 5
@@ -52,11 +53,11 @@ SEVERAL = [
 
 
 def trained(
-    draft: Draft, target: Target, row: Packed, steps: int = STEPS, ways: Implementation = Implementation()
+    draft: Draft, target: TransformersTarget, row: Packed, steps: int = STEPS, ways: Implementation = Implementation()
 ) -> dict[tuple[int, int], tuple[Tensor, ...]]:
     """(slot, step) -> hidden state, draft logits and teacher logits of training's own forward pass."""
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-    features = target.features(row)
+    features = features_for(draft, target, row)
     row_pass = RowPass(draft, row, features, Objective(depth=steps), ways)
     for slots in row_pass.slot_chunks():
         chunk = row_pass.chunk(slots)
@@ -92,24 +93,32 @@ class Forced:
         return torch.full_like(chosen, self.script.pop(0))
 
 
-def run_target(draft: Draft, target: Target, tokens: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+def run_target(
+    draft: Draft, target: TransformersTarget, tokens: Tensor, pieces: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """What a draft reads, and logits, of one document, in pieces, each followed by tokens that are taken back."""
     cache, at, aux, logits = TargetCache(), 0, [], []
     for size in [*pieces, tokens.numel()]:
         if at >= tokens.numel():
             break
         piece = tokens[at : at + size]
-        out, features = target.forward(piece[None], cache)
+        out, features = target.verify(Tree.chain(piece[None]), cache, layers_of(draft.config, target))
         logits.append(out[0])
         aux.append(draft.reads(features))
         at += piece.numel()
-        target.forward(torch.tensor([[7, 5, 3]]), cache, features=False)
+        target.verify(Tree.chain(torch.tensor([[7, 5, 3]])), cache)
         cache.rollback(at)
     return torch.cat(aux), torch.cat(logits)
 
 
 def decoded(
-    draft: Draft, target: Target, tokens: Tensor, stride: int, first: int, pieces: Sequence[int], steps: int = STEPS
+    draft: Draft,
+    target: TransformersTarget,
+    tokens: Tensor,
+    stride: int,
+    first: int,
+    pieces: Sequence[int],
+    steps: int = STEPS,
 ) -> dict[tuple[int, int], tuple[Tensor, ...]]:
     """(slot, step) -> the same three from the decoder, for slots first, first + stride, ..; the draft's cache is
     extended by `stride` slots a round. Steps whose token or teacher would lie beyond the document are left out."""
@@ -136,7 +145,7 @@ def decoded(
 @torch.no_grad()
 def difference(
     draft: Draft,
-    target: Target,
+    target: TransformersTarget,
     documents: list[Document],
     row: Packed,
     chunkings: Sequence[tuple[int, Sequence[int]]] = ((3, (7, 1, 4)),),
@@ -238,7 +247,7 @@ SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
 }  # fmt: skip
 
 
-def models(name: str) -> tuple[Target, Draft]:
+def models(name: str) -> tuple[TransformersTarget, Draft]:
     of_target, of_draft = SHAPES[name]
     target = tiny_target(tokenizer=False, **of_target)
     return target, tiny_draft(target, **of_draft)
@@ -262,7 +271,7 @@ def test_where_the_target_does_not_pack() -> None:
 
 
 @functools.cache
-def two_layers() -> tuple[Target, Draft]:
+def two_layers() -> tuple[TransformersTarget, Draft]:
     return models("two layers")
 
 
@@ -411,7 +420,7 @@ def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyP
     row = row_of(SEVERAL)
     target, draft = models("phi3 longrope long")
     assert difference(draft, target, SEVERAL, row) <= TOLERANCE
-    monkeypatch.setattr(target_module, "_fix_longrope", lambda *_: None)
+    monkeypatch.setattr(transformers_target, "fix_longrope", lambda *_: None)
     target, draft = models("phi3 longrope long")
     assert difference(draft, target, SEVERAL, row) > 1e-3
 
@@ -421,18 +430,17 @@ def test_longrope_is_one_function_of_the_document(max_length: int) -> None:
     """Features of documents shorter and longer than the original length: packed, alone, and by the cache, one token
     at a time across that length, are the same; and the short and the long list are not."""
     target = tiny_target(max_length=max_length, tokenizer=False, **rope(**LONGROPE))
-    target.read_layers(None)
     draft = tiny_draft(target)
     documents = [document(n, seed=n) for n in (8, 40, 12, 17, 16)]
-    packed = target.features(make_row(documents, 100))
+    packed = features_for(draft, target, make_row(documents, 100))
     other = tiny_target(max_length=80 - max_length, tokenizer=False, **rope(**LONGROPE))
     start = 0
     for d in documents:
         n = d.tokens.numel()
-        alone = target.features(make_row([d], n))
+        alone = features_for(draft, target, make_row([d], n))
         stepped, _ = run_target(draft, target, d.tokens.long(), [5, *[1] * n])
         here = packed.aux_TAD[start : start + n]
         torch.testing.assert_close(alone.aux_TAD, here, atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(stepped, here, atol=TOLERANCE, rtol=0)
-        assert (other.features(make_row([d], n)).aux_TAD - here).abs().max() > 1e-3
+        assert (features_for(draft, other, make_row([d], n)).aux_TAD - here).abs().max() > 1e-3
         start += n

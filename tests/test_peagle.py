@@ -20,8 +20,8 @@ from fledge.decode.engine import Engine
 from fledge.kernels import linear
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
-from fledge.models.target import Target
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document, Packed, Sampling
@@ -30,7 +30,7 @@ from support.devices import needs_triton, on_device
 from support.losses import assert_same_gradients, gradients
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, row_of
-from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import P_EAGLE, exact_target, features_for, tiny_draft, tiny_target, tiny_tokenizer
 from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of
 
 DOCUMENTS = [
@@ -50,10 +50,10 @@ VARIANTS = {
 STEPS = 5
 
 
-def by_definition(draft: Draft, target: Target, row: Packed, kept: list[Tensor]) -> Tensor:
+def by_definition(draft: Draft, target: TransformersTarget, row: Packed, kept: list[Tensor]) -> Tensor:
     """The loss of one long sequence of (anchor, depth), all tokens at depth 0 and what is kept deeper, every element
     under the cross-depth mask through every layer."""
-    features = target.features(row)
+    features = features_for(draft, target, row)
     n = row.token_T.numel()
     anchor = torch.cat([torch.arange(n), *kept[1:]])
     depth = torch.cat([torch.full((k.numel(),), d) for d, k in enumerate([torch.arange(n), *kept[1:]])])
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways:
         row, drop = row_of(DOCUMENTS, filler=5), DropTokens(rate, 0.1)
         kept = drop.keep(row, row.live(STEPS), "3 1 4")
         objective = Objective(depth=STEPS, gamma=1.0, drop=drop)
-        step = ttt(draft, row, target.features(row), target.logits, objective, ways, "3 1 4")
+        step = ttt(draft, row, features_for(draft, target, row), target.logits, objective, ways, "3 1 4")
         whole = by_definition(draft, target, row, kept)
         torch.testing.assert_close(step.loss, whole.detach(), rtol=tolerance, atol=0)
         expected = gradients(draft, whole)
@@ -117,7 +117,7 @@ def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypa
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)
     row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.8, 0.2)
-    features, found = target.features(row), {}
+    features, found = features_for(draft, target, row), {}
     for layers in ("eager", "triton"):
         ways = Implementation("eager", layers, layers, slots, recompute)
         step = ttt(draft, row, features, target.logits, Objective(depth=3, gamma=1.0, drop=drop), ways)
@@ -133,7 +133,7 @@ def test_every_method_trains_for_every_loss(method: str, kind: str) -> None:
     steps = 1 if method == "eagle1" else 3
     draft = tiny_draft(target, method=method, mask_token_id=399 if method == "peagle" else None)
     row = row_of(DOCUMENTS, filler=5)
-    features, objective = target.features(row), Objective(depth=steps, loss=kind, keep_out_of_vocab=True)
+    features, objective = features_for(draft, target, row), Objective(depth=steps, loss=kind, keep_out_of_vocab=True)
     step = ttt(draft, row, features, target.logits, objective)
     whole = gradients(draft, step.loss)
     few = ttt(draft, row, features, target.logits, objective, Implementation(slots=5, chunk=4))
@@ -173,7 +173,7 @@ def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
         replace_function(monkeypatch, objective, "plan_steps", mistake)
     else:
         trained = AlteredDraft(draft, masked=mistake)
-    step = ttt(trained, row, target.features(row), target.logits, Objective(depth=STEPS, gamma=1.0))
+    step = ttt(trained, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS, gamma=1.0))
     assert abs(step.loss - by_definition(draft, target, row, row.live(STEPS))).item() > 1e-3
 
 
@@ -207,7 +207,7 @@ def test_rates_outside_their_range_are_refused() -> None:
 
 
 @functools.cache
-def pair() -> tuple[Target, Draft, list[list[int]]]:
+def pair() -> tuple[TransformersTarget, Draft, list[list[int]]]:
     """A draft whose head fits its target's words, so that some of what it drafts is accepted."""
     target = exact_target()
     draft = tiny_draft(target, num_hidden_layers=2, hidden_size=256, intermediate_size=256, **P_EAGLE)
@@ -305,7 +305,7 @@ def test_ways_that_do_not_fit() -> None:
 def test_on_a_gpu() -> None:
     """Decoded and trained there: the same words in float64, and the kernels' gradients to 16-bit rounding."""
     made, draft, asked = pair()
-    target = Target(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
+    target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
     for way in WAYS.values():
         engine = Engine(target, copy.deepcopy(draft).to("cuda"), **way)
         for done, prompt in zip(engine.generate_all(asked, batch=3, max_new_tokens=20), asked, strict=True):
@@ -314,7 +314,7 @@ def test_on_a_gpu() -> None:
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)
     row, drop = row_of(DOCUMENTS * 20, filler=5), DropTokens(0.8, 0.2)
-    features, found = target.features(row), {}
+    features, found = features_for(draft, target, row), {}
     for impl in ("eager", "flex", "triton"):
         layers = "eager" if impl == "eager" else "triton"
         for again in (False, True):

@@ -91,13 +91,15 @@ torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 from support.rows import document
 from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
+from fledge.targets.fit import resolve_layers
+from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
-from fledge.train.trainer import Schedule, Source, train
+from fledge.train.trainer import Schedule, train
 
 here, steps = Path(sys.argv[1]), int(sys.argv[2])
 target = tiny_target()
-source = Source(target.features, target.logits)
+source = LiveFeatures(target, resolve_layers(None, target))
 rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
 schedule = Schedule(steps, 1e-3, Objective(depth=2), save_every=1, eval_every=1)
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fledge.models.draft import Draft
-from fledge.models.target import Target
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, ttt
 from support.rows import document, row_of
-from support.targets import P_EAGLE, tiny_draft, tiny_target
+from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
 
 MINUTE = timedelta(minutes=1)
 ROWS = [
@@ -30,19 +30,19 @@ VARIANTS = {
 }
 
 
-def pair(method: str) -> tuple[Target, Draft]:
+def pair(method: str) -> tuple[TransformersTarget, Draft]:
     target = tiny_target(tokenizer=False)
     return target, tiny_draft(target, **VARIANTS[method])
 
 
-def train_step(target: Target, draft: Draft, rows: list, method: str, world: int = 1) -> None:
+def train_step(target: TransformersTarget, draft: Draft, rows: list, method: str, world: int = 1) -> None:
     """One step of AdamW over rows, of which each of `world` processes has some; gradients are sums, divided once."""
     objective = Objective(depth=1 if method == "eagle1" else 3, gamma=1.0)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2, foreach=False)
     scored = torch.zeros((), dtype=torch.int64)
     for documents in rows:
         row = row_of(documents)
-        scored += ttt(draft, row, target.features(row), target.logits, objective).scored_K.sum()
+        scored += ttt(draft, row, features_for(draft, target, row), target.logits, objective).scored_K.sum()
     if world > 1:
         dist.all_reduce(scored)
     for p in draft.parameters():

@@ -13,11 +13,15 @@ from transformers import AutoModelForCausalLM
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.pack import make_row
 from fledge.decode.engine import Engine
-from fledge.models.kv_cache import TargetCache
-from fledge.models.running import RunningState
-from fledge.models.target import UNLIMITED, Target, load_target
+from fledge.targets.cache import TargetCache
+from fledge.targets.fit import resolve_layers
+from fledge.targets.interface import UNLIMITED
+from fledge.targets.loading import load_target
+from fledge.targets.running import RunningState
+from fledge.targets.source import LiveFeatures
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.memory import of_length
-from fledge.types import Document, Features
+from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
 from support.rows import document
@@ -33,6 +37,7 @@ HEADS = {
     "Cohere": dict(logit_scale=0.25),
     "Gemma2": dict(final_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4),
 }
+LAYERS = (1, 2, 3)  # of the targets made here, which have four
 # these keep a running summary of the past in some or all layers
 STATEFUL = {
     "Mamba": dict(state_size=4),
@@ -57,11 +62,9 @@ def build(family: str, seed: int = 0, scale: float = 4.0, **config) -> torch.nn.
     return model
 
 
-def target_of(family: str, layers=(1, 2, 4), **config) -> Target:
+def target_of(family: str, **config) -> TransformersTarget:
     max_length = config.pop("max_length", None)
-    target = Target(build(family, **config), None, name=f"tiny {family}", max_length=max_length)
-    target.read_layers(layers)
-    return target
+    return TransformersTarget(build(family, **config), None, name=f"tiny {family}", max_length=max_length)
 
 
 def some_tokens(n: int, seed: int = 0, vocab: int = 100) -> torch.Tensor:
@@ -144,7 +147,7 @@ def test_what_is_no_causal_language_model(damaged, tmp_path):
     reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
     refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
     with pytest.raises(ValueError, match="BertModel does not show its 4 decoder layers and final norm"):
-        Target(build("Bert", is_decoder=True), None).read_layers(None)
+        resolve_layers(None, TransformersTarget(build("Bert", is_decoder=True), None))
 
 
 def test_dynamic_rope_is_refused_with_the_reason(damaged):
@@ -152,14 +155,14 @@ def test_dynamic_rope_is_refused_with_the_reason(damaged):
     reconfigure(damaged, rope_parameters=rope)
     refused(damaged, "RoPE type 'dynamic' is refused: it changes the frequencies with the length of a call")
     with pytest.raises(ValueError, match="RoPE type 'dynamic' is refused"):
-        Target(build("Llama", rope_parameters=rope), None)
+        TransformersTarget(build("Llama", rope_parameters=rope), None)
 
 
 def test_a_config_without_a_longest_length():
     """A state-space model names none, and reads any; its rollback is what is wrong with it."""
     model = build("Mamba", **STATEFUL["Mamba"])
     del model.config.max_position_embeddings
-    target = Target(model, None)
+    target = TransformersTarget(model, None)
     assert target.context == target.max_length == UNLIMITED
     with pytest.raises(ValueError, match="cannot verify drafts"):
         target.check_rollback()
@@ -193,9 +196,10 @@ def test_default_layers_of_shallow_targets(n):
     layers = default_aux_layers(n)
     assert len(set(layers)) == 3 and sorted(layers) == list(layers) and layers[0] >= 0 and layers[-1] <= n
     assert layers[-1] < n or n == 2
-    target = target_of("Llama", layers=None, num_hidden_layers=n)
-    draft = tiny_draft(target, aux_layers=target.aux_layers)
-    assert target.aux_layers == layers and target.features(row_of(9, length=9)).aux_TAD.shape == (9, 3, 32)
+    target = target_of("Llama", num_hidden_layers=n)
+    assert resolve_layers(None, target) == layers
+    draft = tiny_draft(target, aux_layers=layers)
+    assert target.features(row_of(9, length=9), layers).aux_TAD.shape == (9, 3, 32)
     written = draft.config.with_provenance(target_layers=n).to_hf()
     assert written["eagle_aux_hidden_state_layer_ids"] == list(layers)
     assert DraftConfig.from_hf(written).aux_layers == layers
@@ -203,7 +207,7 @@ def test_default_layers_of_shallow_targets(n):
 
 def test_a_draft_that_names_no_layers_is_not_guessed_at():
     with pytest.raises(ValueError, match=r"has 6, too few for the engines' default; list them as eagle_aux_hidden"):
-        tiny_draft(target_of("Llama", layers=None, num_hidden_layers=6))
+        tiny_draft(target_of("Llama", num_hidden_layers=6))
 
 
 def test_one_layer_is_too_few():
@@ -215,11 +219,23 @@ def test_layers_that_are_not_there():
     target = target_of("Llama")
     for layers in ([1, 2, 5], [-1, 2, 3]):
         with pytest.raises(ValueError, match=r"are to be read, but the target has layers 0\.\.4"):
-            target.read_layers(layers)
-    target.read_layers([4, 0, 2])
-    assert target.aux_layers == (0, 2, 4)
-    target.read_layers(None)
-    assert target.aux_layers == (1, 2, 3)
+            resolve_layers(layers, target)
+    assert resolve_layers([4, 0, 2], target) == (0, 2, 4)
+    assert resolve_layers(None, target) == (1, 2, 3)
+    assert resolve_layers((), target) == ()
+
+
+def test_no_layers_are_the_final_state_alone():
+    """Empty: no captured layers, in training as in decoding. None, in decoding: no features at all."""
+    target, tokens = target_of("Llama"), some_tokens(9)
+    features = target.features(row_of(9, length=9), ())
+    assert features.aux_TAD.shape == (9, 0, 32) and features.last_TD.shape == (9, 32)
+    _, (read,), cache = target.prefill([tokens.tolist()], ())
+    assert read.aux_TAD.shape == (9, 0, 32)
+    torch.testing.assert_close(read.last_TD, features.last_TD)
+    assert target.verify(Tree.chain(tokens[None]), cache, ())[1].aux_TAD.shape == (9, 0, 32)
+    _, none, cache = target.prefill([tokens.tolist()])
+    assert none == [] and target.verify(Tree.chain(tokens[None]), cache)[1] is None
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -231,10 +247,10 @@ def test_features_are_transformers_hidden_states(family):
 
     transformers gives hidden_states[n] after the norm, so the input of the norm is seen by norm(features[n]).
     """
-    target = target_of(family, layers=range(5), **HEADS.get(family, {}))
+    target = target_of(family, **HEADS.get(family, {}))
     tokens = some_tokens(9)
     out = target.model(input_ids=tokens[None], output_hidden_states=True, use_cache=False)
-    features = target._run_decoder(tokens, torch.arange(9))
+    features = target.run_decoder(tokens, torch.arange(9), range(5))
     assert features.aux_TAD.shape == (9, 5, 32)
     for i in range(4):
         torch.testing.assert_close(features.aux_TAD[:, i], out.hidden_states[i][0], rtol=0, atol=0)
@@ -249,12 +265,11 @@ def test_compiled_parts_compute_the_same(family):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     target = tiny_target(family)
-    target.read_layers(None)
     rows = [make_row([document(n, (0, n))], n) for n in (9, 30, 31)]
-    plain = [target.features(row) for row in rows]
+    plain = [target.features(row, (2, 4, 5)) for row in rows]
     target.compile(backend="aot_eager")
     for row, expected in zip(rows, plain, strict=True):
-        found = target.features(row)
+        found = target.features(row, (2, 4, 5))
         torch.testing.assert_close(found.aux_TAD, expected.aux_TAD)
         torch.testing.assert_close(found.last_TD, expected.last_TD)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
@@ -262,23 +277,23 @@ def test_compiled_parts_compute_the_same(family):
 
 def test_decoding_gives_the_same_features_and_logits_as_one_pass():
     target, tokens, cache = target_of("Llama"), some_tokens(12), TargetCache()
-    whole = target.features(make_row([Document(tokens.int(), torch.zeros(12).int())], 12))
+    whole = target.features(make_row([Document(tokens.int(), torch.zeros(12).int())], 12), (1, 2, 4))
     logits = target.model(input_ids=tokens[None]).logits[0]
     for a, b in ((0, 5), (5, 6), (6, 12)):
-        own, features = target.forward(tokens[None, a:b], cache)
+        own, features = target.verify(Tree.chain(tokens[None, a:b]), cache, (1, 2, 4))
         torch.testing.assert_close(own[0], logits[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.aux_TAD, whole.aux_TAD[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.last_TD, whole.last_TD[a:b], rtol=1e-4, atol=1e-4)
-    last, none = target.forward(tokens[None], TargetCache(), features=False, last_only=True)
-    assert none is None and last.shape == (1, 1, 100)
-    torch.testing.assert_close(last[0], logits[-1:], rtol=1e-4, atol=1e-4)
+    last, none, _ = target.prefill([tokens.tolist()])
+    assert none == [] and last.shape == (1, 100)
+    torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
 
 
 def test_no_hook_is_left_behind():
     target = target_of("Llama")
     with pytest.raises(IndexError):
-        target._run_decoder(torch.tensor([1000]), torch.arange(1))
-    target._run_decoder(some_tokens(3), torch.arange(3))
+        target.run_decoder(torch.tensor([1000]), torch.arange(1), LAYERS)
+    target.run_decoder(some_tokens(3), torch.arange(3), LAYERS)
     modules = [target.norm, *target.layers]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
@@ -286,12 +301,12 @@ def test_no_hook_is_left_behind():
 # -- isolation --------------------------------------------------------------------------------------------------------
 
 
-def alone(target: Target, row) -> Features:
+def alone(target: TransformersTarget, row) -> Features:
     """The features of each document of a row, run by itself with nothing of fledge in the way."""
     aux, last = [], []
     for a, b in row.documents():
         out = target.model(input_ids=row.token_T[None, a:b], output_hidden_states=True, use_cache=False)
-        aux.append(torch.stack([out.hidden_states[i][0] for i in target.aux_layers], dim=1))
+        aux.append(torch.stack([out.hidden_states[i][0] for i in LAYERS], dim=1))
         last.append(out.hidden_states[-1][0])
     return Features(torch.cat(aux), torch.cat(last))
 
@@ -301,23 +316,23 @@ def same_features(a: Features, b: Features) -> bool:
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in pairs)
 
 
-def leak(target: Target, monkeypatch) -> list[int]:
+def leak(target: TransformersTarget, monkeypatch) -> list[int]:
     """Makes a pass over several documents mix them, as some architectures do; returns the lengths of its calls."""
-    run, calls = target._run_decoder, []
+    run, calls = target.run_decoder, []
 
-    def mixing(token_T, position_T, each=None):
+    def mixing(token_T, position_T, layers, each=None):
         calls.append(len(token_T))
-        return run(token_T, torch.arange(len(token_T)), each)
+        return run(token_T, torch.arange(len(token_T)), layers, each)
 
-    monkeypatch.setattr(target, "_run_decoder", mixing)
+    monkeypatch.setattr(target, "run_decoder", mixing)
     return calls
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
 def test_packed_documents_are_seen_alone(family):
-    target = target_of(family, layers=(1, 2, 3), **HEADS.get(family, dict(sliding_window=4)))
+    target = target_of(family, **HEADS.get(family, dict(sliding_window=4)))
     row = row_of(9, 7, 12, length=32)
-    features = target.features(row)
+    features = target.features(row, LAYERS)
     assert target.packs is True
     assert same_features(features, alone(target, row))
 
@@ -325,45 +340,44 @@ def test_packed_documents_are_seen_alone(family):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
 def test_documents_of_one_length_go_side_by_side(family, monkeypatch):
     """They need no mask, and are seen alone all the same."""
-    target = target_of(family, layers=(1, 2, 3), **HEADS.get(family, dict(sliding_window=4)))
+    target = target_of(family, **HEADS.get(family, dict(sliding_window=4)))
     row, seen = row_of(9, 9, 9, length=36), []
-    target.check_isolation()
-    run = target._run_decoder
-    monkeypatch.setattr(target, "_run_decoder", lambda *a: seen.append(a[2]) or run(*a))
-    assert same_features(target.features(row), alone(target, row)) and seen == [9]
-    assert same_features(target.features(row_of(9, 8, length=32)), alone(target, row_of(9, 8, length=32)))
+    assert target.packs
+    run = target.run_decoder
+    monkeypatch.setattr(target, "run_decoder", lambda *a: seen.append(a[3]) or run(*a))
+    assert same_features(target.features(row, LAYERS), alone(target, row)) and seen == [9]
+    assert same_features(target.features(row_of(9, 8, length=32), LAYERS), alone(target, row_of(9, 8, length=32)))
     assert seen == [9, None]
 
 
 def test_filler_is_not_read(monkeypatch):
     """Of a row, and of one that is said over and over, where it stands in the middle; its features are zeros."""
-    target, sizes = target_of("Llama", layers=(1, 2, 3)), []
-    target.check_isolation()
-    run = target._run_decoder
-    monkeypatch.setattr(target, "_run_decoder", lambda *a: sizes.append(a[0].numel()) or run(*a))
+    target, sizes = target_of("Llama"), []
+    assert target.packs
+    run = target.run_decoder
+    monkeypatch.setattr(target, "run_decoder", lambda *a: sizes.append(a[0].numel()) or run(*a))
     row = row_of(9, 7, length=500)
-    features = target.features(row)
+    features = target.features(row, LAYERS)
     assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
-    again = target.features(of_length(row, 1000))
+    again = target.features(of_length(row, 1000), LAYERS)
     assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
-    assert same_features(target.features(row_of(9, length=9)), alone(target, row_of(9, length=9)))
+    assert same_features(target.features(row_of(9, length=9), LAYERS), alone(target, row_of(9, length=9)))
 
 
 def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):
-    target = target_of("Llama", layers=(1, 2, 3))
+    target = target_of("Llama")
     row = row_of(9, 7, 12, length=32)
     calls = leak(target, monkeypatch)
-    assert not same_features(target._run_decoder(row.token_T, row.position_T), alone(target, row)), "it does mix"
-    target.check_isolation()
+    assert not same_features(target.run_decoder(row.token_T, row.position_T, LAYERS), alone(target, row)), "it does mix"
     assert target.packs is False
     calls.clear()
-    assert same_features(target.features(row), alone(target, row)) and calls == [9, 7, 12]
+    assert same_features(target.features(row, LAYERS), alone(target, row)) and calls == [9, 7, 12]
 
 
 def test_recurrent_layers_are_found_to_mix():
-    target = target_of("Mamba", layers=(1, 2, 3), **STATEFUL["Mamba"])
+    target = target_of("Mamba", **STATEFUL["Mamba"])
     row = row_of(9, 7, length=16)
-    torch.testing.assert_close(target.features(row).last_TD, alone(target, row).last_TD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.features(row, LAYERS).last_TD, alone(target, row).last_TD, rtol=1e-4, atol=1e-4)
     assert target.packs is False
 
 
@@ -374,16 +388,16 @@ def test_recurrent_layers_are_found_to_mix():
 def test_logits_are_the_models_own(family):
     target, tokens = target_of(family, **HEADS[family]), some_tokens(9)
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0]
-    last = target._run_decoder(tokens, torch.arange(9)).last_TD
+    last = target.run_decoder(tokens, torch.arange(9), ()).last_TD
     torch.testing.assert_close(target.logits(last), own, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(target.head(last), own, rtol=1e-2), "the head alone is not enough"
-    target.check_isolation()
+    target.check_logits()
 
 
 def test_a_head_with_a_bias():
     target = target_of("Phi", intermediate_size=64)
     torch.nn.init.normal_(target.head.bias)
-    target.check_isolation()
+    target.check_logits()
 
 
 def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
@@ -395,10 +409,11 @@ def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
         out.logits = out.logits * 1.01
         return out
 
-    target.check_isolation()
+    target_of("Llama").check_logits()
     monkeypatch.setattr(target.model, "forward", shifted)
-    with pytest.raises(ValueError, match="tiny Llama computes its logits in a way fledge does not know"):
-        target.check_isolation()
+    for refuse in (target.check_logits, lambda: LiveFeatures(target, LAYERS)):
+        with pytest.raises(ValueError, match="tiny Llama computes its logits in a way fledge does not know"):
+            refuse()
 
 
 # -- longrope ---------------------------------------------------------------------------------------------------------
@@ -417,7 +432,7 @@ def test_longrope_is_chosen_once_for_every_length_of_call(max_length, chosen):
     """transformers chooses by the length of each call: its own features of a prefix change with what follows."""
     target = target_of("Phi3", max_length=max_length, **LONGROPE)
     tokens = some_tokens(48)
-    features = [target._run_decoder(tokens[:n], torch.arange(n)) for n in (8, 48, 8)]
+    features = [target.run_decoder(tokens[:n], torch.arange(n), LAYERS) for n in (8, 48, 8)]
     assert all(torch.allclose(f.last_TD[:8], features[0].last_TD, rtol=1e-4, atol=1e-4) for f in features[1:])
     factors = torch.tensor(LONGROPE["rope_parameters"][chosen])
     expected = 1 / (factors * 1e4 ** (torch.arange(0, 8, 2) / 8))
@@ -439,12 +454,12 @@ def test_without_it_longrope_would_change_with_the_length():
 
 @pytest.mark.parametrize(("family", "config"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Gemma2", {})])
 def test_caches_that_roll_back_are_accepted(family, config):
-    target_of(family, layers=(1, 2, 3), **{**HEADS.get(family, {}), **config}).check_rollback()
+    target_of(family, **{**HEADS.get(family, {}), **config}).check_rollback()
 
 
 @pytest.mark.parametrize("family", STATEFUL)
 def test_running_summaries_cannot_be_rolled_back(family):
-    target = target_of(family, layers=(1, 2, 3), **STATEFUL[family])
+    target = target_of(family, **STATEFUL[family])
     with pytest.raises(ValueError, match=f"tiny {family} cannot verify drafts: its state cannot be rolled back"):
         target.check_rollback()
 
@@ -455,10 +470,12 @@ def test_running_summaries_cannot_be_rolled_back(family):
 UNSTOPPED = dict(eos_token_id=None, pad_token_id=0)
 
 
-def target_that_speaks(family: str, monkeypatch) -> Target:
+def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
     """A target with a tokenizer, which no token stops."""
-    monkeypatch.setattr(Target, "stop_ids", frozenset())
-    return Target(build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}")
+    monkeypatch.setattr(TransformersTarget, "stop_ids", frozenset())
+    return TransformersTarget(
+        build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}"
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["as found", "recomputing"])
@@ -466,13 +483,13 @@ def target_that_speaks(family: str, monkeypatch) -> Target:
 def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeypatch):
     target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7, seed=3, vocab=400).tolist()
     if recompute:
-        monkeypatch.setattr(Target, "_steps_exactly", False)
+        monkeypatch.setattr(TransformersTarget, "_steps_exactly", False)
     done = Engine(target).generate(prompt, max_new_tokens=24)
     assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
 
 
 def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
-    target = target_of("Qwen3Next", layers=(1, 2, 3), **STATEFUL["Qwen3Next"])
+    target = target_of("Qwen3Next", **STATEFUL["Qwen3Next"])
     assert target._steps_exactly
     run = RunningState.run
 
@@ -481,7 +498,7 @@ def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
         return run(self, model, input_ids, **inputs)
 
     monkeypatch.setattr(RunningState, "run", forgetful)
-    assert not target_of("Qwen3Next", layers=(1, 2, 3), **STATEFUL["Qwen3Next"])._steps_exactly
+    assert not target_of("Qwen3Next", **STATEFUL["Qwen3Next"])._steps_exactly
     assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._steps_exactly is False, "it returns no cache"
 
 

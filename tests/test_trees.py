@@ -18,8 +18,9 @@ from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.shapes import DynamicTree
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import DraftCache, TargetCache
-from fledge.models.target import Target
+from fledge.models.kv_cache import DraftCache
+from fledge.targets.cache import TargetCache
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
@@ -30,7 +31,7 @@ from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of,
 SLIDING = dict(sliding_window=8)
 
 
-def engine_of(target: Target, draft: Draft | None, **options: Any) -> Engine:
+def engine_of(target: TransformersTarget, draft: Draft | None, **options: Any) -> Engine:
     return Engine(target, draft, **{"mode": "tree", **options})
 
 
@@ -181,32 +182,33 @@ def test_every_node_sees_its_path(name: str) -> None:
     after an accepted path was kept."""
     target = tiny_target(dtype=torch.float64, **KINDS[name])
     target.check_masks()
-    target.read_layers(None)
     tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
     tree = Tree(tokens[None, 20:28], torch.tensor([[-1, 0, 0, 1, 1, 2, 4, 6]]), 4)
     cache = TargetCache()
-    target.forward(tokens[None, :20], cache)
-    found, features = target.forward(tree.token_BN, cache, tree=tree)
+    target.verify(Tree.chain(tokens[None, :20]), cache)
+    found, features = target.verify(tree, cache, (2, 4, 5))
     for node, path in {3: [0, 1, 3], 5: [0, 2, 5], 7: [0, 1, 4, 6, 7]}.items():
         fresh = TargetCache()
         line = torch.cat([tokens[:20], tree.token_BN[0, path]])
-        logits, expected = target.forward(line[None], fresh)
+        logits, expected = target.verify(Tree.chain(line[None]), fresh, (2, 4, 5))
         torch.testing.assert_close(found[0, node], logits[0, -1], rtol=0, atol=1e-10)
         torch.testing.assert_close(features.aux_TAD[node], expected.aux_TAD[-1], rtol=0, atol=1e-10)
     cache.keep([20], [[0, 1, 4, 6, 7]])
-    after, _ = target.forward(tokens[None, 30:40], cache)
-    direct, _ = target.forward(tokens[None, 30:40], fresh)
+    after, _ = target.verify(Tree.chain(tokens[None, 30:40]), cache)
+    direct, _ = target.verify(Tree.chain(tokens[None, 30:40]), fresh)
     torch.testing.assert_close(after, direct, rtol=0, atol=1e-10)
 
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_placed", lambda self, tree, cache: {})
+    monkeypatch.setattr(TransformersTarget, "_positions_and_masks", lambda self, tree, cache: {})
     with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; draft chains"):
         tiny_target().check_masks()
 
 
 def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_placed", lambda self, tree, cache: {"attention_mask": torch.ones(1, 2, 3, 4)})
+    monkeypatch.setattr(
+        TransformersTarget, "_positions_and_masks", lambda self, tree, cache: {"attention_mask": torch.ones(1, 2, 3, 4)}
+    )
     with pytest.raises(ValueError, match="cannot verify trees"):
         tiny_target().check_masks()
 
@@ -405,7 +407,7 @@ MUTATIONS = [  # (owner, function, what replaces it)
     (TargetCache, "keep", keep_the_first_nodes),
     (TargetCache, "keep", keep_a_node_too_many),
     (Batch, "_remember", remember_the_first_nodes_states),
-    (Target, "_placed", place_all_nodes_at_one_position),
+    (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (Tree, "ancestors", see_all_nodes),
     (verify, "children", follow_any_child),
 ]

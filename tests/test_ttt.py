@@ -26,7 +26,7 @@ from fledge.kernels.loss import (
 from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference
 from fledge.kernels.ttt_attention.definition import visible
 from fledge.models.draft import Draft
-from fledge.models.target import Target
+from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
 from fledge.train.optim import MasterAdamW, learning_rate
@@ -37,7 +37,7 @@ from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
 from support.rows import DOCUMENTS, document, layouts, live_by_definition, queries_of, row_of
-from support.targets import tiny_draft, tiny_target
+from support.targets import features_for, tiny_draft, tiny_target
 
 STEPS = 4
 VARIANTS = {
@@ -49,13 +49,15 @@ VARIANTS = {
 }
 
 
-def tiny(dtype: torch.dtype, **draft) -> tuple[Target, Draft]:
+def tiny(dtype: torch.dtype, **draft) -> tuple[TransformersTarget, Draft]:
     target = tiny_target(tokenizer=False, dtype=dtype)
     return target, tiny_draft(target, **draft)
 
 
-def both(target: Target, draft: Draft, row: Packed, ways: Implementation = Implementation()) -> tuple[Step, Dense]:
-    features = target.features(row)
+def both(
+    target: TransformersTarget, draft: Draft, row: Packed, ways: Implementation = Implementation()
+) -> tuple[Step, Dense]:
+    features = features_for(draft, target, row)
     step = ttt(draft, row, features, target.logits, Objective(depth=STEPS), ways)
     return step, dense(draft, row, features, target.logits(features.last_TD), STEPS)
 
@@ -98,7 +100,7 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
     """Mistakes that leave every value right and only stop a gradient."""
     target, draft = tiny(torch.float64)
     row = row_of(DOCUMENTS)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     trained = draft
     if where == "fed back":
         trained = AlteredDraft(draft, read=cut_fed_back)
@@ -136,7 +138,7 @@ def test_many_chunks_lose_nothing() -> None:
     """Gradients of 16-bit parameters over a hundred chunks are as good as in one."""
     target, draft = tiny(torch.float32)
     row = row_of([document(130, (0, 130), seed=1)])
-    features = target.features(row)
+    features = features_for(draft, target, row)
     exact = gradients(draft, ttt(draft, row, features, target.logits, Objective(depth=3)).loss)
     draft.to(torch.bfloat16)
     draft.share(target.embedding)
@@ -167,10 +169,10 @@ def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     assert step.scored_K[0] < step.live_K[0]
 
 
-def fit_head_to_target(target: Target, draft: Draft) -> None:
+def fit_head_to_target(target: TransformersTarget, draft: Draft) -> None:
     """Solves the draft's head for the target's next tokens on the test documents, so that some are hits."""
     row = row_of(DOCUMENTS)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     live = row.live(1)
     with torch.no_grad():
         row_pass = RowPass(draft, row, features, Objective(depth=1))
@@ -187,7 +189,7 @@ def test_packed_is_the_sum_of_its_documents() -> None:
 
     def run(documents: list[Document], filler: int = 0) -> tuple[Step, dict[str, Tensor]]:
         row = row_of(documents, filler)
-        step = ttt(draft, row, target.features(row), target.logits, Objective(depth=STEPS))
+        step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS))
         return step, gradients(draft, step.loss)
 
     packed, packed_gradients = run(DOCUMENTS, filler=4)
@@ -212,7 +214,7 @@ def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layer
     """Zero loss, zero counts and zero (not missing, not NaN) gradients."""
     target, draft = tiny(torch.float32, num_hidden_layers=layers)
     row = row_of(documents, filler=2)
-    step = ttt(draft, row, target.features(row), target.logits, Objective(depth=STEPS))
+    step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS))
     assert step.loss.item() == 0
     assert step.walked == (0, 0)
     assert all(not getattr(step, f).any() for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"))
@@ -233,7 +235,7 @@ def test_gamma_weighs_steps() -> None:
     """Step k counts γ^k: the loss is linear in those weights."""
     target, draft = tiny(torch.float64)
     row = row_of(DOCUMENTS)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     objectives = {g: Objective(depth=STEPS, gamma=g) for g in (0.0, 0.5, 1.0)}
     loss = {g: ttt(draft, row, features, target.logits, objectives[g]).loss for g in objectives}
     short = ttt(draft, row, features, target.logits, Objective(depth=1)).loss

@@ -14,8 +14,7 @@ from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
 from fledge.decode.verify import Nodes, verify_by_match, verify_by_rejection
 from fledge.kernels.transfer import to_device
-from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target
+from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Round, Tree, Verdict
 
 PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
@@ -39,12 +38,13 @@ class NoDrafter:
 
 
 class Batch:
-    """The requests that are `running`, and the caches they share. `layers` are what the proposer's draft reads."""
+    """The requests that are `running`, and the caches they share. `layers` are those that the proposer's draft reads,
+    None where nothing is drafted."""
 
-    def __init__(self, target: Target, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
+    def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
         self.drafts = proposer.draft is not None
-        self.cache: TargetCache | None = None
+        self.cache: Cache | None = None
         self.running: list[Request] = []
 
     def enter(self, requests: Sequence[Request]) -> Iterator[Request]:
@@ -72,12 +72,12 @@ class Batch:
         longest = itertools.accumulate((len(r.prefix) for r in requests), max)
         return max(1, sum(n * most <= PREFILL for n, most in enumerate(longest, start=1)))
 
-    def _prefill(self, requests: Sequence[Request]) -> tuple[TargetCache, list[tuple[int, list[int], Tensor] | None]]:
+    def _prefill(self, requests: Sequence[Request]) -> tuple[Cache, list[tuple[int, list[int], Tensor] | None]]:
         """The prompts' cache, and what the proposer is to take in of each: all but the last slot, which the first round
         begins with."""
         began = time.perf_counter()
         prefixes = [r.prefix for r in requests]
-        logits_BV, features, cache = self.target.prefill(prefixes, features=self.drafts, layers=self.layers)
+        logits_BV, features, cache = self.target.prefill(prefixes, self.layers)
         self.target.check_numbers(logits_BV)
         slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
         if self.drafts:
@@ -102,9 +102,7 @@ class Batch:
         proposed = self.proposer.propose(fresh, aux, paths)
         tree = proposed.to(target.device)
         clock.tick()
-        logits_BNV, features = target.forward(
-            tree.token_BN, self.cache, tree=tree, features=self.drafts, layers=self.layers
-        )
+        logits_BNV, features = target.verify(tree, self.cache, self.layers)
         nodes = proposed.on_host()
         verdicts = self._verify(tree, nodes, logits_BNV)
         paths = [v.path for v in verdicts]

@@ -24,8 +24,10 @@ from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
 from fledge.decode.verify import TargetSampler
 from fledge.models.draft import Draft
-from fledge.models.target import Target, load_target, target_of
-from fledge.models.weights import fit, load_draft, read_draft_config
+from fledge.models.weights import load_draft, read_draft_config
+from fledge.targets.fit import fit
+from fledge.targets.interface import DecodingTarget
+from fledge.targets.loading import load_target, target_of
 from fledge.types import Sampling, check_type
 
 BATCH = 16  # requests decoded together by default
@@ -43,21 +45,20 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: DecodingTarget,
         draft: Draft | None = None,
         *,
         template_kwargs: dict[str, Any] | None = None,
         **drafting: Any,
     ):
-        check_type("target", target, Target, "a loaded fledge.Target (fledge.load makes an engine of a path)")
+        check_type("target", target, DecodingTarget, "a loaded fledge.Target (fledge.load makes an engine of a path)")
         check_type("draft", draft, Draft | None, "a loaded draft (fledge.load makes an engine of paths)")
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
         self.drafting = Drafting(**drafting)
         self.target, self.draft = target, draft
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
-            fit(draft, target)
-            self.layers = target.aux_layers  # another engine may have the target read others
+            self.layers = fit(draft, target)
             target.check_rollback()
             if self.drafting.tree:
                 target.check_masks()
@@ -113,7 +114,7 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
         places = {asked: place for place, asked in enumerate(requests)}
         for asked in self._decode(requests, batch or BATCH, speculate):
-            asked.say()
+            asked.hand_out()
             if asked.over:
                 answered(places[asked])
         for asked in requests:
@@ -159,7 +160,7 @@ class Engine:
 
     def _pieces(self, asked: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([asked], 1, speculate):
-            if piece := asked.say():
+            if piece := asked.hand_out():
                 yield piece
         rest = asked.close()
         self._watch([asked])
@@ -253,7 +254,7 @@ def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
 
 
 def load(
-    target: str | Path | PreTrainedModel | Target,
+    target: str | Path | PreTrainedModel | DecodingTarget,
     draft: str | Path | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -290,7 +291,7 @@ def load(
             raise ValueError("this model is loaded already: move it with model.to(..), and leave device and dtype out")
         loaded = target_of(target, tokenizer, max_length=most)
     else:
-        check_type("target", target, Target, "a directory, a hub id, a transformers model or a fledge.Target")
+        check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
         loaded = target
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)

@@ -17,7 +17,9 @@ from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
 from fledge.models.draft import Draft
-from fledge.types import Sampling, without_processors
+from fledge.models.size import weight_bytes
+from fledge.targets.interface import ReferenceDecoding
+from fledge.types import Sampling, Tree, without_processors
 
 BASELINE = None  # the way of token by token, beside the engines' names
 LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
@@ -47,9 +49,10 @@ def evaluate(
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
     ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
     ways.decode(prompts, options, batch, advance)
-    alone = sampling.greedy and batch == 1
-    # a few are enough to show that the baseline is no slow one
-    plain = compare_with_transformers(ways.plain, ways.ids[:4], min(max_new_tokens, 64)) if alone else None
+    plain = None
+    if sampling.greedy and batch == 1 and isinstance(ways.plain.target, ReferenceDecoding):
+        # a few prompts are enough to show that the baseline is not slow
+        plain = compare_with_transformers(ways.plain, ways.ids[:4], min(max_new_tokens, 64))
     records = {}
     for name, engine in engines.items():
         records[name] = _record(engine, ways, name, sampling, batch) | {"max_new_tokens": max_new_tokens}
@@ -202,7 +205,7 @@ def _round_split(
     token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
     drafted = sum(r.drafted for t in traces for r in t.rounds) / n
     once, each = _bytes_drafting(engine.draft)
-    by_bytes = token * (once + drafted * each) / _bytes_read(engine.target.model)
+    by_bytes = token * (once + drafted * each) / engine.target.weight_bytes
     spared = n * (max(draft - by_bytes, 0.0) + max(overhead, 0.0))
     return {
         "draft_ms": draft * 1e3,
@@ -221,20 +224,13 @@ def _bytes_drafting(draft: Draft) -> tuple[int, int]:
     A one-pass draft reads all of them once a round. Otherwise `fc` is read once a round where it fuses the target's
     states, and every token where it fuses the embedding. A head borrowed from the target counts like an own one.
     """
-    whole = _bytes_read(draft)
+    whole = weight_bytes(draft)
     if draft.family.borrows_head:
         whole += draft.head.numel() * draft.head.element_size()
     if draft.family.one_pass:
         return whole, 0
     once = 0 if draft.family.fuses_embedding else draft.fc.weight.numel() * draft.fc.weight.element_size()
     return once, whole - once
-
-
-def _bytes_read(model: torch.nn.Module) -> int:
-    """Bytes of the weights a pass multiplies by: all parameters but an embedding that is only looked up."""
-    tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    heads = {m.weight.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in tables - heads)
 
 
 def near_ties(
@@ -271,12 +267,12 @@ def _gaps(
     """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time, in each of
     `batch` equal requests. float64."""
     target = engine.target
-    first, _, cache = target.prefill([prefix] * batch, features=False)
+    first, _, cache = target.prefill([prefix] * batch)
     logits, done = [first[:1]], len(prefix)
     for at in range(0, len(tokens) - 1, width):
         piece = tokens[at : min(at + width, len(tokens) - 1)]
         ids = torch.tensor([piece] * batch, device=target.device)
-        logits.append(target.forward(ids, cache, features=False)[0][0])
+        logits.append(target.verify(Tree.chain(ids), cache)[0][0])
         cache.keep([done] * batch, [range(len(piece))] * batch)
         done += len(piece)
     rankings = [sampler.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
@@ -289,18 +285,11 @@ def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_toke
     timed it answers once, on a GPU each prompt at full length: there torch may plan anew for every length."""
     target = engine.target
     seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
-    greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None, repetition_penalty=1.0)
     asked = [(prefix, max_new_tokens) for prefix in ids]
     warming = [(ids[0], 8)] if target.device.type == "cpu" else asked
     for i, (prefix, limit) in enumerate(warming + asked):
-        inputs = torch.tensor([prefix], device=target.device)
         began = time.perf_counter()
-        out = target.model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit,
-            eos_token_id=sorted(target.stop_ids) or None, pad_token_id=0, **greedy,
-        )  # fmt: skip
-        n = out.shape[1] - len(prefix)  # counting waits for the device
-        out.cpu()
+        n = len(target.reference_generate(prefix, limit))  # token ids on the host: the device is done
         if i < len(warming):
             continue
         seconds, tokens = seconds + time.perf_counter() - began, tokens + n

@@ -17,7 +17,7 @@ from fledge.files import replace_text
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
-    from fledge.models.target import Target
+    from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
 
 LARGEST_RECORD = 2**26  # bytes; what is larger is not read to find out that it is none
@@ -256,7 +256,7 @@ class DecodeOptions(Options):
             stable=self.draft_cache == "stable",
         )  # fmt: skip
 
-    def engine(self, draft: str | None, mode: str | None, target: Target | None = None) -> Engine:
+    def engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
         """An engine of a target, which may be loaded already, and a draft."""
         from fledge.decode.engine import load
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fledge.data.record import Record
     from fledge.data.template import ChatTemplate
     from fledge.models.draft import Draft
-    from fledge.models.target import Target
+    from fledge.targets.interface import Target
     from fledge.train.checkpoint import RunDirectory
     from fledge.train.objective import Implementation
     from fledge.train.trainer import Progress, Schedule
@@ -159,10 +159,11 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
 
     from fledge.data.dataset import Rows
     from fledge.decode.engine import resolve_device
-    from fledge.models.target import load_target
-    from fledge.models.weights import fit
+    from fledge.targets.fit import fit, resolve_layers
+    from fledge.targets.loading import load_target
+    from fledge.targets.source import LiveFeatures
     from fledge.train.heap import keep_freed
-    from fledge.train.trainer import Source, train
+    from fledge.train.trainer import train
 
     if options.resume and options.init_from and directory.checkpoint.exists():
         options = replace(options, init_from=str(directory.checkpoint))  # the draft it names may be another by now
@@ -182,22 +183,21 @@ def _train(options: TrainOptions, directory: RunDirectory, say: Callable[[str], 
     )  # fmt: skip
     options = _within_context(options, longest, target.context)
     decodes = _decodes(options, target, say)
-    target.read_layers(_layers_to_read(options))
+    layers = resolve_layers(_layers_to_read(options), target)
     if options.compile_target:
         target.compile()
-    target.check_isolation()
+    source = LiveFeatures(target, layers)
     if not target.packs:
         say("this target does not keep packed documents apart, so it reads them one at a time")
     if not options.init_from:
-        _new_config(options, target, mask=0)  # what no draft can be is refused before the data is read
+        _new_config(options, target, layers, mask=0)  # what no draft can be is refused before the data is read
     template = _template(options, target)
     documents, held_out = _documents(options, template, decodes, say, progress)
     torch.manual_seed(options.seed)
-    draft = _draft(options, target, template, documents, say).to(device=target.device, dtype=target.dtype)
+    draft = _draft(options, target, layers, template, documents, say).to(device=target.device, dtype=target.dtype)
     fit(draft, target)
-    rows = Rows(documents, _row_length(options, target, documents, say), options.seed)
+    rows = Rows(documents, _row_length(options, target, layers, documents, say), options.seed)
     schedule = _schedule(options, draft, rows)
-    source = Source(target.features, target.logits)
     schedule = replace(schedule, implementation=_implementation(options, draft, rows, source, schedule, say))
     if options.longest_row:
         return {}
@@ -456,14 +456,17 @@ def _hold_out(records: list[Record], seed: int, say: Callable[[str], None]) -> t
     return others, held_out
 
 
-def _row_length(options: TrainOptions, target: Target, documents: list[Document], say: Callable[[str], None]) -> int:
+def _row_length(
+    options: TrainOptions, target: Target, layers: tuple[int, ...], documents: list[Document],
+    say: Callable[[str], None],
+) -> int:  # fmt: skip
     """Tokens of a packed row: at most what the data has. Raises ValueError where not even what a row's features take
     fits in memory."""
     asked, tokens = options.row_length or 2 * options.max_length, sum(d.tokens.numel() for d in documents)
     if asked > tokens and options.row_length:
         say(f"a row of {asked:,} tokens would hold more than the data's {tokens:,}: rows are as long as that")
     row = min(asked, tokens)
-    states, width = len(target.aux_layers) + 1, target.embedding.shape[1]
+    states, width = len(layers) + 1, target.embedding.shape[1]
     least, there = row * (ROW_BYTES + states * width * target.dtype.itemsize), _memory(target.device)
     if least > there:
         raise ValueError(
@@ -483,13 +486,15 @@ def _memory(device: Any) -> int:
 
 
 def _draft(
-    options: TrainOptions, target: Target, template: ChatTemplate, documents: list[Document], say: Callable[[str], None]
-) -> Draft:
+    options: TrainOptions, target: Target, layers: tuple[int, ...], template: ChatTemplate,
+    documents: list[Document], say: Callable[[str], None],
+) -> Draft:  # fmt: skip
     """A new draft that starts from the target's own weights, or the one to go on with."""
     from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
     from fledge.models.draft import Draft
     from fledge.models.init import start_from_target
-    from fledge.models.weights import load_draft, mismatch, template_sha256, tokenizer_sha256
+    from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
+    from fledge.targets.fit import mismatch
 
     known = dict(
         target=target.name,
@@ -527,9 +532,9 @@ def _draft(
         say(f"token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for words not known yet")
     if options.train_embeddings:
         say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
-    draft = Draft(_new_config(options, target, mask).with_provenance(coverage=coverage, **known))
+    draft = Draft(_new_config(options, target, layers, mask).with_provenance(coverage=coverage, **known))
     draft.set_vocabulary(ids)
-    start_from_target(draft, target)
+    start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 
@@ -544,7 +549,7 @@ def _draft_vocab(options: TrainOptions, vocab: int) -> int:
     return vocab if _method(options) == "eagle1" else options.draft_vocab or min(vocab, 32_000)
 
 
-def _new_config(options: TrainOptions, target: Target, mask: int | None) -> DraftConfig:
+def _new_config(options: TrainOptions, target: Target, layers: tuple[int, ...], mask: int | None) -> DraftConfig:
     """The shape of a new draft; `mask` is P-EAGLE's token. Raises ValueError for what is no draft."""
     from fledge.config import DraftConfig
 
@@ -553,7 +558,7 @@ def _new_config(options: TrainOptions, target: Target, mask: int | None) -> Draf
         target.shape, max_length=options.max_length,
         draft_vocab_size=_draft_vocab(options, vocab),
         num_hidden_layers=options.layers, method=method.removesuffix(".1"), fc_bias=options.fc_bias,
-        aux_layers=target.aux_layers or None, num_aux_hidden_states=len(target.aux_layers),
+        aux_layers=layers or None, num_aux_hidden_states=len(layers),
         fc_norm=options.fc_norm or method == "eagle3.1", norm_output=options.norm_output or method == "eagle3.1",
         norm_before_fc=options.norm_before_fc, qk_norm=options.qk_norm,
         norm_before_residual=options.norm_before_residual, own_embeddings=options.train_embeddings,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.models.draft import Draft
-from fledge.models.layers import Attention, RMSNorm
-from fledge.models.target import Target
+from fledge.models.layers import Attention
 
 # a slot's score for its own token, at first, where it looks for it (with q and k norms, the root of the head's width);
 # for others it is about zero
@@ -16,14 +17,18 @@ OWN_TOKEN = 4.0
 
 
 @torch.no_grad()
-def start_from_target(draft: Draft, target: Target) -> None:
-    """Starts a draft as close to its target as their shapes allow, so that it has less to learn. (EAGLE-1's begins by
-    passing on the state it reads: that is normed, which the target's layers' inputs are not.)
+def start_from_target(draft: Draft, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
+    """Starts a draft as close to its target as their shapes allow, so that it has less to learn.
 
-    The head takes the target's rows and the final norm its gains. `fc` passes the last captured layer through, so
-    that the draft's residual stream is the target's own; on it work the target's last layer's attention (on the
-    hidden half of the input) and MLP. Whatever has another shape, or is not a projection as Llama's are, stays
-    normal(0, 0.02). Of several key heads one looks for the slot's own token instead.
+    `last_layer` are weights of the target's last decoder layer and final norm by Llama's names ("q_proj.weight",
+    "input_layernorm.weight", "norm.weight" ..); those that are missing, or of another shape than the draft's, leave
+    the draft's at normal(0, 0.02), norms at one. The draft's head takes the target's rows and its final norm the
+    target's gains. `fc` passes the last captured layer through, so that the draft's residual stream is the target's
+    own; the draft's attention (on the hidden half of its input) and MLP are those of the target's last layer. If the
+    draft has several key heads, one of them looks for the slot's own token instead.
+
+    EAGLE-1's draft starts by passing on the state it reads, which is normed, unlike the inputs of the target's layers;
+    its other weights are random.
     """
     for module in draft.modules():
         if isinstance(module, nn.Linear):
@@ -37,31 +42,34 @@ def start_from_target(draft: Draft, target: Target) -> None:
             draft.fc.bias.zero_()
         return
     if draft.config.target_hidden_size == E:
-        _take_from(target, draft)
+        draft.lm_head.weight.copy_(head_VD[draft.target_ids().to(head_VD.device)])
+        if draft.embed_tokens is not None:
+            draft.embed_tokens.weight.copy_(embedding_VD)
+        _take_last_layer(draft, last_layer)
     if layer.self_attn.kv_heads > 1:
         _look_for_own_token(layer.self_attn, E)
 
 
-def _take_from(target: Target, draft: Draft) -> None:
+def _take_last_layer(draft: Draft, last_layer: Mapping[str, Tensor]) -> None:
     E, layer = draft.config.hidden_size, draft.midlayer
-    draft.lm_head.weight.copy_(target.head.weight[draft.target_ids().to(target.device)])
     draft.fc.weight[:, -E:] += torch.eye(E)
-    _copy_norm(draft.norm, target.norm)
-    if draft.embed_tokens is not None:
-        draft.embed_tokens.weight.copy_(target.embedding)
-    last = target.layers[-1]
-    attention, mlp = getattr(last, "self_attn", None), getattr(last, "mlp", None)
-    if attention is None or mlp is None:
-        return
-    _copy_norm(layer.hidden_norm, getattr(last, "input_layernorm", None))
-    _copy_norm(layer.post_attention_layernorm, getattr(last, "post_attention_layernorm", None))
-    ours = layer.self_attn
-    for projection, weight in zip((ours.q_proj, ours.k_proj, ours.v_proj), _qkv(attention), strict=True):
-        _copy(projection.weight[:, E:], weight)
-    _copy(ours.o_proj.weight, _weight(attention, "o_proj"))
-    for projection, weight in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _gate_up(mlp), strict=True):
-        _copy(projection.weight, weight)
-    _copy(layer.mlp.down_proj.weight, _weight(mlp, "down_proj"))
+    ours, mlp = layer.self_attn, layer.mlp
+    taken = {
+        "norm": draft.norm.weight,
+        "input_layernorm": layer.hidden_norm.weight,
+        "post_attention_layernorm": layer.post_attention_layernorm.weight,
+        "q_proj": ours.q_proj.weight[:, E:],
+        "k_proj": ours.k_proj.weight[:, E:],
+        "v_proj": ours.v_proj.weight[:, E:],
+        "o_proj": ours.o_proj.weight,
+        "gate_proj": mlp.gate_proj.weight,
+        "up_proj": mlp.up_proj.weight,
+        "down_proj": mlp.down_proj.weight,
+    }
+    for name, weight in taken.items():
+        theirs = last_layer.get(f"{name}.weight")
+        if theirs is not None and theirs.shape == weight.shape:
+            weight.copy_(theirs)
 
 
 def _look_for_own_token(attention: Attention, width: int) -> None:
@@ -76,36 +84,3 @@ def _look_for_own_token(attention: Attention, width: int) -> None:
     for projection, rows in rows_of:
         projection.weight[: len(rows)] = F.pad(rows, (0, projection.in_features - width))
     attention.o_proj.weight[:, : heads * d].normal_(0, 0.02)
-
-
-def _weight(module: nn.Module, name: str) -> Tensor | None:
-    return getattr(getattr(module, name, None), "weight", None)
-
-
-def _qkv(attention: nn.Module) -> list[Tensor | None]:
-    """q, k and v projections, which Phi-3 keeps in one matrix."""
-    fused = _weight(attention, "qkv_proj")
-    if fused is None:
-        return [_weight(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
-    kv = attention.num_key_value_heads * attention.head_dim
-    return list(fused.split([fused.shape[0] - 2 * kv, kv, kv]))
-
-
-def _gate_up(mlp: nn.Module) -> list[Tensor | None]:
-    fused = _weight(mlp, "gate_up_proj")
-    return [_weight(mlp, n) for n in ("gate_proj", "up_proj")] if fused is None else list(fused.chunk(2))
-
-
-def _copy(ours: Tensor, theirs: Tensor | None) -> None:
-    if theirs is not None and theirs.shape == ours.shape:
-        ours.copy_(theirs)
-
-
-def _copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> None:
-    """Takes a norm's gains where it computes what ours does with them (Gemma's adds one to them, say)."""
-    weight = getattr(theirs, "weight", None)
-    if weight is None or weight.shape != ours.weight.shape:
-        return
-    x = torch.linspace(-1, 2, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
-    if torch.allclose(theirs(x), F.rms_norm(x, weight.shape, weight, ours.eps), rtol=2e-2, atol=2e-2):
-        ours.weight.copy_(weight)

@@ -7,22 +7,19 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fledge.config import DraftConfig, engine_layers
+from fledge.config import DraftConfig
 from fledge.fields import MOST_LAYERS, shortened
 from fledge.files import reading, replacing
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.health import findings
-
-if TYPE_CHECKING:  # a draft alone is read without transformers, which takes seconds to import
-    from fledge.models.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = "pytorch_model.bin"  # where the EAGLE authors' drafts have theirs
@@ -269,45 +266,3 @@ def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:
     recorded = draft.config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
         raise ValueError(f"the vocabulary map in it is not the one its {CONFIG} was written with")
-
-
-def fit(draft: Draft, target: Target) -> None:
-    """Checks that a draft belongs to a target and joins them: its layers are captured, its embedding shared.
-
-    Raises ValueError naming the first thing that does not fit.
-    """
-    config = draft.config
-    problem = mismatch(config, target)
-    if problem:
-        raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
-    target.read_layers(config.aux_layers if draft.family.reads_layers else ())
-    draft.share(target.embedding, target.head.weight)
-
-
-def mismatch(config: DraftConfig, target: Target) -> str | None:
-    """Why a draft cannot serve a target, in words, or None."""
-    known = config.provenance
-    vocabulary, width = target.embedding.shape
-    if config.target_hidden_size != width:
-        return f"it reads hidden states {config.target_hidden_size} wide and the target's are {width}"
-    if config.vocab_size != vocabulary:
-        return f"it was made for a vocabulary of {config.vocab_size} tokens and the target has {vocabulary}"
-    if known.target_layers and known.target_layers != target.num_layers:
-        return f"it was trained on a target of {known.target_layers} layers and this one has {target.num_layers}"
-    if config.family.reads_layers and config.aux_layers is None and engine_layers(target.num_layers) is None:
-        return (
-            f"its config does not list the layers it reads, and the target has {target.num_layers}, too few for the "
-            "engines' default; list them as eagle_aux_hidden_state_layer_ids"
-        )
-    other = known.tokenizer_sha256 and target.tokenizer is not None
-    if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
-        return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
-    if config.family.borrows_head and not target.plain_head:
-        return (
-            "it uses the target's head, but the target's logits are more than the product with that head's weight (a "
-            "bias, scaling or cap); train an EAGLE-3 draft instead"
-        )
-    if config.rope.rope_type == "longrope" and config.rope.for_length(target.max_length).long != config.rope.long:
-        used = "long" if config.rope.long else "short"
-        return f"it was trained with longrope's {used} factors; load the target with max_length={known.max_length}"
-    return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
+from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
@@ -54,18 +55,10 @@ class Progress:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where features and the teacher's logits come from: the live target, or anything that answers the same."""
-
-    features: Callable[[Packed], Features]
-    logits: Callable[[Tensor], Tensor]
-
-
 def train(
     draft: Draft,
     rows: Rows,
-    source: Source,
+    source: FeatureSource,
     schedule: Schedule,
     run: RunDirectory,
     *,
@@ -157,7 +150,7 @@ def _from(rows: Rows, place: tuple[int, int], count: int) -> Iterator[Packed]:
 
 
 def optimizer_step(
-    draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: Source, schedule: Schedule,
+    draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
     optimizer: MasterAdamW, progress: Progress,
 ) -> tuple[Step, int, float, float]:  # fmt: skip
     """One optimizer step over the next `rows_per_step` rows. Returns their sums, token count, learning rate, gradient
@@ -187,7 +180,7 @@ def optimizer_step(
     return total, tokens, lr, norm
 
 
-def _why(rows: Iterator[Packed], source: Source, draft: Draft, steps_done: int) -> str:
+def _why(rows: Iterator[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
     """What made a step's gradient infinite or NaN, and the cure: the target, the draft before it learnt anything, or
     the learning rate."""
     for row in rows:

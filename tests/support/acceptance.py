@@ -11,7 +11,8 @@ import torch
 from fledge.decode.engine import Engine
 from fledge.eval import run
 from fledge.eval.run import first_prompt
-from fledge.models.kv_cache import TargetCache
+from fledge.targets.cache import TargetCache
+from fledge.types import Tree
 from support.mutations import replace_function
 from support.trees import paths_of, propose_one
 
@@ -29,7 +30,8 @@ def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> lis
 
     rounds, end = [], len(prompt) + 1  # a round follows the prompt's first answer
     while end < len(prompt) + new and not target.stop_ids & set(up_to(end)[len(prompt) :]):
-        _, features = target.forward(torch.tensor([up_to(end)[:-1]]), TargetCache())
+        read = Tree.chain(torch.tensor([up_to(end)[:-1]]))
+        _, features = target.verify(read, TargetCache(), engine.layers)
         proposer = engine.drafting.proposer(engine.draft)
         paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), engine.draft.reads(features)))
         said = tuple(up_to(end + max(map(len, paths)))[end:])

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fledge.decode.engine import Completion, Engine
 from fledge.models.draft import Draft
-from fledge.models.target import Target
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, RowPass
 from fledge.types import Document
 from support.rows import row_of
+from support.targets import features_for
 
 
 def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
@@ -66,11 +67,11 @@ def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Complet
     return Document(tokens, spans), done
 
 
-def fit_head(target: Target, draft: Draft, documents: list[Document], steps: int) -> None:
+def fit_head(target: TransformersTarget, draft: Draft, documents: list[Document], steps: int) -> None:
     """Solves the draft's head for the target's logits on the slots of documents, which it then drafts well if they
     are few."""
     row = row_of(documents)
-    features = target.features(row)
+    features = features_for(draft, target, row)
     live = row.live(steps)
     with torch.no_grad():
         row_pass = RowPass(draft, row, features, Objective(depth=steps))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fledge.models.draft import Draft
-from fledge.models.target import Target
-from fledge.models.weights import fit
+from fledge.targets.fit import fit
+from fledge.targets.transformers import TransformersTarget
 
 
-def on_device(target: Target, draft: Draft) -> None:
+def on_device(target: TransformersTarget, draft: Draft) -> None:
     """Moves a pair to the GPU where there is one: there Triton compiles, and takes nothing of the CPU's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target.model.to(device), draft.to(device)

@@ -19,8 +19,10 @@ from transformers import (
 
 from fledge.config import DraftConfig
 from fledge.models.draft import Draft
-from fledge.models.target import Target
-from fledge.models.weights import fit
+from fledge.targets.fit import fit, layers_of
+from fledge.targets.interface import Target, TrainingTarget
+from fledge.targets.transformers import TransformersTarget
+from fledge.types import Features, Packed
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -64,7 +66,7 @@ def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreT
 def tiny_target(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0,
     scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, **config,
-) -> Target:  # fmt: skip
+) -> TransformersTarget:  # fmt: skip
     """A random model of 8 layers whose choices are sharp, vary, and depend on the context: embeddings and head are
     drawn from N(0, 1) and untied, matrices keep their input's size at `scale` 4, norms and biases are jittered."""
     shape = dict(
@@ -88,11 +90,11 @@ def tiny_target(
     # float64 rotary frequencies too would differ from the draft's; transformers keeps them float32
     model = model.to(dtype)
     fast = tiny_tokenizer(vocab_size=vocab_size) if tokenizer else None
-    return Target(model, fast, name=f"tiny {family}", max_length=max_length)
+    return TransformersTarget(model, fast, name=f"tiny {family}", max_length=max_length)
 
 
 @functools.cache
-def exact_target() -> Target:
+def exact_target() -> TransformersTarget:
     return tiny_target(dtype=torch.float64)
 
 
@@ -130,3 +132,8 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     draft = draft.to(target.dtype)
     fit(draft, target)
     return draft
+
+
+def features_for(draft: Draft, target: TrainingTarget, row: Packed) -> Features:
+    """A row's features of the layers that a draft reads."""
+    return target.features(row, layers_of(draft.config, target))

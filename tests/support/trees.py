@@ -12,8 +12,9 @@ from torch import Tensor
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting, Proposer
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import TargetCache
-from fledge.models.target import Target
+from fledge.targets.cache import TargetCache
+from fledge.targets.fit import resolve_layers
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken
 from support.targets import exact_target, tiny_draft
@@ -26,7 +27,7 @@ SHAPES = {
 
 
 @functools.cache
-def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
+def good_pair(vocabulary: int = 400) -> tuple[TransformersTarget, Draft, list[list[int]]]:
     """A target, a draft that half knows what it says after some prompts, and these."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
@@ -36,9 +37,10 @@ def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
     return target, draft, asked
 
 
-def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+def slots_of(target: TransformersTarget, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What a proposer takes in first: the token after each slot, and the slots' features."""
-    _, features = target.forward(torch.tensor([tokens[:-1]]), TargetCache())
+    chain = Tree.chain(torch.tensor([tokens[:-1]]))
+    _, features = target.verify(chain, TargetCache(), resolve_layers(None, target))
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 

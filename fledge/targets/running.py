@@ -1,4 +1,4 @@
-"""The past of one request to a target that keeps a running state, of which nothing can be forgotten."""
+"""The past of one request to a target whose layers keep a running summary, of which nothing can be forgotten."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STATES = ("past_key_values", "cache_params", "state")  # what transformers' mode
 
 
 class RunningState:
-    """The model's own cache of one sequence, token by token, or with `recompute` no cache at all: every call then reads
-    the whole sequence again. Has the methods of `TargetCache` that decoding without a draft needs."""
+    """The model's own cache of one sequence, token by token; with `recompute` no cache at all: every call reads the
+    whole sequence again. Has those methods of `TargetCache` that decoding without a draft needs."""
 
     def __init__(self, recompute: bool = False):
         self.recompute = recompute

@@ -1,0 +1,197 @@
+"""Targets of other kinds than transformers': what training and decoding ask is all they need."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+import fledge as api
+from fledge import models
+from fledge.data.dataset import Rows
+from fledge.decode.engine import Engine
+from fledge.eval.prompts import EvalPrompt
+from fledge.eval.run import evaluate
+from fledge.methods import METHODS
+from fledge.models.draft import Draft
+from fledge.models.init import start_from_target
+from fledge.targets.fit import fit, layers_of
+from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
+from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.objective import Objective
+from fledge.train.trainer import Schedule, train
+from fledge.types import Features, Packed, Sampling, Tree
+from support.decoding import prompts
+from support.rows import document
+from support.targets import exact_target, tiny_draft, tiny_target
+from support.trees import SHAPES
+
+ROWS = Rows([document(24, (4, 20), seed=i) for i in range(6)], 48, seed=0)
+STEPS = 4
+DRAFTS = {
+    "eagle3": dict(draft_vocab_size=100),
+    "other layers": dict(aux_layers=(0, 3, 5, 8), num_aux_hidden_states=4),
+    "peagle": dict(method="peagle", mask_token_id=399),
+    "eagle1": dict(method="eagle1"),
+}
+
+
+def facts_of(target: Target) -> dict[str, object]:
+    """What a target is, by the names of its interface."""
+    return {name: getattr(target, name) for name in get_type_hints(Target)}
+
+
+class OnDisk(TrainingTarget):
+    """A target of which there is a file: features of all layers of some packed rows, the head and embedding, and the
+    last layer's weights."""
+
+    packs = True
+
+    def __init__(self, file: Path):
+        kept = torch.load(file, weights_only=False)
+        vars(self).update(kept["facts"])
+        self.rows, self.last_layer = kept["rows"], kept["last_layer"]
+
+    @staticmethod
+    def write(target: TrainingTarget, rows: Sequence[Packed], file: Path) -> None:
+        layers = range(target.num_layers + 1)
+        read = {tuple(row.token_T.tolist()): target.features(row, layers) for row in rows}
+        torch.save({"facts": facts_of(target), "rows": read, "last_layer": target.last_layer_weights()}, file)
+
+    def last_layer_weights(self) -> dict[str, Tensor]:
+        return self.last_layer
+
+    def features(self, row: Packed, layers: Sequence[int]) -> Features:
+        kept = self.rows[tuple(row.token_T.tolist())]
+        return Features(kept.aux_TAD[:, list(layers)], kept.last_TD)
+
+    def logits(self, last_ND: Tensor) -> Tensor:
+        return last_ND @ self.head_weight.T
+
+    def check_logits(self) -> None:
+        """They are the head's product, which was checked when the file was written."""
+
+
+class Relayed(DecodingTarget):
+    """A target whose model runs elsewhere: nothing of it is seen but the answers."""
+
+    def __init__(self, target: DecodingTarget):
+        vars(self).update(facts_of(target))
+        self.rollback_problem, self.weight_bytes = target.rollback_problem, target.weight_bytes
+        self._there = target
+
+    def last_layer_weights(self) -> dict[str, Tensor]:
+        return {}
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features], Cache]:
+        return self._there.prefill(prompts, layers)
+
+    def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
+        return self._there.verify(tree, cache, layers)
+
+    def check_masks(self, requests: int = 1) -> None:
+        self._there.check_masks(requests)
+
+
+def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
+    """Trains in a new directory. Returns the metrics of every step, without its seconds."""
+    run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
+    schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
+    with run.held(lambda line: None):
+        run.start({})
+        metrics = []
+        train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
+    return [{k: v for k, v in m.items() if k not in ("seconds", "tokens_per_s")} for m in metrics]
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory) -> OnDisk:
+    file = tmp_path_factory.mktemp("target") / "target.pt"
+    OnDisk.write(tiny_target(), [ROWS[epoch, i] for epoch in range(2) for i in range(len(ROWS.epoch(epoch)))], file)
+    return OnDisk(file)
+
+
+@pytest.mark.parametrize("method", DRAFTS)
+def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, tmp_path: Path) -> None:
+    """It is begun and trained as with the live target, to the last bit."""
+    live, found = tiny_target(), []
+    for name, target in (("live", live), ("disk", on_disk)):
+        draft = tiny_draft(target, **DRAFTS[method])
+        torch.manual_seed(7)
+        start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+        layers = fit(draft, target)
+        assert layers == layers_of(draft.config, live)
+        found.append((trained(draft, LiveFeatures(target, layers), tmp_path / name), draft.state_dict()))
+    (steps, weights), (same_steps, same_weights) = found
+    assert steps == same_steps and len(steps) == STEPS
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+
+
+def test_a_target_for_training_alone_does_not_decode(on_disk: OnDisk) -> None:
+    assert isinstance(on_disk, api.Target)
+    with pytest.raises(TypeError, match=r"target is a loaded fledge\.Target .*not a value of type OnDisk"):
+        Engine(on_disk)
+
+
+WAYS = {
+    "chain": (dict(), dict()),
+    "sampled": (dict(), dict(temperature=0.8, seed=3, draft="sample")),
+    "tree": (dict(mode="tree", nodes=12, width=3), dict()),
+    "fixed tree": (dict(mode="tree", shape=SHAPES["mixed"]), dict()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_target_that_runs_elsewhere_decodes(way: str) -> None:
+    """One by one and together, the same tokens in as many rounds."""
+    options, sampling = WAYS[way]
+    target = exact_target()
+    found = []
+    for each in (target, Relayed(target)):
+        engine = Engine(each, tiny_draft(each), depth=4, **options)
+        done = engine.generate_all(prompts(5, seed=2), max_new_tokens=12, batch=3, sampling=Sampling(**sampling))
+        done.append(engine.generate([5, 6, 7], max_new_tokens=12, sampling=Sampling(**sampling)))
+        found.append([(c.tokens, len(c.trace.rounds)) for c in done])
+    assert found[0] == found[1]
+
+
+def test_a_target_that_runs_elsewhere_is_evaluated() -> None:
+    """Without the comparison with transformers, which there is only where transformers decodes."""
+    target, records = exact_target(), []
+    for each in (target, Relayed(target)):
+        engines = {"draft": Engine(each, tiny_draft(each), depth=2)}
+        asked = [EvalPrompt(text="the bird tries"), EvalPrompt(text="until it can fly")]
+        records.append(evaluate(engines, asked, sampling=Sampling(), max_new_tokens=6)["draft"])
+    own, relayed = records
+    assert own.keys() - relayed.keys() == {"baseline_over_transformers"} and not relayed.keys() - own.keys()
+    assert own["tau"] == relayed["tau"] and relayed["identical"] == 2
+
+
+def test_what_a_target_must_have_is_asked_for() -> None:
+    class Nothing(TrainingTarget):
+        pass
+
+    with pytest.raises(TypeError, match="check_logits"):
+        Nothing()
+
+
+def test_models_know_nothing_of_targets() -> None:
+    """A draft is read, and the interface and the fit of a draft are known, without transformers, whose import takes
+    seconds."""
+    names = [f"fledge.models.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
+    for modules, heavy in (
+        (names, "('transformers', 'fledge.targets')"),
+        (["fledge.targets.fit", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),
+    ):
+        code = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
