@@ -11,22 +11,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fledge.data.dataset import Rows
 from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
+from fledge.targets.fit import resolve_layers
+from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
+from fledge.train.objective import Objective
+from fledge.train.optim import MasterAdamW
+from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.commands import run_to_its_end
-from support.files import metrics_of
-from support.targets import tiny_target_directory
+from support.files import metrics_of, write_rows
+from support.mutations import replace_function
+from support.rows import document
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
 import json, os, random, signal, sys, time
@@ -178,6 +187,81 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
     for metrics in (*ours, *theirs):
         del metrics["seconds"], metrics["tokens_per_s"]
     assert ours == theirs
+
+
+def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
+    """Six steps, or those up to `stop`, or the rest of them; the first step's draft is the best."""
+    target, run = tiny_target(tokenizer=False), RunDirectory(directory)
+    source = LiveFeatures(target, resolve_layers(None, target))
+    rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
+    schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1)
+    with run.held():
+        resume = run.config.exists()
+        if not resume:
+            run.start({"a": 1})
+        trainer.train(
+            tiny_draft(target, draft_vocab_size=100), rows, source, schedule, run, save_dtype=torch.bfloat16,
+            resume=resume, evaluate=lambda draft: {"tau": 9 - run.metrics.read_text().count("\n")}, stop=stop,
+        )  # fmt: skip
+
+
+def train_in_two_parts(directory: Path) -> None:
+    """Stopped after the third step, and killed, as it were, when it had gone on for one."""
+    train_in(directory, lambda: len(metrics_of(directory)) == 3)
+    rows = metrics_of(directory)
+    write_rows(RunDirectory(directory).metrics, [*rows, rows[-1] | {"step": 4}])
+    train_in(directory)
+
+
+def forget_the_moments(load: Any, optimizer: MasterAdamW, state: dict) -> None:
+    load(optimizer, state)
+    for moments in optimizer.adamw.state.values():
+        moments["exp_avg"].zero_()
+
+
+def round_the_weights(load: Any, optimizer: MasterAdamW, state: dict) -> None:
+    load(optimizer, state | {"masters": [master.bfloat16().float() for master in state["masters"]]})
+
+
+def begin_the_data_again(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), place=(0, 0))
+
+
+def begin_the_schedule_again(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), step=0)
+
+
+def forget_the_best(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), best_tau=-1.0)
+
+
+def keep_every_line(truncate: Any, run: RunDirectory, step: int) -> None:
+    pass
+
+
+MUTATIONS = [  # (owner, function, what replaces it)
+    (MasterAdamW, "load_state_dict", forget_the_moments),
+    (MasterAdamW, "load_state_dict", round_the_weights),
+    (trainer, "_progress_of", begin_the_data_again),
+    (trainer, "_progress_of", begin_the_schedule_again),
+    (trainer, "_progress_of", forget_the_best),
+    (RunDirectory, "truncate_metrics", keep_every_line),
+]
+
+
+def test_a_run_in_two_parts_is_the_same(tmp_path):
+    train_in(tmp_path / "unbroken")
+    train_in_two_parts(tmp_path / "parts")
+    assert_same_run(tmp_path / "unbroken", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+def test_a_resume_that_forgets_is_noticed(owner, name, wrong, tmp_path, monkeypatch):
+    train_in(tmp_path / "unbroken")
+    replace_function(monkeypatch, owner, name, wrong)
+    train_in_two_parts(tmp_path / "parts")
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "unbroken", tmp_path / "parts")
 
 
 def test_a_termination_request_saves_and_resumes(tmp_path):
