@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fledge.decode.engine import load
 from fledge.eval.prompts import read_prompts
 from fledge.files import beside, held
 from fledge.jobs import generate as generate_job
@@ -25,6 +26,7 @@ from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
+from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
 from support.files import metrics_of, rows_of, write_rows
 from support.mutations import replace_function
@@ -46,8 +48,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def draft(made):
-    """The draft of a run that `fledge train` made."""
+def trained(made):
+    """The draft of a run that `fledge train` made, and τ by definition of each time that the run measured it."""
     from fledge.jobs.show import Show
     from fledge.jobs.train import TrainOptions, run
 
@@ -57,19 +59,31 @@ def draft(made):
         row_length=128, steps=3, depth=3, draft_vocab=200, device="cpu", eval_tokens=8,
         template_kwargs='{"enable_thinking": false}',
     )  # fmt: skip
-    run(options, show.say, show)
-    return made / "run" / "draft"
+    with pytest.MonkeyPatch.context() as patch:
+        defined = define_measurements(patch)
+        run(options, show.say, show)
+    return made / "run" / "draft", defined
 
 
-def test_train_writes_a_draft_and_its_metrics(made, draft):
+@pytest.fixture(scope="module")
+def draft(trained):
+    return trained[0]
+
+
+def test_train_writes_a_draft_and_its_metrics(made, draft, trained):
     lines = metrics_of(made / "run")
     assert [m["step"] for m in lines] == [1, 2, 3]
-    assert lines[-1]["eval_tau"] >= 1
+    assert [m["eval_tau"] for m in lines if "eval_tau" in m] == trained[1] == [lines[-1]["eval_tau"]]
     for m in lines:
+        assert m["survive"][0] == m["hit"][0] and all(s <= h for s, h in zip(m["survive"], m["hit"], strict=True))
         assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
     config = json.loads((draft / "config.json").read_text())
     assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
     assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
+
+
+def weights_of(draft: Path) -> dict[str, torch.Tensor]:
+    return load_file(draft / "model.safetensors")
 
 
 def test_train_refuses_to_write_over_a_run(made, draft, fledge):
@@ -86,6 +100,14 @@ def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
     config = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
     assert config["draft_vocab_size"] == 200
     assert config["fledge"]["template_kwargs"] == {"enable_thinking": False}
+    went = fledge(
+        "train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "still",
+        "--init-from", draft, *SAME_SHAPE, "--lr", 1e-30,
+    )  # fmt: skip
+    assert went.code == 0, went.err
+    begun, more, still = map(weights_of, (draft, tmp_path / "more" / "draft", tmp_path / "still" / "draft"))
+    assert all(torch.equal(still[n], begun[n]) for n in begun), "it begins with the draft's own weights"
+    assert not torch.equal(more["fc.weight"], begun["fc.weight"])
 
 
 def test_variants_train(made, fledge, tmp_path):
@@ -108,7 +130,7 @@ def test_variants_train(made, fledge, tmp_path):
             tmp_path / "run" / "draft", "--out", tmp_path / on, *SAME_SHAPE, *flag,
         )  # fmt: skip
         assert more.code == 0, more.err
-        before, after = (load_file(tmp_path / d / "draft" / "model.safetensors") for d in ("run", on))
+        before, after = (weights_of(tmp_path / d / "draft") for d in ("run", on))
         assert torch.equal(before["embed_tokens.weight"], after["embed_tokens.weight"]) == (on == "kept")
 
 
@@ -132,9 +154,13 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
         "--out", tmp_path / "more", *steps,
     )  # fmt: skip
     assert more.code == 0, more.err
+    again = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
+    assert (again["architectures"], again["bias"]) == (config["architectures"], True)
+    assert not torch.equal(*(weights_of(tmp_path / d / "draft")["fc.weight"] for d in ("run", "more")))
 
 
-def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
+def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeypatch):
+    defined = define_measurements(monkeypatch)
     steps = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu --eval-every 2 --eval-tokens 4".split()
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--method", "peagle"]
     went = fledge(*words, "--out", tmp_path / "run", *steps, "--layers", 2, "--cod-rate", 0.6, "--eval-prompts",
@@ -142,8 +168,9 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
     assert went.code == 0, went.err
     assert "stands for words not known yet" in went.err
     lines = metrics_of(tmp_path / "run")
-    assert all(m["tau_slots"] >= 1 and "tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
-    assert lines[-1]["eval_tau"] >= 1
+    assert all("tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
+    assert [m["tau_slots"] for m in lines] == pytest.approx([1 + sum(m["survive"]) for m in lines])
+    assert [m["eval_tau"] for m in lines if "eval_tau" in m] == defined and len(defined) == 2
     draft = tmp_path / "run" / "draft"
     shown = fledge("inspect", draft, "--target", made / "target")
     assert shown.code == 0 and "A P-EAGLE draft" in shown.out and "parallel_drafting" in shown.out
@@ -160,6 +187,8 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
     more = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", draft]
     went = fledge(*more, "--out", tmp_path / "more", *steps)
     assert went.code == 0, went.err
+    assert json.loads((tmp_path / "more" / "draft" / "config.json").read_text())["mask_token_id"] == mask
+    assert not torch.equal(*(weights_of(tmp_path / d / "draft")["fc.weight"] for d in ("run", "more")))
 
 
 @pytest.mark.parametrize(
@@ -309,13 +338,16 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
     assert options["max_length"] == context and options["eval_tokens"] == min(64, context // 2)
     draft = tmp_path / "run" / "draft"
     assert json.loads((draft / "config.json").read_text())["fledge"]["max_length"] == context
-    said = fledge("generate", "--target", target, "--draft", draft, "--prompt", "Hello", "--stats")
-    assert said.code == 0, said.err
+    asked = "generate", "--target", target, "--prompt", "Hello"
+    said = fledge(*asked, "--draft", draft, "--stats")
+    assert said.code == 0 and said.out == fledge(*asked).out, said.err
     record = fledge("eval", "--target", target, "--draft", draft, "--prompts", tmp_path / "prompts.jsonl", "--json")
     assert json.loads(record.out)["max_new_tokens"] == min(128, context // 2)
     (tmp_path / "short.jsonl").write_text('{"messages": [{"role": "user", "content": "fly"}]}\n')
     own = fledge("regenerate", "--target", target, "--data", tmp_path / "short.jsonl", "--out", tmp_path / "own.jsonl")
     assert own.code == 0, own.err
+    (row,) = rows_of(tmp_path / "own.jsonl")
+    assert row["messages"][0]["content"] == "fly" and row["messages"][1]["role"] == "assistant"
 
 
 def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
@@ -400,6 +432,7 @@ def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatc
     shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
     assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
     assert fledge(*words, "--out", tmp_path / "more", "--row-length", shorter).code == 0
+    assert len(metrics_of(tmp_path / "more")) == 2
 
 
 def test_held_out_records_are_counted(made, fledge, tmp_path):
@@ -544,6 +577,7 @@ def test_no_held_out_chat_fits(made, fledge, tmp_path):
     words = "--data", tiny_chats(tmp_path / "many.jsonl", 200), "--out", tmp_path / "run", "--eval-tokens", 511
     went = fledge("train", "--target", made / "target", *words, *SAME_SHAPE)
     assert went.code == 0 and "no held-out chat fits the target with --eval-tokens" in went.err, went.err
+    assert not any("eval_tau" in m for m in metrics_of(tmp_path / "run"))
 
 
 def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
@@ -573,7 +607,15 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     record = json.loads(shown.out)
     assert record == json.loads((tmp_path / "r.json").read_text())
     assert record["prompts"] == record["identical"] == 3  # two turns and one
-    assert record["different"] == 0 and record["tau"] >= 1 and len(record["alpha"]) == 3
+    assert record["different"] == 0 and len(record["alpha"]) == 3
+    chains = load(made / "target", draft)
+    asked = [[{"role": "user", "content": "the young bird"}], [{"role": "user", "content": "it can fly"}]]
+    answer = chains.generate(asked[0], max_new_tokens=16, speculate=False).text
+    answered = {"role": "assistant", "content": answer}
+    asked.insert(1, [*asked[0], answered, {"role": "user", "content": "tries again"}])
+    asked = [chains.template.prompt_ids(chat) for chat in asked]
+    assert record["tau"] == tau_by_definition(chains, asked, 16) == pytest.approx(tau_of_alpha(record["alpha"]))
+    assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["baseline_tokens_per_s"])
     assert record["template_kwargs"] == {"enable_thinking": False}
     for key in ("tokens_per_s", "baseline_tokens_per_s", "speedup", "round", "environment", "repeated_8grams"):
         assert record[key] is not None, key
@@ -583,6 +625,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert any("over τ cannot be" in line for line in _sentences(record | {"speedup": speedup})) == disturbed
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
+    assert trees["tau"] == tau_by_definition(load(made / "target", draft, mode="tree", nodes=20, width=4), asked, 16)
     assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)
     batched = json.loads(fledge(*words, "--json", "--batch", 3).out)
     assert batched["identical"] == 3 and batched["batch"] == 3 and "baseline_over_transformers" not in batched
@@ -751,8 +794,10 @@ def test_closed_streams_are_read_and_written_as_nothing(made, draft, fledge, mon
     """`>&- 2>&- <&-`"""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
+    said, generate = [], generate_job.run
+    monkeypatch.setattr(generate_job, "run", lambda *given: said.append(generate(*given)))
     assert fledge("generate", "--target", made / "target", "--prompt", "bird", "--max-new-tokens", 4).code == 0
-    assert fledge("inspect", draft / "none").code == 2
+    assert len(said) == 1 and fledge("inspect", draft / "none").code == 2
 
 
 def test_a_full_standard_output_is_a_sentence(made, draft, fledge, monkeypatch):

@@ -144,7 +144,6 @@ def test_noise() -> None:
 def test_greedy_is_vanilla(name: str, mode: str) -> None:
     target, draft = pair(**VARIANTS[name])
     engine = Engine(target, draft, depth=3, mode=mode, nodes=20, width=4)
-    engine.template.prompt_ids = list
     for prompt in prompts(4, seed=3):
         assert_same(*both(engine, prompt, max_new_tokens=25))
 
@@ -153,7 +152,6 @@ def test_trained_it_is_accepted() -> None:
     """A few hundred steps on what the target says, and most of it is accepted again."""
     target, draft = pair(torch.float32)
     engine = Engine(target, draft, depth=3)
-    engine.template.prompt_ids = list
     documents = []
     asked = prompts(3, longest=8, seed=5)
     for prompt in asked:
@@ -276,7 +274,6 @@ def test_targets_too_shallow_for_eagle_3() -> None:
     target = tiny_target(num_hidden_layers=2)
     draft = tiny_draft(target, method="eagle1")
     engine = Engine(target, draft, depth=2)
-    engine.template.prompt_ids = list
     assert_same(*both(engine, [5, 6, 7], max_new_tokens=10))
 
 
@@ -285,12 +282,9 @@ def test_two_drafts_of_one_target() -> None:
     target = tiny_target(dtype=torch.float64)
     drafts = tiny_draft(target), tiny_draft(target, method="eagle1"), tiny_draft(target, aux_layers=(1, 3, 6))
     engines = [Engine(target, draft, depth=3) for draft in drafts]
-    for engine in engines:
-        engine.template.prompt_ids = list
     alone = [Engine(target, draft, depth=3) for draft in drafts]
     expected = []
     for engine in alone:
-        engine.template.prompt_ids = list
         fit(engine.draft, target)
         expected.append([r.accepted for r in engine.generate([5, 6, 7], max_new_tokens=20).trace.rounds])
     done = [Completion() for _ in engines]

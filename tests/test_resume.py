@@ -347,6 +347,7 @@ def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fl
     assert ran.code == 130
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 1
     assert fledge("train", "--resume", tmp_path / "run").code == 0
+    assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_ends_before_training_leaves_nothing(tmp_path, fledge, monkeypatch):
@@ -432,6 +433,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
     assert ran.code == 2 and "its SHA-256 is not the one it was written with" in ran.err, ran.err
     words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
     assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the cure that is named"
+    assert len(metrics_of(tmp_path / "anew")) == 6
 
 
 @pytest.mark.parametrize(
