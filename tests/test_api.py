@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import fledge as api
 from fledge.models.weights import save_draft
+from support.chats import tiny_chats
+from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
     "Completion", "Engine", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load", "load_target",

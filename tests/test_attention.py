@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fledge.kernels import attention
 from fledge.kernels.attention import grouped_attention, heads_as_rows
 from fledge.models.attention import QUERIES, attend
+from support.targets import tiny_target
 
 GROUPED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 

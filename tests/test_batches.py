@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import replace_function, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lossless import SAMPLINGS, SLIDING, Remembers, assert_same, exact_target, prompts
-from test_trees import SHAPES, good_pair
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +23,10 @@ from fledge.models import kv_cache
 from fledge.models.kv_cache import DraftCache, GrowingLayer, TargetCache
 from fledge.models.target import Target
 from fledge.types import Sampling
+from support.decoding import SAMPLINGS, Remembers, assert_same, prompts
+from support.mutations import replace_function
+from support.targets import SLIDING, exact_target, tiny_draft, tiny_target
+from support.trees import SHAPES, good_pair
 
 WAYS: dict[str, dict[str, Any]] = {
     "chain": dict(depth=4),

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import tiny_chats, tiny_target_directory
+
+from support.chats import tiny_chats
+from support.targets import tiny_target_directory
 
 BENCH = Path(__file__).parents[1] / "bench"
 

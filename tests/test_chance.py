@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target, tiny_target_directory
 
 from fledge.config import DraftConfig, Provenance
 from fledge.decode.chance import ROUNDS, Acceptance, ChanceWarning
@@ -17,6 +16,7 @@ from fledge.eval.prompts import EvalPrompt
 from fledge.eval.run import acceptance
 from fledge.models.weights import save_draft
 from fledge.types import Round, Sampling, Trace
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 PROMPTS = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
 CONFIG = DraftConfig(

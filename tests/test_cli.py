@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import replace_function, tiny_chats, tiny_target_directory
 from safetensors.torch import load_file
 
 from fledge.eval.prompts import read_prompts
@@ -25,6 +24,9 @@ from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
 from fledge.models.target import Target, load_target
+from support.chats import tiny_chats
+from support.mutations import replace_function
+from support.targets import tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
 TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
@@ -950,7 +952,7 @@ def test_bad_input_ends_in_a_sentence(made, fledge, tmp_path, case):
 
 
 def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
-    from conftest import tiny_tokenizer
+    from support.targets import tiny_tokenizer
 
     shutil.copytree(made / "target", tmp_path / "other")
     tokenizer = tiny_tokenizer()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import document, live_by_definition, needs_triton, on_device, row_of, tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
-from test_lossless import assert_same, both, prompts
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,6 +21,10 @@ from fledge.models.target import Target
 from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document
+from support.decoding import assert_same, both, prompts
+from support.devices import needs_triton, on_device
+from support.rows import document, live_by_definition, row_of
+from support.targets import tiny_draft, tiny_target
 
 DOCUMENTS = [
     document(1, seed=2),

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import read_prompts, spread
 from fledge.eval.run import _bytes_drafting, _bytes_read, _gaps, _round_split, near_ties
 from fledge.types import Round, Sampling, Trace
+from support.targets import tiny_draft, tiny_target
 
 
 def test_tau_and_alpha_are_sums_divided_once():

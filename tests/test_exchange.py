@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_target
 from safetensors.torch import save_file
-from test_weights import HEAD, HEADS, INNER, KV, D, V, make, reconfigure, same, saved
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
 from fledge.jobs.inspect import InspectOptions, remarks, run
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, same, saved
+from support.files import reconfigure
+from support.targets import tiny_target
 
 SHAPE = dict(
     model_type="llama", hidden_size=D, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=KV,

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import tiny_chats, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import fledge
 from fledge.config import DraftConfig, llama_names
 from fledge.models.target import UNLIMITED
+from support.chats import tiny_chats
+from support.targets import tiny_tokenizer
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

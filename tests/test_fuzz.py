@@ -21,9 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_chats, tiny_target_directory
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from support.chats import tiny_chats
+from support.targets import tiny_target_directory
 
 CASES = int(os.environ.get("FUZZ_CASES", "12"))  # of each input; continuous integration runs a seeded few
 LONGEST = 20_000  # characters of what a failing command may say

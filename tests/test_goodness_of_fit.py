@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import replace_function
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -27,6 +26,7 @@ from fledge.decode.verify import TargetSampler
 from fledge.kernels import sampling as keyed
 from fledge.kernels.sampling import RESIDUAL, gumbel_argmax, uniforms
 from fledge.types import Sampling, Verdict
+from support.mutations import replace_function
 
 V, LENGTH, DEPTH, DRAWS = 6, 3, 2, 100_000
 PROMPT = (4, 1)

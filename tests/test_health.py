@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_weights import V, make, reconfigure, refused, rewrite, same, saved
 
 from fledge.jobs.inspect import InspectOptions, run
 from fledge.models.health import findings
 from fledge.models.weights import load_draft, save_draft
+from support.drafts_on_disk import V, make, refused, rewrite, same, saved
+from support.files import reconfigure
 
 
 def inspected(directory: Path) -> tuple[bool, str]:

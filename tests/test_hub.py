@@ -6,7 +6,6 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from conftest import tiny_chats, tiny_draft, tiny_target_directory
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from fledge import hub
@@ -14,6 +13,8 @@ from fledge.hub import draft_directory, split_revision
 from fledge.models import target as target_module
 from fledge.models.target import load_target
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from support.chats import tiny_chats
+from support.targets import tiny_draft, tiny_target_directory
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target
 from torch import nn
 
 from fledge.models.init import start_from_target
+from support.targets import tiny_draft, tiny_target
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])

@@ -9,8 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import document, needs_triton, row_of, tiny_draft, tiny_target
-from test_ttt import DOCUMENTS, LossCase, gradients, loss_case, queries_of
 from torch import Tensor
 
 from fledge.config import RopeConfig
@@ -25,6 +23,10 @@ from fledge.models.draft import Draft
 from fledge.models.layers import Compute, Rotary
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document, Features, Packed
+from support.devices import needs_triton
+from support.losses import LossCase, gradients, loss_case
+from support.rows import DOCUMENTS, document, queries_of, row_of
+from support.targets import tiny_draft, tiny_target
 
 needs_triton()
 

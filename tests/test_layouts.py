@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import tiny_chats, tiny_target_directory
 
 from fledge.data.dataset import make_documents
 from fledge.data.read import read_records
 from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import read_prompts
 from fledge.models.target import load_target
+from support.chats import tiny_chats
+from support.targets import tiny_target_directory
 
 ASKED = {"role": "user", "content": "the young bird"}
 TOLD = {"role": "assistant", "content": "tries its wings"}

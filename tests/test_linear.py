@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target
 from torch import nn
 from torch.nn import functional as F
 
 from fledge.kernels import linear as linear_module
 from fledge.kernels.linear import FEW, linear
 from fledge.models.layers import Linear
+from support.targets import tiny_draft, tiny_target
 
 
 @pytest.mark.parametrize("bias", [False, True])

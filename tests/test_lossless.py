@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import replace_function, row_of, tiny_draft, tiny_target, tiny_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,9 +22,13 @@ from fledge.models.draft import Draft
 from fledge.models.kv_cache import TargetCache
 from fledge.models.target import Target
 from fledge.train import objective
-from fledge.train.objective import Objective, RowPass
+from fledge.train.objective import Objective
 from fledge.train.walk import walk_rounds
-from fledge.types import Document, Sampling, Tree, Verdict
+from fledge.types import Sampling, Tree, Verdict
+from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
+from support.mutations import replace_function
+from support.rows import row_of
+from support.targets import SLIDING, exact_target, tiny_draft, tiny_target, tiny_tokenizer
 
 
 def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
@@ -34,17 +36,6 @@ def engine_of(target: Target, draft: Draft | None, depth: int = 4) -> Engine:
     engine = Engine(target, draft, depth=depth)
     engine.template.prompt_ids = list
     return engine
-
-
-def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
-    """Random ids of random lengths from one on, with none of the special tokens."""
-    draw = random.Random(seed)
-    return [[draw.randrange(3, 400) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
-@functools.cache
-def exact_target() -> Target:
-    return tiny_target(dtype=torch.float64)
 
 
 def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
@@ -63,11 +54,6 @@ def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, s
     monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
 
 
-def both(engine: Engine, prompt: list[int], **options: Any) -> tuple[Completion, Completion]:
-    fast = engine.generate(prompt, **options)
-    return fast, engine.generate(prompt, speculate=False, **options)
-
-
 def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
     """A prompt after which the target says n tokens and more, and those n."""
     for prompt in prompts(50, seed=10):
@@ -75,11 +61,6 @@ def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Comple
         if len(done.tokens) == n and len(set(done.tokens)) > n // 2:
             return prompt, done
     raise AssertionError(f"no prompt makes the target say {n} tokens")
-
-
-def assert_same(fast: Completion, plain: Completion) -> None:
-    assert fast.tokens == plain.tokens
-    assert (fast.text, fast.finish) == (plain.text, plain.finish)
 
 
 def accepted(completions: Sequence[Completion]) -> list[int]:
@@ -133,13 +114,6 @@ def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same >= 11
 
 
-SLIDING: dict[str, dict[str, Any]] = {
-    "mistral": dict(family="mistral", sliding_window=16),
-    "qwen3 by turns": dict(family="qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=4),
-    "full": dict(family="llama"),
-}
-
-
 @pytest.mark.parametrize("name", SLIDING)
 def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a draft, and with a good one, the engine says what transformers' greedy generate says, on targets with
@@ -171,31 +145,6 @@ def test_rollback_is_exact(name: str) -> None:
         a, b = (target.forward(tokens[None, at : at + 3], cache, features=False)[0] for cache in (used, fresh))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
         used.rollback(at)
-
-
-class Remembers:
-    """A logits processor with a memory: notes every prefix it is shown and forbids the token it saw chosen last."""
-
-    def __init__(self) -> None:
-        self.prefixes: list[tuple[int, ...]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.prefixes.append(tuple(input_ids[0].tolist()))
-        scores = scores.clone()
-        scores[0, input_ids[0, -1]] = -float("inf")
-        scores[0, len(self.prefixes) % 400] += 1.0
-        return scores
-
-
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "plain": dict(temperature=1.0),
-    "cool": dict(temperature=0.6, seed=3),
-    "top_k": dict(temperature=1.2, top_k=7),
-    "top_p": dict(temperature=1.0, top_p=0.8),
-    "repetition": dict(temperature=0.9, repetition_penalty=1.4),
-    "greedy repetition": dict(repetition_penalty=1.3),
-    "everything": dict(temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=11),
-}
 
 
 @pytest.mark.parametrize("memory", [False, True])
@@ -456,28 +405,6 @@ def test_the_first_of_several_stop_strings() -> None:
     assert stream.add([0, 1, 2]) == "a"
     assert stream.stopped
     assert stream.tokens == [0, 1]
-
-
-def fit_head(target: Target, draft: Draft, documents: list[Document], steps: int) -> None:
-    """Solves the draft's head for the target's logits on the slots of documents, which it then drafts well if they
-    are few."""
-    row = row_of(documents)
-    features = target.features(row)
-    live = row.live(steps)
-    with torch.no_grad():
-        row_pass = RowPass(draft, row, features, Objective(depth=steps))
-        hidden = torch.cat(row_pass.chunk(row_pass.trained).head_inputs)
-        wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
-        draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)
-
-
-def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Completion]:
-    """A document of the prompt and what the target says after it, and how the decoder went about it."""
-    done = engine.generate(prompt, max_new_tokens=n)
-    tokens = torch.tensor(prompt + done.tokens, dtype=torch.int32)
-    spans = torch.full_like(tokens, -1)
-    spans[len(prompt) :] = 0
-    return Document(tokens, spans), done
 
 
 @pytest.mark.parametrize("vocabulary", [400, 350])

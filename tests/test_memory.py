@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from conftest import Ran, document, row_of, tiny_chats, tiny_draft, tiny_target, tiny_target_directory
 from torch import nn
 
 from fledge.data.dataset import Rows
@@ -18,6 +17,10 @@ from fledge.train import memory
 from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Packed
+from support.chats import tiny_chats
+from support.commands import Ran
+from support.rows import document, row_of
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 ROW = row_of([document(4096, (0, 4096))])
 

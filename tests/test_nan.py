@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory
 from safetensors.torch import load_file, save_file
 
 from fledge.decode.engine import Engine
@@ -14,6 +13,8 @@ from fledge.models import init
 from fledge.models.target import Target
 from fledge.models.weights import save_draft
 from fledge.types import Features
+from support.chats import tiny_chats
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 TRAIN = "--max-length 64 --row-length 128 --steps 4 --depth 2 --draft-vocab 200 --eval-tokens 4 --device cpu".split()
 NAMED = r"computes NaN or infinite values in float32: its weights are damaged, or the dtype is too narrow"

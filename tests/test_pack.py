@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
 from fledge.types import Document
+from support.targets import tiny_tokenizer
 
 
 def document(spans: list[int], first: int = 0) -> Document:

@@ -14,17 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    AlteredDraft,
-    document,
-    layouts,
-    live_by_definition,
-    propose_one,
-    replace_function,
-    row_of,
-    tiny_draft,
-    tiny_target,
-)
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,6 +31,10 @@ from fledge.train import plan as plan_module
 from fledge.train.objective import Implementation, Objective, RowPass
 from fledge.train.plan import StepPlan
 from fledge.types import Document, Packed, Sampling
+from support.mutations import AlteredDraft, replace_function
+from support.rows import document, layouts, live_by_definition, row_of
+from support.targets import tiny_draft, tiny_target
+from support.trees import propose_one
 
 STEPS = 5
 TOLERANCE = 1e-4

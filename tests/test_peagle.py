@@ -11,24 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    AlteredDraft,
-    document,
-    layouts,
-    needs_triton,
-    on_device,
-    propose_one,
-    replace_function,
-    row_of,
-    tiny_draft,
-    tiny_target,
-    tiny_tokenizer,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lossless import SAMPLINGS, assert_same, both, exact_target, fit_head, prompts, spoken
-from test_trees import SHAPES, paths_of, slots_of
-from test_ttt import assert_same_gradients, gradients
 from torch import Tensor
 
 from fledge.data.vocab import choose_mask_token
@@ -42,6 +26,13 @@ from fledge.models.weights import load_draft, read_draft_config, save_draft
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document, Packed, Sampling
+from support.decoding import SAMPLINGS, assert_same, both, fit_head, prompts, spoken
+from support.devices import needs_triton, on_device
+from support.losses import assert_same_gradients, gradients
+from support.mutations import AlteredDraft, replace_function
+from support.rows import document, layouts, row_of
+from support.targets import exact_target, tiny_draft, tiny_target, tiny_tokenizer
+from support.trees import SHAPES, paths_of, propose_one, slots_of
 
 P_EAGLE = dict(method="peagle", mask_token_id=399)
 DOCUMENTS = [

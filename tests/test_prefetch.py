@@ -9,11 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Ran, document, replace_function, row_of, tiny_chats, tiny_target_directory
 
 from fledge.jobs import train
 from fledge.train import memory, prefetch, trainer
 from fledge.types import Features, Packed
+from support.chats import tiny_chats
+from support.commands import Ran
+from support.mutations import replace_function
+from support.rows import document, row_of
+from support.targets import tiny_target_directory
 
 ROWS = [row_of([document(8, seed=i)]) for i in range(9)]
 

@@ -6,7 +6,6 @@ import datetime
 import json
 
 import pytest
-from conftest import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from fledge.data.record import Record, record_of
 from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import prompt_of
 from fledge.eval.run import first_prompt
+from support.targets import tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Can it fly?"}, {"role": "assistant", "content": "Soon."}
 SYSTEM = {"role": "system", "content": "Be brief."}

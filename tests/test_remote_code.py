@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory
 
 from fledge.data.read import read_records
 from fledge.decode.engine import load
 from fledge.models.weights import save_draft
+from support.chats import tiny_chats
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 MODEL = """
 open({marker!r}, "w").close()

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_chats, tiny_target_directory
 
 from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
@@ -24,6 +23,8 @@ from fledge.models.weights import load_draft
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
+from support.chats import tiny_chats
+from support.targets import tiny_target_directory
 
 DRIVER = """
 import json, os, random, signal, sys, time
@@ -86,7 +87,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 sys.path.insert(0, os.environ["TESTS"])
-from conftest import document, tiny_draft, tiny_target
+from support.rows import document
+from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective

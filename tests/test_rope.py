@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -12,6 +11,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from fledge.config import DraftConfig, RopeConfig
 from fledge.kernels.rope import apply_rope, rope_frequencies
 from fledge.models.layers import Rotary
+from support.targets import tiny_draft, tiny_target
 
 SHORT = [1.0 + 0.1 * i for i in range(8)]
 LONG = [2.0 + 0.5 * i for i in range(8)]

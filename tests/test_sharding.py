@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import document, row_of, tiny_draft, tiny_target
 from torch import Tensor, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from fledge.models.draft import Draft
 from fledge.models.target import Target
 from fledge.train.objective import Objective, ttt
+from support.rows import document, row_of
+from support.targets import tiny_draft, tiny_target
 
 MINUTE = timedelta(minutes=1)
 ROWS = [

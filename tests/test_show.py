@@ -9,7 +9,6 @@ import shutil
 import unicodedata
 
 import pytest
-from conftest import tiny_chats, tiny_draft, tiny_target, tiny_target_directory
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,6 +21,8 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.generate import run as generate
 from fledge.jobs.show import BEGINNING, END, Paper, Show, escaped, message
 from fledge.models.weights import save_draft
+from support.chats import tiny_chats
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m red \x9b2J \u202e gnp \r over\nfledge: all is well\u2028\u2067 :bomb: [red]x[/red]"
 TIMES = r"\d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import document, tiny_chats, tiny_draft, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
@@ -20,6 +19,9 @@ from fledge.models.running import RunningState
 from fledge.models.target import UNLIMITED, Target, load_target
 from fledge.train.memory import of_length
 from fledge.types import Document, Features
+from support.chats import tiny_chats
+from support.rows import document
+from support.targets import tiny_draft, tiny_target, tiny_tokenizer
 
 SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

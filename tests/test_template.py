@@ -11,7 +11,6 @@ from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHATML, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
@@ -19,6 +18,7 @@ from tokenizers import pre_tokenizers, processors
 from fledge.data import template as template_module
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate, _common
+from support.targets import CHATML, tiny_tokenizer
 
 STOP = 1  # <|im_end|>
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}

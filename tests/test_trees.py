@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from conftest import AlteredDraft, on_device, propose_one, replace_function, tiny_draft, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lossless import SAMPLINGS, Remembers, assert_same, both, exact_target, fit_head, prompts, spoken
 from torch import Tensor
 
 from fledge.decode import propose, verify
@@ -23,6 +20,11 @@ from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache, TargetCache
 from fledge.models.target import Target
 from fledge.types import Sampling, Tree, TreeShape
+from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
+from support.devices import on_device
+from support.mutations import AlteredDraft, replace_function
+from support.targets import exact_target, tiny_draft, tiny_target
+from support.trees import SHAPES, good_pair, paths_of, propose_one, slots_of
 
 SLIDING = dict(sliding_window=8)
 
@@ -32,23 +34,6 @@ def engine_of(target: Target, draft: Draft | None, **options: Any) -> Engine:
     engine = Engine(target, draft, **{"mode": "tree", **options})
     engine.template.prompt_ids = list
     return engine
-
-
-@functools.cache
-def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
-    """A target, a draft that half knows what it says after some prompts, and these."""
-    target = exact_target()
-    draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
-    asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
-    documents = [spoken(engine_of(target, None), p, 40)[0] for p in asked]
-    fit_head(target, draft, documents, 4)
-    return target, draft, asked
-
-
-def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a proposer takes in first: the token after each slot, and the slots' features."""
-    _, features = target.forward(torch.tensor([tokens[:-1]]), TargetCache())
-    return torch.tensor(tokens[1:]), features.aux_TAD
 
 
 @torch.inference_mode()
@@ -88,14 +73,6 @@ def tree_by_force(
     return [pool[i][1] for i in sorted(best)]
 
 
-def paths_of(tree: Tree) -> list[tuple[int, ...]]:
-    """Every node's tokens from the root's children on."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(*tree.on_host()[0], strict=True))[1:]:
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
 @pytest.mark.parametrize("vocabulary", [400, 150])
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 5, 10), (2, 12, 3), (4, 25, 4), (5, 60, 3), (3, 100, 5)])
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, norm_output=True, fc_norm=True)])
@@ -124,13 +101,6 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
         tree = propose_one(TreeProposer(draft, 8, nodes, 1), *slots)
         chain = propose_one(ChainProposer(draft, nodes - 1, Sampling()), *slots)
         assert tree.on_host() == chain.on_host()
-
-
-SHAPES = {
-    "chain": TreeShape((-1, 0, 1, 2), (0, 0, 0, 0)),
-    "bush": TreeShape((-1, 0, 0, 0, 0), (0, 3, 0, 1, 2)),
-    "mixed": TreeShape.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]),
-}
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    AlteredDraft,
-    document,
-    layouts,
-    live_by_definition,
-    replace_function,
-    row_of,
-    tiny_draft,
-    tiny_target,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,13 +19,12 @@ from fledge.kernels.loss import (
     KINDS,
     PRODUCT,
     LossOptions,
-    Scores,
     Teacher,
     definition,
     loss_and_gradients,
     soft_target_loss_reference,
 )
-from fledge.kernels.ttt_attention import OwnSteps, Queries, document_blocks, ttt_attention, ttt_attention_reference
+from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference
 from fledge.kernels.ttt_attention.definition import visible
 from fledge.models.draft import Draft
 from fledge.models.target import Target
@@ -46,17 +34,12 @@ from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.train.plan import chunks_of
 from fledge.train.walk import walk, walk_rounds
 from fledge.types import Document, Features, Packed, Step
+from support.losses import assert_same_gradients, gradients, loss_case
+from support.mutations import AlteredDraft, replace_function
+from support.rows import DOCUMENTS, document, layouts, live_by_definition, queries_of, row_of
+from support.targets import tiny_draft, tiny_target
 
 STEPS = 4
-DOCUMENTS = [
-    document(1, seed=2),
-    document(21, (5, 11), (13, 21), seed=3),
-    document(1, (0, 1), seed=4),
-    document(2, (0, 2), seed=5),
-    document(13, (1, 13), seed=6),
-    document(7, seed=7),
-    document(9, (0, 4), (4, 9), seed=8),
-]
 VARIANTS = {
     "eagle 3": {},
     "eagle 3.1": dict(fc_norm=True, norm_output=True),
@@ -106,13 +89,6 @@ def dense(draft: Draft, row: Packed, features: Features, teacher: Tensor, gamma:
     return Dense(loss, live, [draft.lm_head(o[t]) for o, t in zip(outs, live, strict=True)], teacher)
 
 
-def queries_of(row: Packed, slots: Tensor, steps: int, blocks: Sequence[tuple[int, int, int, int]] = ()) -> Queries:
-    """Queries that ask about all own keys of `steps` steps."""
-    begins = torch.tensor([a for a, _ in row.documents()])
-    first = begins[torch.searchsorted(begins, slots, right=True) - 1]
-    return Queries(slots.int(), first.int(), torch.arange(slots.numel()).int().expand(steps, -1), blocks)
-
-
 def is_live(row: Packed, t: int, k: int) -> bool:
     """x_{t+1} .. x_{t+2+k} in one span of the document that t is in."""
     end = t + 3 + k
@@ -130,26 +106,6 @@ def one_document(row: Packed, a: int, b: int) -> bool:
 def tiny(dtype: torch.dtype, **draft) -> tuple[Target, Draft]:
     target = tiny_target(tokenizer=False, dtype=dtype)
     return target, tiny_draft(target, **draft)
-
-
-def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
-    """Of a loss with a graph; or those that `ttt`, whose loss has none, added to the parameters."""
-    parameters = dict(draft.named_parameters())
-    if not loss.requires_grad:
-        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
-        draft.zero_grad()
-        return found
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
-
-
-def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
-    """Equal to `tolerance` times each gradient's largest entry."""
-    assert a.keys() == b.keys()
-    for name, expected in b.items():
-        assert torch.isfinite(a[name]).all(), name
-        size = max(float(expected.abs().max()), 1e-6)
-        assert float((a[name] - expected).abs().max()) <= tolerance * size, name
 
 
 def both(target: Target, draft: Draft, row: Packed, ways: Implementation = Implementation()) -> tuple[Step, Dense]:
@@ -461,59 +417,6 @@ def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int
         outside[n0:n1] = False
         asked = slots[q0:q1]
         assert not visible(queries_of(row, asked, 0), slice(None), range(n))[:, outside].any()
-
-
-class Made(torch.autograd.Function):
-    """A loss whose gradients are known."""
-
-    @staticmethod
-    def forward(ctx, loss, gradients, *inputs):
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, dloss):
-        return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
-
-
-@dataclass
-class LossCase:
-    hidden: list[Tensor]
-    head: Tensor
-    rows: list[Tensor]
-    teacher: Tensor
-    ids: Tensor
-    weights: list[float]
-
-    def __call__(self, **options) -> tuple[Tensor, Scores]:
-        """The loss, differentiable in `hidden` and `head`, and what it found."""
-        gradients = torch.is_grad_enabled()
-        head_sum = Fp32Accumulator(self.head) if gradients else None
-        teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
-        loss, scores, dhidden = loss_and_gradients(
-            self.hidden, self.head, teacher, self.weights, LossOptions(**options), head_sum=head_sum,
-            gradients=gradients,
-        )  # fmt: skip
-        if gradients:
-            loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
-        return loss, scores
-
-    def reference(self, kind: str = "ce") -> Tensor:
-        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind)
-
-    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, [self.head, *self.hidden])
-
-
-def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 50) -> LossCase:
-    """Three steps, the second with no slot at all and the third with few, against P teacher rows."""
-    g = torch.Generator().manual_seed(W)
-    rows = [torch.arange(0, P, 2), torch.arange(0), torch.tensor([1, 2, 30, P - 1])]
-    ids = torch.linspace(0, V - 1, W).round().long() if W < V else torch.arange(V)
-    hidden = [torch.randn(r.numel(), 11, generator=g).to(dtype).requires_grad_() for r in rows]
-    head = torch.randn(W, 11, generator=g).to(dtype).requires_grad_()
-    teacher = (3 * torch.randn(P, V, generator=g)).to(dtype)
-    return LossCase(hidden, head, rows, teacher, ids, [1.0, 0.8, 0.64])
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 49, 50, 1000])

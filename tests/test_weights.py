@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_draft, tiny_target, tiny_tokenizer
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
@@ -24,8 +23,10 @@ from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import fit, load_draft, read_draft_config, save_draft
 from fledge.train.checkpoint import RunDirectory
+from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
+from support.files import listing, reconfigure
+from support.targets import tiny_draft, tiny_target, tiny_tokenizer
 
-V, D, INNER, HEADS, KV, HEAD = 120, 32, 48, 4, 2, 8
 VARIANTS = {
     "eagle3": {},
     "eagle3.1": dict(fc_norm=True, norm_output=True),
@@ -50,54 +51,6 @@ ROPES = {
         long_factor=(2.0, 3.0, 4.0, 5.0), long=True,
     ),
 }  # fmt: skip
-
-
-def config(W: int = 40, **overrides) -> DraftConfig:
-    shape = dict(
-        hidden_size=D, intermediate_size=INNER, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=HEAD,
-        vocab_size=V, draft_vocab_size=W, target_hidden_size=D, max_position_embeddings=256, bos_token_id=2,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    return DraftConfig(**{**shape, **overrides})
-
-
-def make(W: int = 40, seed: int = 0, **overrides) -> Draft:
-    """A draft of random weights, each tensor of its own scale, whose vocabulary is spread over the target's."""
-    torch.manual_seed(seed)
-    draft = Draft(config(W, **overrides))
-    for p in draft.parameters():
-        torch.nn.init.normal_(p)
-    draft.set_vocabulary(torch.randperm(V)[:W].sort().values)
-    return draft
-
-
-def saved(directory: Path, *args, **overrides) -> Draft:
-    draft = make(*args, **overrides)
-    save_draft(draft, directory, torch.float32)
-    return draft
-
-
-def rewrite(directory: Path, change) -> None:
-    """Passes the weights file through `change`, which edits a dict of tensors."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def reconfigure(directory: Path, **changes) -> None:
-    """Changes config.json; None removes a key."""
-    file = directory / "config.json"
-    hf = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
-
-
-def listing(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir())
-
-
-def same(a: Draft, b: Draft) -> bool:
-    left, right = a.state_dict(), b.state_dict()
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -327,12 +280,6 @@ def test_equal_widths_spelled_out_need_no_embedding(tmp_path):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refused(directory: Path, match: str) -> None:
-    with pytest.raises(ValueError, match=match) as error:
-        load_draft(directory)
-    assert str(directory) in str(error.value), "the file is named"
-
-
 def test_no_such_draft(tmp_path):
     refused(tmp_path / "none", r"holds no config\.json; a draft is a directory")
     saved(tmp_path / "d")
@@ -536,7 +483,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, os.environ["TESTS"])
-from test_weights import listing, make, saved
+from support.drafts_on_disk import make, saved
 from fledge.models.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
 here = Path(sys.argv[1])

@@ -1,0 +1,1 @@
+"""What tests share: tiny models and data made here, and the definitions that results are compared with."""

@@ -1,0 +1,21 @@
+"""Conversations to train on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+
+def tiny_chats(file: Path, n: int) -> Path:
+    """n two-turn conversations in the words of the tiny tokenizer."""
+    words = "the young bird tries its wings falls and tries again until it can fly".split()
+    draw = random.Random(0)
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(3, 8)))
+
+    roles = ("user", "assistant") * 2
+    lines = [json.dumps({"messages": [{"role": r, "content": text()} for r in roles]}) for _ in range(n)]
+    file.write_text("\n".join(lines) + "\n")
+    return file

@@ -1,0 +1,79 @@
+"""Prompts, samplings and processors to decode with, and what speculation is compared with."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.decode.engine import Completion, Engine
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.train.objective import Objective, RowPass
+from fledge.types import Document
+from support.rows import row_of
+
+
+def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random ids of random lengths from one on, with none of the special tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 400) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": dict(temperature=1.0),
+    "cool": dict(temperature=0.6, seed=3),
+    "top_k": dict(temperature=1.2, top_k=7),
+    "top_p": dict(temperature=1.0, top_p=0.8),
+    "repetition": dict(temperature=0.9, repetition_penalty=1.4),
+    "greedy repetition": dict(repetition_penalty=1.3),
+    "everything": dict(temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=11),
+}
+
+
+class Remembers:
+    """A logits processor with a memory: notes every prefix it is shown and forbids the token it saw chosen last."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.prefixes.append(tuple(input_ids[0].tolist()))
+        scores = scores.clone()
+        scores[0, input_ids[0, -1]] = -float("inf")
+        scores[0, len(self.prefixes) % 400] += 1.0
+        return scores
+
+
+def both(engine: Engine, prompt: list[int], **options: Any) -> tuple[Completion, Completion]:
+    fast = engine.generate(prompt, **options)
+    return fast, engine.generate(prompt, speculate=False, **options)
+
+
+def assert_same(fast: Completion, plain: Completion) -> None:
+    assert fast.tokens == plain.tokens
+    assert (fast.text, fast.finish) == (plain.text, plain.finish)
+
+
+def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Completion]:
+    """A document of the prompt and what the target says after it, and how the decoder went about it."""
+    done = engine.generate(prompt, max_new_tokens=n)
+    tokens = torch.tensor(prompt + done.tokens, dtype=torch.int32)
+    spans = torch.full_like(tokens, -1)
+    spans[len(prompt) :] = 0
+    return Document(tokens, spans), done
+
+
+def fit_head(target: Target, draft: Draft, documents: list[Document], steps: int) -> None:
+    """Solves the draft's head for the target's logits on the slots of documents, which it then drafts well if they
+    are few."""
+    row = row_of(documents)
+    features = target.features(row)
+    live = row.live(steps)
+    with torch.no_grad():
+        row_pass = RowPass(draft, row, features, Objective(depth=steps))
+        hidden = torch.cat(row_pass.chunk(row_pass.trained).head_inputs)
+        wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
+        draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)

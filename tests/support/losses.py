@@ -1,0 +1,85 @@
+"""Cases of the loss with its reference, and gradients to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gradients import Fp32Accumulator
+from fledge.kernels.loss import LossOptions, Scores, Teacher, loss_and_gradients, soft_target_loss_reference
+from fledge.models.draft import Draft
+
+
+def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
+    """Of a loss with a graph; or those that `ttt`, whose loss has none, added to the parameters."""
+    parameters = dict(draft.named_parameters())
+    if not loss.requires_grad:
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        draft.zero_grad()
+        return found
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
+    """Equal to `tolerance` times each gradient's largest entry."""
+    assert a.keys() == b.keys()
+    for name, expected in b.items():
+        assert torch.isfinite(a[name]).all(), name
+        size = max(float(expected.abs().max()), 1e-6)
+        assert float((a[name] - expected).abs().max()) <= tolerance * size, name
+
+
+class Made(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+
+
+@dataclass
+class LossCase:
+    hidden: list[Tensor]
+    head: Tensor
+    rows: list[Tensor]
+    teacher: Tensor
+    ids: Tensor
+    weights: list[float]
+
+    def __call__(self, **options) -> tuple[Tensor, Scores]:
+        """The loss, differentiable in `hidden` and `head`, and what it found."""
+        gradients = torch.is_grad_enabled()
+        head_sum = Fp32Accumulator(self.head) if gradients else None
+        teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
+        loss, scores, dhidden = loss_and_gradients(
+            self.hidden, self.head, teacher, self.weights, LossOptions(**options), head_sum=head_sum,
+            gradients=gradients,
+        )  # fmt: skip
+        if gradients:
+            loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
+        return loss, scores
+
+    def reference(self, kind: str = "ce") -> Tensor:
+        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind)
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, [self.head, *self.hidden])
+
+
+def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 50) -> LossCase:
+    """Three steps, the second with no slot at all and the third with few, against P teacher rows."""
+    g = torch.Generator().manual_seed(W)
+    rows = [torch.arange(0, P, 2), torch.arange(0), torch.tensor([1, 2, 30, P - 1])]
+    ids = torch.linspace(0, V - 1, W).round().long() if W < V else torch.arange(V)
+    hidden = [torch.randn(r.numel(), 11, generator=g).to(dtype).requires_grad_() for r in rows]
+    head = torch.randn(W, 11, generator=g).to(dtype).requires_grad_()
+    teacher = (3 * torch.randn(P, V, generator=g)).to(dtype)
+    return LossCase(hidden, head, rows, teacher, ids, [1.0, 0.8, 0.64])

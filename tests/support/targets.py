@@ -1,0 +1,122 @@
+"""Tiny real targets, their tokenizer and drafts, made here: nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from fledge.config import DraftConfig
+from fledge.models.draft import Draft
+from fledge.models.target import Target
+from fledge.models.weights import fit
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig}
+
+
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": dict(family="mistral", sliding_window=16),
+    "qwen3 by turns": dict(family="qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=4),
+    "full": dict(family="llama"),
+}
+
+
+P_EAGLE = dict(method="peagle", mask_token_id=399)
+
+
+@functools.cache
+def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on a few sentences; id 0 pads, id 1 is <|im_end|>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|pad|>", "<|im_end|>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    text = "The young bird tries its wings, falls, and tries again until it can fly. system user assistant tool"
+    tokenizer.train_from_iterator([text] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = template
+    return fast
+
+
+def tiny_target(
+    family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0,
+    scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, **config,
+) -> Target:  # fmt: skip
+    """A random model of 8 layers whose choices are sharp, vary, and depend on the context: embeddings and head are
+    drawn from N(0, 1) and untied, matrices keep their input's size at `scale` 4, norms and biases are jittered."""
+    shape = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=None,
+        eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    hf = FAMILIES[family](**{**shape, **config})
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1 and ("embed" in name or "lm_head" in name):
+                p.normal_(0, 1)
+            elif p.dim() > 1:
+                p.normal_(0, 0.25 * scale * p.shape[-1] ** -0.5)
+            elif "norm" in name:
+                p.add_(0.1 * torch.randn_like(p))
+            else:
+                p.normal_(0, 0.1)
+    # float64 rotary frequencies too would differ from the draft's; transformers keeps them float32
+    model = model.to(dtype)
+    fast = tiny_tokenizer(vocab_size=vocab_size) if tokenizer else None
+    return Target(model, fast, name=f"tiny {family}", max_length=max_length)
+
+
+@functools.cache
+def exact_target() -> Target:
+    return tiny_target(dtype=torch.float64)
+
+
+def tiny_target_directory(parent: Path, **config: Any) -> Path:
+    """A tiny target saved as `save_pretrained` does, for what is loaded by path."""
+    target = tiny_target(**config)
+    target.model.save_pretrained(parent / "target")
+    target.tokenizer.save_pretrained(parent / "target")
+    return parent / "target"
+
+
+def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = None, **overrides) -> Draft:
+    """A random draft joined to a target; its vocabulary is spread over the target's."""
+    vocab = target.embedding.shape[0]
+    W = draft_vocab_size or vocab
+    config = DraftConfig.for_target(target.shape, max_length=target.max_length, draft_vocab_size=W, **overrides)
+    torch.manual_seed(seed)
+    draft = Draft(config)
+    with torch.no_grad():
+        for p in draft.parameters():
+            if p.dim() > 1:
+                p.normal_(0, p.shape[-1] ** -0.5)
+            else:
+                p.add_(0.1 * torch.randn_like(p))
+    draft.set_vocabulary(torch.linspace(0, vocab - 1, W).round().long())
+    draft = draft.to(target.dtype)
+    fit(draft, target)
+    return draft

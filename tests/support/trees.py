@@ -1,0 +1,56 @@
+"""Trees to draft, and what was drafted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.decode.engine import Engine
+from fledge.decode.propose import Drafter
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import TargetCache
+from fledge.models.target import Target
+from fledge.types import Tree, TreeShape
+from support.decoding import fit_head, prompts, spoken
+from support.targets import exact_target, tiny_draft
+
+SHAPES = {
+    "chain": TreeShape((-1, 0, 1, 2), (0, 0, 0, 0)),
+    "bush": TreeShape((-1, 0, 0, 0, 0), (0, 3, 0, 1, 2)),
+    "mixed": TreeShape.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]),
+}
+
+
+@functools.cache
+def good_pair(vocabulary: int = 400) -> tuple[Target, Draft, list[list[int]]]:
+    """A target, a draft that half knows what it says after some prompts, and these."""
+    target = exact_target()
+    draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
+    asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
+    documents = [spoken(Engine(target), p, 40)[0] for p in asked]
+    fit_head(target, draft, documents, 4)
+    return target, draft, asked
+
+
+def slots_of(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What a proposer takes in first: the token after each slot, and the slots' features."""
+    _, features = target.forward(torch.tensor([tokens[:-1]]), TargetCache())
+    return torch.tensor(tokens[1:]), features.aux_TAD
+
+
+def propose_one(proposer: Drafter, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+    """What a proposer drafts for a single request, which it admits when it is first asked."""
+    if proposer.cache is None:
+        proposer.admit([(0, [], aux_RAD)])
+    return proposer.propose([token_R.tolist()], [aux_RAD], [path])
+
+
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Every node's tokens from the root's children on."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in list(zip(*tree.on_host()[0], strict=True))[1:]:
+        paths.append((*paths[parent], token))
+    return paths[1:]
