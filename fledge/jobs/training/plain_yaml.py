@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-MOST_BYTES = 2**18
+MOST_BYTES = 2**20
+BREAKS = re.compile("[\x85\u2028\u2029]")
 NULL, BOOL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
 FLOATS = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+)$")
 SCALARS = {
@@ -61,8 +62,16 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: dict[str, Any]) -> str:
-    """A mapping as YAML that `read_yaml` reads back, in its order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """A mapping as YAML that `read_yaml` reads back, in its order. Raises ValueError where it would be too long."""
+
+    def dumped(unicode: bool) -> str:
+        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
+
+    text = dumped(unicode=True)
+    text = dumped(unicode=False) if BREAKS.search(text) else text  # PyYAML does not escape these line breaks
+    if len(text.encode()) > MOST_BYTES:
+        raise ValueError(f"the recipe would have more than {MOST_BYTES:,} bytes; name the data by directories or globs")
+    return text
 
 
 def _value(node: yaml.Node) -> Any:

@@ -244,7 +244,7 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            cure = f"did you mean {close[0]}?" if close else "fledge train --help lists them, here with underscores"
+            cure = f"did you mean {close[0]}?" if close else "the keys are the names of its flags, with underscores"
             raise ValueError(f"{file}: {shown(name)} is no option of fledge train; {cure}")
         if name in RUN_ONLY:
             raise ValueError(f"{file}: {name} cannot be set in a file; give {flag_of(name)} on the command line")
