@@ -67,6 +67,9 @@ TRAIN_JSON = """\
   "data_sha256": "SHA256"
 }
 """
+FORMER = {"keep_out_of_vocab": "keep_unseen", "cod_min_rate": "cod_least"}
+CHOSEN = ("depth", "max_length", "eval_tokens", "impl", "slots", "activations")  # what a run settled, as options
+OPTIONAL = ("steps", "row_length", "draft_vocab")  # which a recipe leaves out where they were not given
 
 
 def recipe_of(run: Path) -> dict[str, Any]:
@@ -81,10 +84,13 @@ def write_recipe(run: Path, recipe: dict[str, Any]) -> None:
 def as_before(run: Path, **options: Any) -> None:
     """Makes a run one of the version that wrote TRAIN_JSON: its own options are written there, and `options`."""
     recipe, content = recipe_of(run), json.loads(TRAIN_JSON)
-    known, former = content["options"], {"keep_out_of_vocab": "keep_unseen", "cod_min_rate": "cod_least"}
-    own = {former.get(name, name): value for name, value in (recipe | recipe["settled"]).items()}
-    known |= {name: own.get(name) for name in ("steps", "row_length", "draft_vocab")}
-    known |= {name: value for name, value in own.items() if name in known} | {"out": str(run)} | options
+    chosen = {name: recipe["settled"][name] for name in CHOSEN}
+    given = {FORMER.get(name, name): value for name, value in (recipe | chosen).items()}
+    if kwargs := given.get("template_kwargs"):
+        given["template_kwargs"] = json.dumps(kwargs)
+    known = content["options"] | dict.fromkeys(OPTIONAL)
+    known |= {name: value for name, value in given.items() if name in known}
+    content["options"] = known | {"out": str(run)} | options
     content["data_sha256"] = recipe["settled"]["data_sha256"]
     (run / "train.json").write_text(json.dumps(content, indent=2) + "\n")
     (run / "recipe.yaml").unlink()
