@@ -28,9 +28,9 @@ SHAPES = {
 def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
     """A row of one document with random tokens. A share of `supervised` is covered by evenly spread spans of SPAN
     tokens; 1 is one span over all of it. Raises ValueError where whole spans cannot make up that share."""
-    span = torch.zeros(tokens, dtype=torch.int64)
+    span = torch.zeros(tokens, dtype=torch.int32)
     if supervised < 1:
-        block = torch.arange(tokens) // SPAN
+        block = torch.arange(tokens, dtype=torch.int32) // SPAN
         begun = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # spans due before each block
         span = torch.where((begun[1:] > begun[:-1])[block], block, -1)
     share = (span >= 0).float().mean().item()
@@ -39,8 +39,8 @@ def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
             f"spans of {SPAN} tokens can supervise {share:.0%} of {tokens} tokens, not {supervised:.0%}; choose other "
             "--tokens or --supervised"
         )
-    place = torch.arange(tokens)
-    return Packed(torch.randint(vocab, (tokens,)), span, place, torch.zeros(tokens, dtype=torch.int64))
+    token = torch.randint(vocab, (tokens,), dtype=torch.int32)
+    return Packed(token, span, torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32))
 
 
 def random_draft(

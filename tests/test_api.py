@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import fledge as api
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
+from support.runs import as_before
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
@@ -299,8 +299,6 @@ def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fled
     """A run's train.json that was edited ends in a sentence."""
     out = tmp_path / "run"
     api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
-    config = json.loads((out / "train.json").read_text())
-    config["options"]["steps"] = "many"
-    (out / "train.json").write_text(json.dumps(config))
+    as_before(out, steps="many")
     ran = fledge("train", "--resume", out)
     assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; it is damaged" in ran.err

@@ -21,15 +21,16 @@ from fledge.eval.prompts import read_prompts
 from fledge.files import beside, held
 from fledge.jobs import generate as generate_job
 from fledge.jobs import regenerate as regenerate_job
-from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
+from fledge.jobs.training import schedule
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
 from support.files import metrics_of, rows_of, write_rows
 from support.mutations import replace_function
+from support.runs import as_before, recipe_of
 from support.targets import tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -79,7 +80,7 @@ def test_train_writes_a_draft_and_its_metrics(made, draft, trained):
         assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
     config = json.loads((draft / "config.json").read_text())
     assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
-    assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
+    assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"]
 
 
 def weights_of(draft: Path) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     went = fledge(*words, "--out", tmp_path / "run", *steps, "--layers", 2, "--cod-rate", 0.6, "--eval-prompts",
                   made / "prompts.jsonl")  # fmt: skip
     assert went.code == 0, went.err
-    assert "stands for words not known yet" in went.err
+    assert "stands for tokens not known yet" in went.err
     lines = metrics_of(tmp_path / "run")
     assert all("tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
     assert [m["tau_slots"] for m in lines] == pytest.approx([1 + sum(m["survive"]) for m in lines])
@@ -183,7 +184,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     word = load_target(made / "target").tokenizer.decode([mask])
     with_all.write_text(json.dumps({"text": f"the young bird {word} and the nest"}) + "\n")
     refused = fledge("train", "--target", made / "target", "--data", with_all, "--init-from", draft, *steps[:-4])
-    assert refused.code == 2 and "as a word not known yet" in refused.err, refused.err
+    assert refused.code == 2 and "which is this draft's mask token" in refused.err, refused.err
     more = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", draft]
     went = fledge(*more, "--out", tmp_path / "more", *steps)
     assert went.code == 0, went.err
@@ -194,18 +195,24 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--method", "peagle", "--depth", 1], "it is at least 2"),
-        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
-        (["--cod-rate", 0.5], "are P-EAGLE's"),
-        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE, whose depths weigh alike"),
-        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1, which trains one step"),
-        (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
-        (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
-        (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
-        (["--feature-noise", 0.5, "--init-from"], "--fc-bias and --feature-noise are EAGLE-1's"),
-        (["--method", "eagle3.1", "--init-from"], "was begun without its norms; leave --method out"),
-        (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such norm"),
-        (["--feature-noise", 0.1], "--fc-bias and --feature-noise are EAGLE-1's"),
+        (["--method", "peagle", "--depth", 1], "--depth 1: P-EAGLE needs a depth of at least 2"),
+        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it is above 0 and at most 1"),
+        (["--cod-rate", 0.5], "--cod-rate does nothing with EAGLE-3; use --method peagle, or leave --cod-rate out"),
+        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE: the depths of P-EAGLE have equal"),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1: EAGLE-1 trains one step; leave"),
+        (["--method", "eagle2"], "--method eagle2 is none of eagle3, eagle3.1, peagle, eagle1"),
+        (["--method", "eagle1", "--draft-vocab", 100], "over the target's whole vocabulary; leave --draft-vocab out"),
+        (["--method", "eagle1", "--train-embeddings"], "leave --train-embeddings out"),
+        (["--feature-noise", 0.5, "--init-from"], "--feature-noise does nothing with EAGLE-3; use --method eagle1"),
+        (
+            ["--method", "eagle3.1", "--init-from"],
+            r"was trained without its norms \(fc_norm, norm_output\); leave --method out",
+        ),
+        (
+            ["--method", "eagle1", "--fc-norm", "--qk-norm"],
+            "--fc-norm, --qk-norm do nothing with EAGLE-1: EAGLE-1 has no",
+        ),
+        (["--feature-noise", 0.1, "--fc-bias"], "--fc-bias, --feature-noise do nothing with EAGLE-3; use"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
     ],
 )
@@ -334,8 +341,8 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
     assert given.code == 0, given.err
     went = fledge(*words)
     assert went.code == 0, went.err
-    options = json.loads((tmp_path / "run" / "train.json").read_text())["options"]
-    assert options["max_length"] == context and options["eval_tokens"] == min(64, context // 2)
+    settled = recipe_of(tmp_path / "run")["settled"]
+    assert settled["max_length"] == context and settled["eval_tokens"] == min(64, context // 2)
     draft = tmp_path / "run" / "draft"
     assert json.loads((draft / "config.json").read_text())["fledge"]["max_length"] == context
     asked = "generate", "--target", target, "--prompt", "Hello"
@@ -374,7 +381,7 @@ def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
     words = ["train", "--target", made / "target", "--data", few, "--out", tmp_path / "run", "--steps", 1]
     went = fledge(*words, "--row-length", 100)
     assert went.code == 0, went.err
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["max_length"] == 100
+    assert recipe_of(tmp_path / "run")["settled"]["max_length"] == 100
 
 
 def test_a_run_of_before_is_resumed(fledge, tmp_path):
@@ -383,6 +390,7 @@ def test_a_run_of_before_is_resumed(fledge, tmp_path):
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
     went = fledge(*words)
     assert went.code == 0, went.err
+    as_before(tmp_path / "run")
     file = tmp_path / "run" / "train.json"
     run = json.loads(file.read_text())
     assert run["options"].pop("trust_remote_code") is False
@@ -407,9 +415,7 @@ def test_resuming_takes_no_other_options(made, draft, fledge):
 def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fledge, tmp_path):
     """As older versions took them."""
     run = shutil.copytree(made / "run", tmp_path / "run")
-    begun = json.loads((run / "train.json").read_text())
-    begun["options"]["epochs"] = 2.0
-    (run / "train.json").write_text(json.dumps(begun))
+    as_before(run, epochs=2.0)
     went = fledge("train", "--resume", run)
     assert went.code == 0 and "this run was finished" in went.err, went.err
 
@@ -427,7 +433,7 @@ def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatc
     held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
     assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
     assert f"a row of 1,000,000,000 tokens would hold more than the data's {held:,}" in went.err
-    monkeypatch.setattr(train_job, "_memory", lambda device: 400_000)
+    monkeypatch.setattr("fledge.jobs.training.data.memory_of", lambda device: 400_000)
     went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
     shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
     assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
@@ -457,7 +463,7 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
 def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
     """τ is of rounds, and an answer of one token, asked for or not, has none: the draft is then the last one."""
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
-    for name, tokens, reason in (("a", 1, "a token alone needs no draft"), ("b", 8, "there is no decoded τ")):
+    for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
         monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("no round has no τ"))
         with monkeypatch.context() as m:
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
@@ -527,8 +533,8 @@ def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge
 
 def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeypatch):
     """EAGLE-1's noise moves the loss, P-EAGLE's depths weigh alike, and both draw the same again."""
-    planned, schedules = train_job._schedule, []
-    monkeypatch.setattr(train_job, "_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
+    planned, schedules = schedule.make_schedule, []
+    monkeypatch.setattr(schedule, "make_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
 
     def losses(name: str, *flags: object) -> list[float]:
         went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fledge.data.dataset import Rows
-from fledge.jobs.train import _row_tried
+from fledge.jobs.training.implementation import row_tried
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft
@@ -199,9 +199,9 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 
 def test_what_is_said_of_a_row_that_was_tried() -> None:
     gib = 2**30
-    assert _row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
-    assert _row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
-    assert _row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
+    assert row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
+    assert row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
+    assert row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
 
 
 def test_no_row_fits(device: Device) -> None:

@@ -133,7 +133,7 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
     assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1]
     assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)] and row.without_filler() == [(0, 3), (3, 5), (5, 10)]
-    assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int64}
+    assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int32}
 
 
 def test_filler_is_short_documents():

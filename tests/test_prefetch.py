@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.jobs import train
+from fledge.jobs.training import implementation
 from fledge.train import memory, prefetch, trainer
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
@@ -105,8 +105,9 @@ def test_the_trainer_lets_features_go(fledge, tmp_path, monkeypatch: pytest.Monk
             yield row, given.pop()
 
     monkeypatch.setattr(trainer, "with_features", watched)
-    chosen = train._implementation
-    monkeypatch.setattr(train, "_implementation", lambda *given: replace(chosen(*given), prefetch=True))
+    chosen = implementation.choose_implementation
+    prefetching = lambda *given: replace(chosen(*given), prefetch=True)  # noqa: E731
+    monkeypatch.setattr(implementation, "choose_implementation", prefetching)
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
     words = "--out", tmp_path / "run", "--steps", 2, "--rows-per-step", 2, "--max-length", 128, "--eval-tokens", 1
     ran: Ran = fledge("train", "--target", target, "--data", chats, *words)

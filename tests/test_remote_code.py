@@ -17,6 +17,7 @@ from fledge.decode.engine import load
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
 from support.files import change_json, rows_of
+from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 MODEL = """
@@ -146,7 +147,7 @@ def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch
     assert [ours[key] for key in same] == [theirs[key] for key in same]
     weights = [(at / "run" / "draft" / "model.safetensors").read_bytes() for at in (tmp_path, plain)]
     assert weights[0] == weights[1]
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is True
+    assert recipe_of(tmp_path / "run")["trust_remote_code"] is True
     assert json.loads(said["eval"].out)["trust_remote_code"] is True
     marker.unlink()
     again = fledge("train", "--resume", tmp_path / "run")
@@ -158,7 +159,7 @@ def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch
 def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
     words = commands(made, made / "target", tmp_path)["train"]
     assert fledge(*words).code == 0
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is False
+    assert recipe_of(tmp_path / "run")["trust_remote_code"] is False
     again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
     assert again.code == 2 and "leave --trust-remote-code out" in again.err
 

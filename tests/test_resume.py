@@ -35,6 +35,7 @@ from support.commands import run_to_its_end
 from support.files import metrics_of, write_rows
 from support.mutations import replace_function
 from support.rows import document
+from support.runs import as_before, recipe_of, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
@@ -117,9 +118,9 @@ def train_in(out):
     def better(draft):  # than each step before, so that each is published
         return {"tau": 1 + run.metrics.read_text().count("\\n")}
     with run.held():
-        resume = run.config.exists()
+        resume = run.recipe.exists()
         if not resume:
-            run.start({"a": 1})
+            run.start("a: 1")
         draft = tiny_draft(target, draft_vocab_size=100)
         train(draft, rows, source, schedule, run, save_dtype=torch.bfloat16, resume=resume, evaluate=better)
 
@@ -294,10 +295,10 @@ def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
     run, whole = tmp_path / "run", tmp_path / "whole"
     for out in (run, whole):
         assert fledge(*begin, "--steps", 2, "--init-from", drafts["first"], "--out", out).code == 0
-    saved = json.loads((run / "train.json").read_text())
-    assert saved["options"]["data"] == [str(data)] and Path(saved["options"]["init_from"]).is_absolute()
-    saved["options"]["steps"] = 3  # as if it had been stopped
-    (run / "train.json").write_text(json.dumps(saved))
+    saved = recipe_of(run)
+    assert saved["data"] == [str(data)] and Path(saved["init_from"]).is_absolute()
+    saved["steps"] = saved["settled"]["steps"] = 3  # as if it had been stopped
+    write_recipe(run, saved)
     shutil.rmtree(drafts["first"])
     drafts["other"].rename(drafts["first"])
     ran = fledge("train", "--resume", run)
@@ -436,7 +437,7 @@ def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fl
 
 def test_what_ends_before_training_leaves_nothing(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    monkeypatch.setattr(train_job, "_documents", lambda *given: send(signal.SIGHUP))
+    monkeypatch.setattr("fledge.jobs.training.data.read_data", lambda *given: send(signal.SIGHUP))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and not (tmp_path / "run").exists()
 
@@ -453,7 +454,7 @@ def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "train.json"])
+@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"])
 def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
     """Before it trains, not at its second save."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
@@ -539,6 +540,67 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
     (tmp_path / "train.json").write_text(json.dumps(change({"options": options, "data_sha256": "0"})))
     ran = fledge("train", "--resume", tmp_path)
     assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
+
+
+def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_path, fledge, monkeypatch):
+    """Its directory has the train.json of that version, with former names, in place of recipe.yaml."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
+    flags = """--method eagle3 --keep-out-of-vocab --draft-vocab 200 --max-length 64 --row-length 128 --steps 6
+               --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu""".split()
+    words = ["train", "--target", target, "--data", data, *flags]
+    assert fledge(*words, "--out", tmp_path / "unbroken").code == 0
+    during_step(monkeypatch, 3, lambda: send(signal.SIGINT))
+    assert fledge(*words, "--out", tmp_path / "stopped").code == 130
+    monkeypatch.undo()
+    for run in ("unbroken", "stopped"):
+        as_before(tmp_path / run)
+    resumed = fledge("train", "--resume", tmp_path / "stopped")
+    assert resumed.code == 0 and "now called" not in resumed.err, resumed.err
+    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped")
+
+
+def recipe_with(change: Callable[[dict], object]) -> dict:
+    settled = {"depth": 5, "data_sha256": "0"}
+    recipe = {"target": "target", "data": ["chats.jsonl"], "settled": settled}
+    return change(recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: [r], "holds a list of 1; a recipe is made of lines"),
+        (lambda r: {**r, "settled": None}, "lacks what the run settled (settled)"),
+        (lambda r: {**r, "settled": {"depth": 5}}, "lacks what the run settled (settled)"),
+        (lambda r: {**r, "settled": {**r["settled"], "slots": "many"}}, "settled.slots cannot be 'many'"),
+        (lambda r: {**r, "settled": {**r["settled"], "depht": 3}}, "settled.depht cannot be 3"),
+        (lambda r: {**r, "settled": {**r["settled"], "depth": 0}}, "--depth 0: it is at least 1"),
+        (lambda r: {**r, "lr": "fast"}, "lr: 'fast' is not of type float | None"),
+        (lambda r: {**r, "data": [3]}, "data: [3] is not of type list[str]"),
+        (lambda r: {**r, "stepz": 3}, "'stepz' is no option of fledge train; did you mean steps?"),
+    ],
+)
+def test_a_recipe_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
+    write_recipe(tmp_path, recipe_with(change))
+    ran = fledge("train", "--resume", tmp_path)
+    assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
+
+
+def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
+    """Where the recipe, the data or the target were changed, the run is not continued as another."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    run = tmp_path / "run"
+    assert fledge("train", "--target", target, "--data", data, "--out", run, *FLAGS).code == 0
+    whole = recipe_of(run)
+    for name, value, reason in (
+        ("steps", 9, "settled.steps is 6, but the options and data give 9; undo the change"),
+        ("draft_vocab", 100, "settled.draft_vocab is 400, but the options and data give 100"),
+        ("data", [str(data), str(data)], "the data is not what"),
+    ):
+        write_recipe(run, {**whole, name: value})
+        ran = fledge("train", "--resume", run)
+        assert ran.code == 2 and reason in ran.err, ran.err
+    write_recipe(run, whole)
+    assert fledge("train", "--resume", run).code == 0
 
 
 @pytest.mark.parametrize(

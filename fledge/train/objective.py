@@ -231,7 +231,7 @@ class RowPass:
         """The embeddings of the tokens read, and each step's rows among them: what a slot reads at one step its
         neighbour read at the step before, so their products are computed once for all steps."""
         draft = self.draft
-        shared = draft.shared_embedding(*to_device([self.row.token_T[read_P].int()], draft.device), self.compute)
+        shared = draft.shared_embedding(*to_device([self.row.token_T[read_P]], draft.device), self.compute)
         if shared is None:
             return None, []
         spare = read_P.numel() - 1  # what the rows beyond the slots read; no slot reads it
