@@ -108,7 +108,7 @@ def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
     with run.held(lambda line: None):
-        run.start({})
+        run.start("seed: 0\n")
         metrics = []
         train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
     return [{k: v for k, v in m.items() if k not in ("seconds", "tokens_per_s")} for m in metrics]

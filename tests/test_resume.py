@@ -199,7 +199,7 @@ def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
     with run.held():
         resume = run.config.exists()
         if not resume:
-            run.start({"a": 1})
+            run.start("a: 1")
         trainer.train(
             tiny_draft(target, draft_vocab_size=100), rows, source, schedule, run, save_dtype=torch.bfloat16,
             resume=resume, evaluate=lambda draft: {"tau": 9 - run.metrics.read_text().count("\n")}, stop=stop,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fledge.decode.engine import Engine
-from fledge.eval import run
 from fledge.eval.run import first_prompt
+from fledge.jobs.training import evaluator
 from fledge.targets.cache import TargetCache
 from fledge.types import Tree
 from support.mutations import replace_function
@@ -62,5 +62,5 @@ def define_measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(tau_by_definition(engine, asked, new))
         return measurement
 
-    replace_function(monkeypatch, run, "acceptance", measured)
+    replace_function(monkeypatch, evaluator, "acceptance", measured)
     return found
