@@ -286,8 +286,8 @@ def test_a_chain_is_the_tree_one_wide() -> None:
     chain = propose_one(proposer_of(draft, depth=4), token_R, aux)
     one = propose_one(proposer_of(draft, mode="tree", depth=4, nodes=5, width=1), token_R, aux)
     fixed = propose_one(proposer_of(draft, mode="tree", shape=SHAPES["chain"]), token_R, aux)
-    assert chain.on_host() == one.on_host()
-    assert [x[:4] for x in chain.on_host()[0]] == [x for x in fixed.on_host()[0]]
+    assert chain.to_lists() == one.to_lists()
+    assert [x[:4] for x in chain.to_lists()[0]] == [x for x in fixed.to_lists()[0]]
 
 
 def test_ways_that_do_not_fit() -> None:

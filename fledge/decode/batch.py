@@ -105,7 +105,7 @@ class Batch:
         logits_BNV, features = target.forward(
             tree.token_BN, self.cache, tree=tree, features=self.drafts, layers=self.layers
         )
-        nodes = proposed.on_host()
+        nodes = proposed.to_lists()
         verdicts = self._verify(tree, nodes, logits_BNV)
         paths = [v.path for v in verdicts]
         self.cache.keep(lengths, paths)

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.files import beside, held
+from fledge.files import exclusive_lock, sibling_path
 from fledge.jobs.options import (
     GREEDY,
     LARGEST_SEED,
@@ -73,7 +73,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     records = read_records(options.data, options.seed)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: an empty text has nothing to go on with; remove it")
-    with held(beside(out, "lock"), str(out), say):
+    with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
             _answer_rest(options, records, out, say, progress)
         except KeyboardInterrupt:
