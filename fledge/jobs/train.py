@@ -281,12 +281,12 @@ def _saved_options(directory: RunDirectory, asked: TrainOptions) -> TrainOptions
 
 def _with_whole_paths(options: TrainOptions) -> TrainOptions:
     """The options with whole paths, to be gone on with from another directory."""
-    from fledge.data.read import whole_path
+    from fledge.data.read import absolute_source
 
     paths = {n: getattr(options, n) for n in ("target", "init_from")}
     there = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
-    prompts = whole_path(options.eval_prompts) if options.eval_prompts else None
-    return replace(options, data=[whole_path(source) for source in options.data], eval_prompts=prompts, **there)
+    prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
+    return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **there)
 
 
 def _check(options: TrainOptions) -> None:
@@ -446,8 +446,8 @@ def _hold_out(records: list[Record], seed: int, say: Callable[[str], None]) -> t
     are trained on where that would leave none."""
     chosen = set(random.Random(seed).sample(range(len(records)), EVAL_RECORDS))
     held_out = [r for i, r in enumerate(records) if i in chosen]
-    kept_out = {r.said() for r in held_out}
-    others = [r for r in records if r.said() not in kept_out]
+    kept_out = {r.content_key() for r in held_out}
+    others = [r for r in records if r.content_key() not in kept_out]
     if not others:
         return records, []
     copies = len(records) - len(others) - len(held_out)
@@ -686,8 +686,8 @@ def _evaluator(
             return False
 
     def start(record: Record) -> list[int]:
-        ids = template.prompt_ids(record.text[: record.given or None])
-        return ids[: min(len(ids) if record.given else len(ids) // 2, options.max_length // 2, room)]
+        ids = template.prompt_ids(record.text[: record.prompt_length or None])
+        return ids[: min(len(ids) if record.prompt_length else len(ids) // 2, options.max_length // 2, room)]
 
     if options.eval_prompts:
         prompts = read_prompts(options.eval_prompts, 32)
