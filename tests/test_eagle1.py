@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 
 def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "HEIGHT", 4)  # the interpreter is slow
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target, draft = pair(torch.float32)
     on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)
@@ -264,7 +264,7 @@ def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
 def test_a_target_that_scales_its_logits_is_refused() -> None:
     target, draft = pair()
     target.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="are more than the product with that head.s weight"):
+    with pytest.raises(ValueError, match=r"are more than the product with that head.s weight"):
         fit(draft, target)
 
 

@@ -99,7 +99,7 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
         (dict(rope_parameters=dict(full_attention=3)), "rope_parameters is 3, not a JSON object"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "rope_scaling.factor is 0; "),
         (dict(rope_theta=math.inf), "rope_theta is inf; "),
-        (dict(head_dim=7), "a head of 7 dimensions, 7 of them rotated: rotary embedding turns pairs"),
+        (dict(head_dim=7), "a head of 7 dimensions, 7 of them rotated: rotary embedding needs an even number"),
     ],
 )
 def test_the_field_is_named(changes, message):

@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways:
 @pytest.mark.parametrize("slots", [None, 7])
 def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "HEIGHT", 4)  # the interpreter is slow
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)

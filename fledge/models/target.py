@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fledge.config import RopeConfig, default_aux_layers, llama_names
 from fledge.hub import split_revision
-from fledge.kernels.any_length import any_length
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.models.attention import group_heads
 from fledge.models.kv_cache import TargetCache
@@ -196,7 +196,7 @@ class Target:
     def _run_decoder(self, token_T: Tensor, position_T: Tensor, each: int | None = None) -> Features:
         """One pass over tokens of a row, or of several of `each` tokens."""
         ids, positions = (x.view(-1, each or x.numel()) for x in (token_T, position_T))
-        with self._captured(self.aux_layers) as held, any_length(self.device):
+        with self._captured(self.aux_layers) as held, without_cudnn_sdpa(self.device):
             self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._features(held, self.aux_layers)
 
@@ -238,11 +238,11 @@ class Target:
         if len(cache.lengths) > 1 or (tree is not None and tree.parent_BN is not None):
             inputs |= self._placed(tree or Tree(token_BN, None, token_BN.shape[1] - 1), cache)
         if not features:
-            with any_length(self.device):
+            with without_cudnn_sdpa(self.device):
                 logits = self._run(token_BN, cache, inputs)
             return (logits[:, -1:] if last_only else logits), None
         layers = self.aux_layers if layers is None else layers
-        with self._captured(layers) as held, any_length(self.device):
+        with self._captured(layers) as held, without_cudnn_sdpa(self.device):
             logits = self._run(token_BN, cache, inputs)
         return (logits[:, -1:] if last_only else logits), self._features(held, layers)
 
@@ -263,7 +263,7 @@ class Target:
             inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
         layers = self.aux_layers if layers is None else layers
         capture = self._captured(layers) if features else nullcontext()
-        with capture as held, any_length(self.device):
+        with capture as held, without_cudnn_sdpa(self.device):
             logits = self._run(ids, cache, inputs)
         place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
@@ -378,7 +378,7 @@ class Target:
     def _steps_exactly(self) -> bool:
         """Whether the model's own cache, token by token, gives the logits that all tokens at once give."""
         tokens, own, anew = self._random_tokens(12, seed=3), RunningState(), RunningState(recompute=True)
-        with any_length(self.device):
+        with without_cudnn_sdpa(self.device):
             whole = self._run(tokens, anew, {})
             try:
                 parts = [self._run(part, own, {}) for part in tokens.split([6, *[1] * 6], dim=1)]
