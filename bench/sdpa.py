@@ -18,7 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import place_of_record, write_json
-from fledge.kernels.any_length import BACKENDS
+from fledge.kernels.sdpa import BACKENDS
 
 
 def main() -> None:

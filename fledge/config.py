@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs, shortened, shown
+from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -81,7 +81,7 @@ class RopeConfig:
         params = Fields(given, ROPE, "rope_parameters")
         theta = params.get("rope_theta")
         if top.get("rope_scaling"):
-            params = top.within("rope_scaling", ROPE)
+            params = top.nested("rope_scaling", ROPE)
         values = {key: params.get(key) for key in ROPE}
         kind = values.pop("rope_type") or values.pop("type") or "default"
         kind = "longrope" if kind == "su" else kind
@@ -92,7 +92,7 @@ class RopeConfig:
                 "'linear' in the target's config, or remove the scaling and stay within its trained length."
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"unknown RoPE type {shown(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"unknown RoPE type {format_value(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
         values["rope_theta"] = values["rope_theta"] or theta or top.get("rope_theta", cls.rope_theta)
         if values["partial_rotary_factor"] is None:
             values["partial_rotary_factor"] = top.get("partial_rotary_factor", cls.partial_rotary_factor)
@@ -196,7 +196,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method {shown(self.method)} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method {format_value(self.method)} is none of {', '.join(METHODS)}")
         self._check_family()
         if self.family.one_pass != (self.mask_token_id is not None):
             raise ValueError(
@@ -284,7 +284,7 @@ class DraftConfig:
         missing = [k for k in NEEDED if k not in top]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        eagle, own = top.within("eagle_config", EAGLE_CONFIG), top.within("fledge", OWN)
+        eagle, own = top.nested("eagle_config", EAGLE_CONFIG), top.nested("fledge", FLEDGE)
         family, mask = _family(top), _mask_token(top)
         if family is EAGLE1 and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
@@ -293,7 +293,9 @@ class DraftConfig:
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
             )
         if top.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {shown(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
+            raise ValueError(
+                f"hidden_act {format_value(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu"
+            )
         aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
         if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
             # the nested list counts as SGLang does, by the layer whose output is read
@@ -467,11 +469,11 @@ def _family(top: Fields) -> Method:
     The EAGLE authors' configs name no architecture but Llama's. Of those, one with a draft vocabulary is EAGLE-3, and
     one with a single layer, which no whole model has, is EAGLE-1. Raises ValueError for any other config.
     """
-    own = top.within("fledge", OWN).get("method")
+    own = top.nested("fledge", FLEDGE).get("method")
     names = top.get("architectures") or ["Eagle3"]
     if own:
         if own not in METHODS:
-            raise ValueError(f"method {shown(own)} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method {format_value(own)} is none of {', '.join(METHODS)}")
         return METHODS[own]
     if _mentions("peagle", names):  # SpecForge's and vLLM's own names
         return PEAGLE

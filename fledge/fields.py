@@ -1,4 +1,4 @@
-"""What each field of a draft's config.json may hold: a table, so that nobody who reads a field has to check it."""
+"""Validation of a draft's config.json: a table with the type and range of every field that fledge reads."""
 
 from __future__ import annotations
 
@@ -8,120 +8,122 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MOST_LAYERS = 512  # decoder layers of a draft, or of the target whose number some trainers leave there
-SHOWN = 60  # characters of a wrong value that a message repeats
-# parameters of transformers' apply_chat_template and of its renderer, and the tokenizer's own special tokens: given as
-# a template's variables they would change what is rendered, or how, and not only what a template does with a variable
+MOST_LAYERS = 512  # upper bound of num_hidden_layers, in which some trainers leave the target's layer count
+MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
+# Names that chat template arguments may not have: the parameters of transformers' apply_chat_template and of its
+# renderer, and the tokenizer's special tokens. Passed as arguments, they would replace the template or its input, or
+# change how it is rendered, instead of setting a variable of the template.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
     "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
 )
-LONGEST_KWARGS = 10_000  # characters of the JSON of a template's arguments
+MAX_KWARGS_LENGTH = 10_000  # characters of the chat template arguments as JSON
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold, in words for messages."""
+    """The allowed values of a field: `accepts` tests a value, `description` completes "it must be ..." in messages."""
 
-    words: str
-    fits: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
-def whole(least: int, most: int) -> Kind:
-    """An integer within bounds (a JSON true is none)."""
+def integer(minimum: int, maximum: int) -> Kind:
+    """An integer within inclusive bounds. JSON's true and false are not accepted."""
     return Kind(
-        f"a whole number from {least:,} to {most:,}",
-        lambda x: _is_number(x) and isinstance(x, int) and least <= x <= most,
+        f"an integer from {minimum:,} to {maximum:,}",
+        lambda x: _is_number(x) and isinstance(x, int) and minimum <= x <= maximum,
     )
 
 
-def number(above: float, most: float) -> Kind:
-    """A finite number within bounds, the lower one excluded."""
-    return Kind(f"a number above {above:g} and at most {most:g}", lambda x: _is_number(x) and above < x <= most)
+def positive(maximum: float, above: float = 0) -> Kind:
+    """A finite number x with above < x <= maximum."""
+    return Kind(f"a number above {above:g} and at most {maximum:g}", lambda x: _is_number(x) and above < x <= maximum)
 
 
-def up_to(most: float) -> Kind:
-    """A finite number from 0 on."""
-    return Kind(f"a number from 0 to {most:g}", lambda x: _is_number(x) and 0 <= x <= most)
+def non_negative(maximum: float) -> Kind:
+    """A finite number x with 0 <= x <= maximum."""
+    return Kind(f"a number from 0 to {maximum:g}", lambda x: _is_number(x) and 0 <= x <= maximum)
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def several(kind: Kind, most: int) -> Kind:
-    """A list of at most so many."""
+def list_of(kind: Kind, max_length: int) -> Kind:
+    """A list of at most `max_length` values of one kind; it may be empty."""
     return Kind(
-        f"a list of at most {most:,}, each {kind.words}",
-        lambda x: isinstance(x, list) and len(x) <= most and all(map(kind.fits, x)),
+        f"a list of at most {max_length:,} values, each {kind.description}",
+        lambda x: isinstance(x, list) and len(x) <= max_length and all(map(kind.accepts, x)),
     )
 
 
 def either(one: Kind, other: Kind) -> Kind:
-    return Kind(f"{one.words}, or {other.words}", lambda x: one.fits(x) or other.fits(x))
+    """A value of either kind."""
+    return Kind(f"{one.description}, or {other.description}", lambda x: one.accepts(x) or other.accepts(x))
 
 
 FLAG = Kind("true or false", lambda x: isinstance(x, bool))
 OBJECT = Kind("a JSON object", lambda x: isinstance(x, dict))
-TEXT = Kind("a text of at most 4,096 characters", lambda x: isinstance(x, str) and len(x) <= 4096)
-SIZE = whole(1, 2**20)
-HEADS = whole(1, 2**12)
-TOKEN = whole(-1, 2**24)  # some write -1 for none
-POSITIONS = whole(2, 2**40)
-LAYERS = several(whole(0, 4096), 64)
-FACTORS = several(number(0, 1e6), 4096)
+TEXT = Kind("a string of at most 4,096 characters", lambda x: isinstance(x, str) and len(x) <= 4096)
+SIZE = integer(1, 2**20)
+HEADS = integer(1, 2**12)
+TOKEN = integer(-1, 2**24)  # some configs write -1 for no token
+POSITIONS = integer(2, 2**40)
+LAYERS = list_of(integer(0, 4096), 64)
+FACTORS = list_of(positive(1e6), 4096)
 
 ROPE = {
     "rope_type": TEXT,
     "type": TEXT,
-    "rope_theta": number(1, 1e15),
-    "partial_rotary_factor": number(0, 1),
-    "factor": number(0, 1e6),
-    "original_max_position_embeddings": number(1, 2**40),
-    "low_freq_factor": number(0, 1e6),
-    "high_freq_factor": number(0, 1e6),
-    "attention_factor": number(0, 1e6),
-    "beta_fast": number(0, 1e6),
-    "beta_slow": number(0, 1e6),
-    "mscale": up_to(1e3),
-    "mscale_all_dim": up_to(1e3),
+    "rope_theta": positive(1e15, above=1),
+    "partial_rotary_factor": positive(1),
+    "factor": positive(1e6),
+    "original_max_position_embeddings": positive(2**40, above=1),
+    "low_freq_factor": positive(1e6),
+    "high_freq_factor": positive(1e6),
+    "attention_factor": positive(1e6),
+    "beta_fast": positive(1e6),
+    "beta_slow": positive(1e6),
+    "mscale": non_negative(1e3),
+    "mscale_all_dim": non_negative(1e3),
     "truncate": FLAG,
     "short_factor": FACTORS,
     "long_factor": FACTORS,
 }
-EAGLE_CONFIG = {"eagle_aux_hidden_state_layer_ids": several(whole(-1, 4096), 64), "norm_before_fc": FLAG}
-OWN = {  # under `fledge`
+EAGLE_CONFIG = {"eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 4096), 64), "norm_before_fc": FLAG}
+FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "method": TEXT,
     "aux_layers": LAYERS,
     "own_embeddings": FLAG,
     "longrope_long": FLAG,
     "target": TEXT,
-    "target_layers": whole(1, 4096),
+    "target_layers": integer(1, 4096),
     "tokenizer_sha256": TEXT,
     "template_sha256": TEXT,
     "vocabulary_sha256": TEXT,
     "template_kwargs": OBJECT,
-    "depth": whole(1, 64),
+    "depth": integer(1, 64),
     "max_length": POSITIONS,
-    "coverage": up_to(1),
+    "coverage": non_negative(1),
 }
 CONFIG = {
-    "architectures": several(TEXT, 64),
+    "architectures": list_of(TEXT, 64),
     "model_type": TEXT,
     "hidden_size": SIZE,
     "intermediate_size": SIZE,
-    "num_hidden_layers": whole(1, MOST_LAYERS),
+    "num_hidden_layers": integer(1, MOST_LAYERS),
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
-    "head_dim": whole(1, 2**14),
+    "head_dim": integer(1, 2**14),
     "hidden_act": TEXT,
-    "rms_norm_eps": number(0, 1),
-    "vocab_size": whole(1, 2**24),
-    "draft_vocab_size": whole(1, 2**24),
+    "rms_norm_eps": positive(1),
+    "vocab_size": integer(1, 2**24),
+    "draft_vocab_size": integer(1, 2**24),
     "target_hidden_size": SIZE,
-    "num_aux_hidden_states": whole(1, 64),
+    "num_aux_hidden_states": integer(1, 64),
     "eagle_aux_hidden_state_layer_ids": LAYERS,
     "eagle_config": OBJECT,
     "fledge": OBJECT,
@@ -143,42 +145,50 @@ CONFIG = {
     "mask_token_id": TOKEN,
     "pard_token": TOKEN,
     "ptd_token_id": TOKEN,
-    "bos_token_id": either(TOKEN, several(TOKEN, 64)),
-    "eos_token_id": either(TOKEN, several(TOKEN, 64)),
+    "bos_token_id": either(TOKEN, list_of(TOKEN, 64)),
+    "eos_token_id": either(TOKEN, list_of(TOKEN, 64)),
     "pad_token_id": TOKEN,
 }
 
 
 class Fields:
-    """A JSON object whose fields are checked as they are read. `name` is the object's own, within the file."""
+    """A JSON object whose fields are checked against a table when they are read.
+
+    `name` is the object's key within the file ("" for the top level), for messages. Raises ValueError if `values` is
+    not a JSON object.
+    """
 
     def __init__(self, values: Any, table: dict[str, Kind], name: str = ""):
         if not isinstance(values, dict):
-            raise ValueError(f"{name or 'it'} is {shown(values)}, not a JSON object")
+            raise ValueError(f"{name or 'it'} is {format_value(values)}, not a JSON object")
         self._values, self._table, self._name = values, table, name
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field's value, or `default` where it is missing or null. Raises ValueError, naming the field, for a value
-        of another kind than the table's. A key that the table lacks is a mistake of ours (KeyError)."""
+        """The value of a field, or `default` if it is missing or null.
+
+        Raises ValueError, naming the field, if the table does not allow the value, and KeyError for a key that is not
+        in the table, which is a bug of the caller.
+        """
         kind, value = self._table[key], self._values.get(key)
         if value is None:
             return default
-        if not kind.fits(value):
-            raise ValueError(f"{self._name}{'.' * bool(self._name)}{key} is {shown(value)}; it has to be {kind.words}")
+        if not kind.accepts(value):
+            name = f"{self._name}.{key}" if self._name else key
+            raise ValueError(f"{name} is {format_value(value)}; it must be {kind.description}")
         return value
 
-    def within(self, key: str, table: dict[str, Kind]) -> Fields:
-        """The object under a key; an empty one where there is none."""
+    def nested(self, key: str, table: dict[str, Kind]) -> Fields:
+        """The JSON object under a key, checked against a table of its own; an empty object if the key is missing."""
         return Fields(self.get(key, {}), table, key)
 
 
-def shown(value: Any) -> str:
-    """A value from a file, as a message repeats it: short."""
-    if isinstance(value, int) and abs(value) >= 10**SHOWN:
-        return f"a number of more than {SHOWN} digits"
+def format_value(value: Any) -> str:
+    """A value from a file as error messages quote it: at most about 80 characters."""
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return f"a number of more than {MAX_SHOWN} digits"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict | list):
@@ -187,23 +197,26 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text from a file, as a message repeats it."""
-    return text if len(text) <= SHOWN else text[:SHOWN] + ".."
+    """A string from a file as error messages quote it, cut after MAX_SHOWN characters."""
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + ".."
 
 
 def check_template_kwargs(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
-    """Arguments for a chat template as they are, where they are variables of a template and plain JSON. Raises
-    ValueError, which calls them `name`, for options that change what is rendered or how."""
+    """Returns chat template arguments unchanged if each is a template variable and all are plain JSON.
+
+    Raises ValueError, calling the arguments `name`, for names in RESERVED, for values that JSON cannot represent, and
+    for more than MAX_KWARGS_LENGTH characters of JSON.
+    """
     reserved = sorted(RESERVED.intersection(kwargs))
     if reserved:
         raise ValueError(
-            f"{name} sets {', '.join(reserved)}: such options replace the target's chat template or what is rendered "
-            "by it. Only variables that the template itself reads, such as enable_thinking, can be set; leave it out"
+            f"{name} sets {', '.join(reserved)}: such options replace the target's chat template, its input or how it "
+            "is rendered. Only variables that the template itself reads, such as enable_thinking, can be set"
         )
     try:
         size = len(json.dumps(kwargs, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as e:
-        raise ValueError(f"{name} holds what is no plain JSON ({e})") from e
-    if size > LONGEST_KWARGS:
-        raise ValueError(f"{name} is {size:,} characters of JSON; at most {LONGEST_KWARGS:,} are taken")
+        raise ValueError(f"{name} holds a value that is not plain JSON ({e})") from e
+    if size > MAX_KWARGS_LENGTH:
+        raise ValueError(f"{name} is {size:,} characters of JSON; the limit is {MAX_KWARGS_LENGTH:,}")
     return kwargs

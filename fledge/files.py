@@ -1,4 +1,4 @@
-"""Files and directories that are replaced whole or left as they were, and locks that keep a second job off them."""
+"""Atomic replacement of directories and small files, and lock files that exclude other processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-READS = 5  # of a directory that is replaced each time it is read
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems mounted without locks
+READ_ATTEMPTS = 5  # how often `read_consistent` reads a directory that is replaced during every read
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by file systems mounted without locks
 TEMPORARY = ".fledge-new-"
 
 
@@ -24,17 +24,17 @@ TEMPORARY = ".fledge-new-"
 
 
 @contextlib.contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory to write into, which takes the place of `directory` when the block ends well.
+def replace_directory(directory: Path) -> Iterator[Path]:
+    """Context manager: yields an empty directory to write into, and renames it to `directory` when the block succeeds.
 
-    Only one process at a time may do this to a directory (see `held`). Processes that read through `reading` find the
-    old content or the new, never a part, also after a crash at any moment. Where `directory` is a symbolic link, the
-    directory it leads to is replaced. A full disk raises OSError with the cause and the cure, and leaves the old
-    content.
+    Only one process at a time may replace a directory (see `exclusive_lock`). Processes that read through
+    `read_consistent` see either the complete old content or the complete new content, even after a crash at any
+    moment. If `directory` is a symbolic link, the directory it points to is replaced. If the block raises, the old
+    content stays. A full disk raises OSError with the cause and a remedy.
     """
     directory = Path(os.path.realpath(directory))
-    new, old = beside(directory, "new"), beside(directory, "old")
-    mend(directory)
+    new, old = sibling_path(directory, "new"), sibling_path(directory, "old")
+    restore_interrupted(directory)
     shutil.rmtree(old, ignore_errors=True)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -42,74 +42,74 @@ def replacing(directory: Path) -> Iterator[Path]:
         new.mkdir()
         yield new
         for file in new.iterdir():
-            _flush(file)
-        _flush(new)
+            _fsync(file)
+        _fsync(new)
     except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
-        full = disk_full(e)
+        full = disk_full_errno(e)
         if full is None:
             raise
         raise OSError(
             full,
-            f"no room to save {directory} ({os.strerror(full)}); what was there is untouched. Free some "
-            "space; training then goes on with fledge train --resume",
+            f"no space to save {directory} ({os.strerror(full)}); the previous content is unchanged. Free some disk "
+            "space; fledge train --resume then continues the training",
         ) from e
     if directory.exists():
         directory.rename(old)
     new.rename(directory)
-    _flush(directory.parent)
+    _fsync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def mend(directory: Path) -> None:
-    """Puts the old content back where a replacement was stopped between its two renames. Deletes nothing.
+def restore_interrupted(directory: Path) -> None:
+    """Restores the old content of a directory whose replacement was interrupted between its two renames.
 
-    For the process that may replace the directory; one that only reads uses `reading`.
+    Deletes nothing. Only the process that may replace the directory calls this; readers use `read_consistent`.
     """
-    old = beside(directory, "old")
+    old = sibling_path(directory, "old")
     if old.exists() and not directory.exists():
         old.rename(directory)
 
 
-def reading(directory: Path, read: Callable[[Path], T]) -> T:
-    """Returns `read(place)`, where `place` holds the whole content of a directory that `replacing` writes.
+def read_consistent(directory: Path, read: Callable[[Path], T]) -> T:
+    """Returns `read(path)`, where `path` holds one complete version of a directory that `replace_directory` writes.
 
-    `place` is the directory, or its old content where a replacement is between its two renames or was stopped there.
-    Nothing is written. A result (or error) that a replacement came between is dropped, and the new content read.
-    Raises ValueError where every one of some attempts is disturbed.
+    `path` is the directory itself, or the renamed old version if a replacement is between its two renames or was
+    interrupted there. Writes nothing. If the directory was replaced during the call, the result or exception of `read`
+    is discarded and the new content is read. Raises ValueError if that happens READ_ATTEMPTS times in a row.
     """
     directory = Path(directory)
-    for _ in range(READS):
-        before = place, _ = _state(directory)
+    for _ in range(READ_ATTEMPTS):
+        before = path, _ = _version(directory)
         try:
-            found = read(place)
+            result = read(path)
         except Exception:
-            if _state(directory) == before:
+            if _version(directory) == before:
                 raise
         else:
-            if _state(directory) == before:
-                return found
+            if _version(directory) == before:
+                return result
     raise ValueError(
-        f"{directory} was replaced {READS} times while it was read; try again when its run saves less often"
+        f"{directory} was replaced {READ_ATTEMPTS} times while it was read; try again when its run saves less often"
     )
 
 
-def _state(directory: Path) -> tuple[Path, tuple[int, ...] | None]:
-    """Where a directory's content lies, and what is another after it was replaced; None where there is nothing."""
-    for place in (directory, beside(directory, "old")):
+def _version(directory: Path) -> tuple[Path, tuple[int, ...] | None]:
+    """The path of a directory's content, and an identifier that changes on replacement (None: no content exists)."""
+    for path in (directory, sibling_path(directory, "old")):
         with contextlib.suppress(OSError):
-            found = place.stat()
-            return place, (found.st_dev, found.st_ino, found.st_ctime_ns)  # an inode alone may be used again
+            stat = path.stat()
+            return path, (stat.st_dev, stat.st_ino, stat.st_ctime_ns)  # the inode number alone can be reused
     return directory, None
 
 
-def beside(path: Path, which: str) -> Path:
-    """A place next to a file or directory that nobody else has a use for."""
-    path = Path(os.path.realpath(path))  # "." has no name
-    return path.parent / f".{path.name}.fledge-{which}"
+def sibling_path(path: Path, suffix: str) -> Path:
+    """The hidden path `.NAME.fledge-SUFFIX` in the same directory as `path`, reserved for fledge."""
+    path = Path(os.path.realpath(path))  # Path(".") has an empty name
+    return path.parent / f".{path.name}.fledge-{suffix}"
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,10 +121,10 @@ def _flush(path: Path) -> None:
 
 
 def replace_text(file: str | Path, text: str) -> None:
-    """Writes a small file whole, or leaves it as it was. Where it is a symbolic link, the file it leads to is written.
+    """Writes a small UTF-8 file atomically. If `file` is a symbolic link, the file it points to is replaced.
 
-    The text is first written beside it under a new name, so that no other file is touched. A full disk raises OSError
-    with the cause and the cure.
+    The text is written to a temporary file with a random name in the same directory, which is then renamed. A full
+    disk raises OSError with the cause and a remedy; the old content stays.
     """
     file = Path(os.path.realpath(file))
     temporary = file.with_name(TEMPORARY + secrets.token_hex(8))
@@ -136,19 +136,22 @@ def replace_text(file: str | Path, text: str) -> None:
         temporary.replace(file)
     except BaseException as e:
         temporary.unlink(missing_ok=True)
-        if (full := disk_full(e)) is None:
+        if (full := disk_full_errno(e)) is None:
             raise
-        raise OSError(full, f"no room to write {file} ({os.strerror(full)}); free some space") from e
+        raise OSError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
 
 
-def remove_abandoned(directory: Path) -> None:
-    """Removes what `replace_text` left where the process was killed. For the one process that writes there."""
+def remove_temporary_files(directory: Path) -> None:
+    """Removes the temporary files of `replace_text` calls that were killed. Only the writing process may call this."""
     for file in directory.glob(TEMPORARY + "*"):
         file.unlink()
 
 
-def disk_full(error: BaseException | None) -> int | None:
-    """The errno of a full disk that an exception is, or hides: torch.save makes a RuntimeError of it."""
+def disk_full_errno(error: BaseException | None) -> int | None:
+    """The errno if an exception, or one in its chain of causes, reports a full disk; otherwise None.
+
+    torch.save raises a RuntimeError whose context is the OSError.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return error.errno
@@ -160,14 +163,15 @@ def disk_full(error: BaseException | None) -> int | None:
 
 
 @contextlib.contextmanager
-def held(lock: Path, what: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Keeps every other process that asks for the same lock file away from `what` while the block runs.
+def exclusive_lock(lock: Path, resource: str, warn: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Context manager: holds an exclusive lock on the file `lock` while the block runs.
 
-    The system releases the lock when the process ends, however it ends, so a file left behind locks nothing. Raises
-    ValueError, naming the process, where another one holds it. Where the file system has no locks, `say` is told, and
-    the block runs without one.
+    `resource` names what the lock protects, for messages. The operating system releases the lock when the process ends
+    for any reason, so a lock file left behind locks nothing. Raises ValueError, naming the owning process, if another
+    process holds the lock, and if the lock file cannot be opened. If the file system does not support locks, `warn` is
+    called with a message and the block runs without a lock.
     """
-    handle = _locked(lock, what, say)
+    handle = _acquire(lock, resource, warn)
     try:
         yield
     finally:
@@ -175,41 +179,44 @@ def held(lock: Path, what: str, say: Callable[[str], None] = lambda line: None) 
         os.close(handle)
 
 
-def _locked(lock: Path, what: str, say: Callable[[str], None]) -> int:
-    """Opens and locks the file, with a line in it that says who has it."""
-    import fcntl  # Linux and macOS have it; Windows has not, where drafts can be read all the same
+def _acquire(lock: Path, resource: str, warn: Callable[[str], None]) -> int:
+    """Opens and locks the file, writes the owner into it, and returns the file descriptor."""
+    import fcntl  # not available on Windows, where drafts can still be read
 
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # writable, or NFS locks nothing; through no link, since it is written
+            # NFS only locks files opened for writing; O_NOFOLLOW because the target of a link would be overwritten
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            continue  # its directory was new, and removed by the process that made it
+            continue  # the process that had created the parent directory removed it again
         except OSError as e:
-            raise ValueError(f"{what} cannot be written: its lock {lock} cannot be opened ({e.strerror})") from e
+            raise ValueError(f"{resource} cannot be written: its lock {lock} cannot be opened ({e.strerror})") from e
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            holder = os.read(handle, 200).decode(errors="replace").strip() or "another process is writing it"
+            owner = os.read(handle, 200).decode(errors="replace").strip() or "another process is writing it"
             os.close(handle)
-            raise ValueError(f"{what} is in use: {holder}; wait until that has ended, or stop it") from e
+            raise ValueError(f"{resource} is in use: {owner}; wait until that process has ended, or stop it") from e
         except OSError as e:
-            if e.errno not in NO_LOCKS:
+            if e.errno not in LOCKS_UNSUPPORTED:
                 os.close(handle)
                 raise
-            say(f"the file system of {what} has no locks ({e.strerror}): start no other job that writes it")
-        if _is_open_as(lock, handle):
+            warn(
+                f"the file system of {resource} does not support locks ({e.strerror}): do not start another job that "
+                "writes it"
+            )
+        if _is_same_file(lock, handle):
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            holder = f"process {os.getpid()} on {socket.gethostname()} has been writing it since {since}\n"
-            with contextlib.suppress(OSError):  # on a full disk it locks all the same
+            owner = f"process {os.getpid()} on {socket.gethostname()} has been writing it since {since}\n"
+            with contextlib.suppress(OSError):  # on a full disk the lock works without the owner's name
                 os.ftruncate(handle, 0)
-                os.write(handle, holder.encode())
+                os.write(handle, owner.encode())
             return handle
-        os.close(handle)  # the process that held it removed it between
+        os.close(handle)  # the previous owner removed the file between our open and our flock
 
 
-def _is_open_as(path: Path, handle: int) -> bool:
+def _is_same_file(path: Path, handle: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False

@@ -1,4 +1,4 @@
-"""Names of models: directories here, or ids on the Hugging Face hub, which may end in a revision (owner/name@rev)."""
+"""Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ DRAFT_FILES = ("config.json", "*.safetensors", "pytorch_model.bin")
 
 
 def split_revision(name: str | Path) -> tuple[str, str | None]:
-    """A name as transformers takes it, and the revision that stood after its @. What exists here is a path as it is."""
-    found = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
-    return (found["id"], found["revision"]) if found else (str(name), None)
+    """Splits `owner/name@revision` into the hub id and the revision, as transformers takes them.
+
+    The revision is None without an @. A name that exists as a local path is returned unchanged.
+    """
+    match = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
+    return (match["id"], match["revision"]) if match else (str(name), None)
 
 
 def draft_directory(name: str | Path) -> Path:
-    """The directory of a draft: the path, or where the hub's draft of that name was downloaded to.
+    """The local directory of a draft: the path itself, or the directory that a hub id was downloaded to.
 
-    What has the form of a path, or whose parent is a directory here, is never looked for on the hub. Raises ValueError
-    where it is neither here nor to be had there.
+    A name is returned as a path, without asking the hub, if it exists, if it is not a valid hub id, or if its parent
+    is an existing directory (a local path with a typo). Raises ValueError if a hub id cannot be downloaded.
     """
     path = Path(name)
-    beside_others = path.parent != Path() and path.parent.is_dir()
-    if path.exists() or beside_others or not HUB_ID.fullmatch(str(name)):
+    parent_exists = path.parent != Path() and path.parent.is_dir()
+    if path.exists() or parent_exists or not HUB_ID.fullmatch(str(name)):
         return path
     return _download(str(name))
 
@@ -36,8 +39,8 @@ def _download(name: str) -> Path:
     repository, revision = split_revision(name)
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(DRAFT_FILES)))
-    except Exception as e:  # offline, unknown, private, no such revision: each has an error of its own
+    except Exception as e:  # offline, unknown or private id, unknown revision: each raises another type
         reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ValueError(
-            f"the draft {name} is no directory here, and as a hub id it cannot be downloaded: {reason}"
+            f"the draft {name} is not a local directory and cannot be downloaded from the hub: {reason}"
         ) from e

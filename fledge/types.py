@@ -1,12 +1,16 @@
-"""The objects that flow between the parts, and the legend of their shapes.
+"""The data types shared by the packages, and the legend of axis names.
 
-A tensor's name ends in its axes: `aux_TAD` is `[T, A, D]`.
+The suffix of a tensor's name lists its axes: `aux_TAD` has shape `[T, A, D]`.
 
     T tokens of a packed row    S live slots           K draft depth = TTT steps   A captured target layers
-    D target hidden             E draft hidden         V target vocabulary         W draft vocabulary
+    D target hidden size        E draft hidden size    V target vocabulary         W draft vocabulary
     H query heads               G key-value heads      d head dimension            L cache length
-    N nodes of a draft tree, its root included          B requests decoded together
-    R tokens a request has accepted, the most of any    M rows of all requests, one's after the other's
+    N nodes of a draft tree, including the root         B requests in a batch
+    R accepted tokens per request (batch maximum)       M rows of all requests, concatenated
+
+TTT is EAGLE-3's training-time test (arXiv:2503.01840): the draft is trained over K steps, and reads its own hidden
+states from the second step on, as in decoding. A slot is a token position of a packed row; `Packed.live`
+says at which slots the draft is trained.
 """
 
 from __future__ import annotations
@@ -22,17 +26,18 @@ import torch
 from torch import Tensor
 
 
-def check_type(name: str, value: Any, kind: Any, words: str) -> None:
-    """Raises TypeError, in a sentence, for an argument of the wrong type."""
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raises TypeError if `value` is not an instance of `kind`; `expected` describes `kind` in the message."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} is {words}, not a value of type {type(value).__name__}")
+        raise TypeError(f"{name} must be {expected}, not a value of type {type(value).__name__}")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation, text or window: `tokens` and, per token, the id of its assistant span or -1.
+    """A tokenized conversation, text, or window of one.
 
-    Both are int32 tensors of shape [n]. Span ids are distinct within the document.
+    `tokens` are the token ids. `spans` has for each token the id of its assistant turn (distinct within the document),
+    or -1 for tokens that are not supervised. Both are int32 tensors of shape [n].
     """
 
     tokens: Tensor
@@ -41,11 +46,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Packed:
-    """A row of whole documents and a filler tail, all int32 of shape [T].
+    """A training row of complete documents, padded at the end with filler; all tensors int32 of shape [T].
 
-    `position_T` restarts at 0 in each document; `doc_T` numbers them; `span_T` is the id of the assistant span,
-    distinct over the row, or -1. Filler is made of short documents, numbered below 0, whose spans are all -1: it is
-    never live, and no target reads it.
+    `position_T` restarts at 0 in each document. `doc_T` is the index of the document. `span_T` is the id of the
+    assistant span, distinct within the row, or -1. Filler consists of short documents with negative indices and spans
+    of -1: its slots are never live, and the target does not run on it.
     """
 
     token_T: Tensor
@@ -54,34 +59,36 @@ class Packed:
     doc_T: Tensor
 
     def live(self, steps: int) -> list[Tensor]:
-        """Slots live at each of `steps` TTT steps: K ascending int64 tensors, each a subset of the one before.
+        """The live slots of each of `steps` TTT steps: ascending int64 tensors, each a subset of the previous one.
 
-        Slot t is live at step k when x_{t+1} .. x_{t+2+k} lie in one span of the document that t is in
-        (SPEC: the decoder could have drafted them from here). Spans are contiguous, so their ends decide.
+        Slot t is live at step k if tokens x_{t+1} .. x_{t+2+k} belong to the same span, in the document of t: a decoder
+        could then have drafted x_{t+2+k} at its step k. Spans are contiguous, so only the first and last are compared.
         """
         n = self.token_T.numel()
-        starts = (self.span_T[1:] >= 0) & (self.doc_T[1:] == self.doc_T[:-1])  # slot t = 0 .. n-2, by x_{t+1}
+        first_ok = (self.span_T[1:] >= 0) & (self.doc_T[1:] == self.doc_T[:-1])  # of x_{t+1}, for t = 0 .. n-2
         live = []
         for k in range(steps):
             last = self.span_T[2 + k :]  # span of x_{t+2+k} for t = 0 .. n-3-k
             m = max(n - 2 - k, 0)
-            live.append((starts[:m] & (self.span_T[1 : 1 + m] == last)).nonzero().squeeze(-1))
+            live.append((first_ok[:m] & (self.span_T[1 : 1 + m] == last)).nonzero().squeeze(-1))
         return live
 
     def documents(self) -> list[tuple[int, int]]:
-        """[start, end) of every document in the row, the filler included."""
+        """The [start, end) token ranges of all documents in the row, including the filler."""
         cuts = (self.doc_T[1:] != self.doc_T[:-1]).nonzero().squeeze(-1) + 1
         edges = [0, *cuts.tolist(), self.doc_T.numel()]
         return list(itertools.pairwise(edges))
 
     def without_filler(self) -> list[tuple[int, int]]:
-        """[start, end) of every document that a target reads: all but the filler."""
+        """The [start, end) token ranges of all documents except the filler."""
         return [(start, end) for start, end in self.documents() if self.doc_T[start] >= 0]
 
 
 def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
-    """Joins [start, end) documents that follow one another into stretches of at most `width` tokens, or one longer
-    document."""
+    """Merges adjacent [start, end) documents into ranges of at most `width` tokens.
+
+    A document longer than `width` is a range of its own.
+    """
     groups: list[tuple[int, int]] = []
     for start, end in documents:
         if groups and groups[-1][1] == start and end - groups[-1][0] <= width:
@@ -93,7 +100,10 @@ def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tu
 
 @dataclass(frozen=True)
 class Features:
-    """What a draft reads of its target: captured layers [T, A, D], and the final hidden state after its norm [T, D]."""
+    """The target's hidden states that a draft reads: captured layers [T, A, D], and the final hidden states [T, D].
+
+    The final hidden states are those after the target's last norm, which the target's head reads.
+    """
 
     aux_TAD: Tensor
     last_TD: Tensor
@@ -101,11 +111,12 @@ class Features:
 
 @dataclass
 class Step:
-    """One row's sums, divided once after they are summed over all rows and ranks.
+    """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
 
-    `loss` is Σ_k γ^k Σ_scored loss (float32 scalar); the [K] tensors count, per TTT step, live slots,
-    scored slots, hits (draft argmax = teacher argmax), slots hit at every step so far, and Σ α (float32).
-    `walked` is (tokens committed, rounds) of decoding the row as it stands.
+    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of live
+    slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier steps, and
+    the sum of the acceptance rates α (float32). `walked` is (tokens committed, rounds) of a decoding simulated on the
+    row, as if its text were the target's output.
     """
 
     loss: Tensor
@@ -126,13 +137,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target chooses a token; the defaults are greedy.
+    """Sampling parameters. The defaults decode greedily.
 
-    `temperature` 0 is greedy. `draft` says how a draft token is chosen where the target samples: "greedy" (its
-    argmax; the output equals vanilla sampling at the same seed token for token) or "sample" (from the draft's own
-    distribution at the same temperature, accepted with min(1, p/q)). `processors` are transformers LogitsProcessor
-    objects, called with the ids of the whole prefix before the temperature, as `generate` calls them. Raises TypeError
-    and ValueError for values of another kind or out of range.
+    `temperature` 0 is greedy decoding, `top_k` 0 and `top_p` 1 keep all tokens, `repetition_penalty` 1 is none.
+    `draft` selects how draft tokens are chosen at temperatures above 0: "greedy" takes the draft's argmax, and the
+    output is then token for token that of decoding without a draft at the same seed; "sample" draws from the draft's
+    distribution at the same temperature and accepts with probability min(1, p/q), which keeps the target's
+    distribution. `processors` are transformers LogitsProcessor objects, called as in `generate`: with the token ids of
+    the whole prefix, before the temperature is applied. Raises TypeError for values of the wrong type and ValueError
+    for values out of range.
     """
 
     temperature: float = 0.0
@@ -150,33 +163,41 @@ class Sampling:
         check_type("seed", self.seed, Integral, "an integer")
         check_type("processors", self.processors, Sequence, "a list of LogitsProcessor objects")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature {self.temperature} is no number of 0 or more; use 0 for greedy decoding")
+            raise ValueError(
+                f"temperature {self.temperature} must be a finite number of at least 0; use 0 for greedy decoding"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} is negative; use 0 for no limit")
         if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be a positive number; 1 is none")
+            raise ValueError(
+                f"repetition_penalty {self.repetition_penalty} must be a positive number; use 1 for no penalty"
+            )
         if self.draft not in ("greedy", "sample"):
             raise ValueError(f"draft sampling {self.draft!r} is neither 'greedy' nor 'sample'")
 
     @property
     def greedy(self) -> bool:
+        """Whether decoding is greedy: the target's argmax is always chosen."""
         return self.temperature == 0
 
     @property
-    def draws(self) -> bool:
-        """Whether draft tokens are drawn."""
+    def samples_draft(self) -> bool:
+        """Whether draft tokens are sampled from the draft's distribution."""
         return self.draft == "sample" and not self.greedy
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Drafted target ids of B requests, int64 [B, N]. Node 0 is the root, the last committed token; every other node's
-    parent, int64 [B, N], stands before it (the root's is -1), and siblings differ. `parent_BN` None is a chain.
-    `levels` is at least the length of the longest path from the root. Where requests have fewer nodes, `count_B` says
-    how many, and what is beyond them nothing reads. Chains that were drawn have their distributions, float64 [K, W]
-    each."""
+    """The draft trees of B requests.
+
+    `token_BN` are target token ids, int64 [B, N]. Node 0 is the root, which is the last committed token.
+    `parent_BN` is the index of each node's parent, int64 [B, N]; parents precede their children, and the root's parent
+    is -1. None means that every tree is a chain. Siblings have different tokens. `levels` is an upper bound of the
+    longest path from the root. `count_B` is the number of nodes of each request if they differ; nodes beyond it are
+    padding. `q_BKW` are the draft's distributions, float64 [K, W] per request, if a chain was sampled.
+    """
 
     token_BN: Tensor
     parent_BN: Tensor | None
@@ -190,11 +211,11 @@ class Tree:
         return cls(token_BN, None, token_BN.shape[1] - 1)
 
     def ancestors(self) -> Tensor:
-        """Which nodes stand on each node's path from the root, itself included: bool [B, N, N]."""
+        """Bool [B, N, N]: entry [b, n, m] is True if node m is on the path from the root to node n, n included."""
         B, n = self.token_BN.shape
         if self.parent_BN is None:
             return torch.ones(n, n, dtype=torch.bool, device=self.token_BN.device).tril().expand(B, n, n)
-        # the root is made its own parent, so that steps up from it stay there; each product doubles their number
+        # repeated squaring of the parent matrix; the root is its own parent, so that paths end there
         up = torch.nn.functional.one_hot(self.parent_BN.clamp_min(0), n).float()
         up = (up + torch.eye(n, device=up.device)).clamp_max(1)
         for _ in range(max(self.levels - 1, 0).bit_length()):
@@ -205,8 +226,8 @@ class Tree:
         parent_BN = None if self.parent_BN is None else self.parent_BN.to(device)
         return replace(self, token_BN=self.token_BN.to(device), parent_BN=parent_BN)
 
-    def on_host(self) -> list[tuple[list[int], list[int]]]:
-        """Every request's tokens and parents; waits for the device once."""
+    def to_lists(self) -> list[tuple[list[int], list[int]]]:
+        """The tokens and parents of each request as Python lists, without padding. Synchronizes the device once."""
         B, n = self.token_BN.shape
         if self.parent_BN is None:
             tokens, parents = self.token_BN.tolist(), [list(range(-1, n - 1))] * B
@@ -218,8 +239,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification commits to a request: the accepted nodes' `path`, the root first, and all its `tokens`: the
-    accepted nodes' and after them the target's own."""
+    """The result of verifying one request's tree.
+
+    `path` are the accepted node indices from the root on. `tokens` are the tokens to commit: those of the accepted
+    nodes, then one that the target chose (the bonus token, or the correction after a rejection).
+    """
 
     path: Sequence[int]
     tokens: list[int]
@@ -227,9 +251,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A fixed tree: every node's parent, and its rank among its siblings, the root (parent -1, rank 0) first.
+    """A static draft tree, as in EAGLE-1 and Medusa.
 
-    Raises ValueError where a parent does not stand before its child, or two siblings have one rank.
+    `parents` are the indices of the nodes' parents. `ranks` are the nodes' ranks among the draft's most likely tokens
+    after the parent, from 0. Node 0 is the root, with parent -1 and rank 0. Raises ValueError if a parent does not
+    precede its child, or if two siblings have the same rank.
     """
 
     parents: tuple[int, ...]
@@ -237,38 +263,44 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks) or len(self.parents) < 2:
-            raise ValueError("a tree needs as many ranks as parents, the root's and at least one more")
+            raise ValueError("a tree needs one rank for each parent, and at least one node besides the root")
         if (self.parents[0], self.ranks[0]) != (-1, 0):
-            raise ValueError("the first node is the root, whose parent is -1 and whose rank is 0")
+            raise ValueError("the first node must be the root, with parent -1 and rank 0")
         if any(not 0 <= p < n for n, p in enumerate(self.parents[1:], 1)) or min(self.ranks) < 0:
-            raise ValueError("a node's parent stands before it, and its rank is 0 or more")
+            raise ValueError("a node's parent must precede it, and its rank must be 0 or more")
         if len(set(zip(self.parents, self.ranks, strict=True))) < len(self.parents):
             raise ValueError("two children of one node have the same rank")
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
-        """From ranks along the path to each node, as EAGLE-1's code and Medusa's write trees: [0], [1], [0, 0] .."""
+        """The tree with a node for each path of ranks from the root, the format of EAGLE-1's and Medusa's code.
+
+        For example [[0], [1], [0, 0]]. Raises ValueError for a duplicate path and for a node without its parent.
+        """
         known = {(): 0} | {tuple(p): i for i, p in enumerate(sorted(paths, key=lambda p: (len(p), list(p))), start=1)}
         orphan = next((p for p in known if p and p[:-1] not in known), None)
         if orphan is not None:
-            raise ValueError(f"the tree has a node at {list(orphan)} but none above it")
+            raise ValueError(f"the tree has a node at {list(orphan)} but not its parent")
         if len(known) <= len(paths):
-            raise ValueError("the tree has a path twice")
+            raise ValueError("the tree has a duplicate path")
         nodes = [p for p in known if p]
         return cls((-1, *(known[p[:-1]] for p in nodes)), (0, *(p[-1] for p in nodes)))
 
     def levels(self) -> list[list[int]]:
-        """The nodes of every level, the root's first."""
+        """The node indices of each level, starting with [0], the root."""
         level = [0]
         for p in self.parents[1:]:
             level.append(level[p] + 1)
-        return [[n for n, at in enumerate(level) if at == l] for l in range(max(level) + 1)]
+        return [[n for n, depth in enumerate(level) if depth == l] for l in range(max(level) + 1)]
 
 
 @dataclass
 class Round:
-    """One verification: the longest path drafted and the tokens accepted (the bonus is one more), and its seconds by
-    part."""
+    """One round of drafting and verification.
+
+    `drafted` is the length of the longest drafted path. `accepted` is the number of accepted draft tokens, without the
+    target's own token. `t_draft` and `t_verify` are seconds.
+    """
 
     drafted: int
     accepted: int
@@ -278,7 +310,7 @@ class Round:
 
 @dataclass
 class Trace:
-    """What a generation did: one `Round` a verification, and the seconds of the prefill and of the whole."""
+    """The statistics of one generation: its rounds, and the seconds of the prefill and of the whole generation."""
 
     rounds: list[Round] = field(default_factory=list)
     t_prefill: float = 0.0
@@ -286,5 +318,5 @@ class Trace:
 
 
 def without_processors(sampling: Sampling) -> Sampling:
-    """The same sampling as plain data, for writing to JSON."""
+    """The same parameters without `processors`, which JSON cannot represent."""
     return replace(sampling, processors=())

@@ -158,13 +158,13 @@ def test_one_prompt_where_several_are_asked_for_and_the_other_way_round(engine: 
 
 
 WRONG_OPTIONS: dict[str, tuple[Any, str]] = {
-    "temperature": ("hot", "temperature is a number, not a value of type str"),
-    "top_k": (2.5, "top_k is an integer, not a value of type float"),
-    "seed": (None, "seed is an integer, not a value of type NoneType"),
-    "processors": (print, "processors is a list of LogitsProcessor objects, not a value of type builtin"),
-    "sampling": (dict(temperature=1), r"sampling is a fledge\.Sampling, not a value of type dict"),
-    "max_new_tokens": ("12", "max_new_tokens is an integer, not a value of type str"),
-    "stop": (3, "stop is a string or a list of strings, not a value of type int"),
+    "temperature": ("hot", "temperature must be a number, not a value of type str"),
+    "top_k": (2.5, "top_k must be an integer, not a value of type float"),
+    "seed": (None, "seed must be an integer, not a value of type NoneType"),
+    "processors": (print, "processors must be a list of LogitsProcessor objects, not a value of type builtin"),
+    "sampling": (dict(temperature=1), r"sampling must be a fledge\.Sampling, not a value of type dict"),
+    "max_new_tokens": ("12", "max_new_tokens must be an integer, not a value of type str"),
+    "stop": (3, "stop must be a string or a list of strings, not a value of type int"),
 }
 
 
@@ -183,13 +183,13 @@ def test_sampling_out_of_range(fields: dict[str, Any]) -> None:
 
 
 def test_more_options_of_the_wrong_type(engine: api.Engine) -> None:
-    with pytest.raises(TypeError, match="stop is a string or a list of strings, not a value of type int"):
+    with pytest.raises(TypeError, match="stop must be a string or a list of strings, not a value of type int"):
         engine.generate(IDS, stop=["a", 3])
-    with pytest.raises(TypeError, match="batch is an integer, not a value of type str"):
+    with pytest.raises(TypeError, match="batch must be an integer, not a value of type str"):
         engine.generate([IDS], batch="4")
-    with pytest.raises(TypeError, match=r"target is a loaded fledge\.Target .*not a value of type str"):
+    with pytest.raises(TypeError, match=r"target must be a loaded fledge\.Target .*not a value of type str"):
         api.Engine("path/to/target")
-    with pytest.raises(TypeError, match=r"draft is a loaded draft .*not a value of type str"):
+    with pytest.raises(TypeError, match=r"draft must be a loaded draft .*not a value of type str"):
         api.Engine(engine.target, "path/to/draft")
 
 
@@ -233,10 +233,10 @@ def test_models_that_cannot_be_taken(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer= goes with a loaded model; a target's directory has its own"):
         api.load(made / "target", tokenizer=tiny_tokenizer())
     with pytest.raises(
-        TypeError, match=r"target is a directory, a hub id, a transformers model or a fledge\.Target, not"
+        TypeError, match=r"target must be a directory, a hub id, a transformers model or a fledge\.Target, not"
     ):
         api.load(None)
-    with pytest.raises(TypeError, match="draft is the directory of a draft, not a value of type Draft"):
+    with pytest.raises(TypeError, match="draft must be the directory of a draft, not a value of type Draft"):
         api.load(made / "target", draft=tiny_draft(tiny_target()))
     with pytest.raises(ValueError, match="fledge needs a fast tokenizer"):
         api.Engine(tiny_target(tokenizer=False))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from fledge.decode.engine import load
 from fledge.eval.prompts import read_prompts
-from fledge.files import beside, held
+from fledge.files import exclusive_lock, sibling_path
 from fledge.jobs import generate as generate_job
 from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs.evaluate import _sentences
@@ -767,7 +767,7 @@ def test_a_full_disk_takes_no_figure_away(made, draft, fledge, tmp_path, monkeyp
         for way, shown in ((["--json"], '"tau"'), ([], "τ")):
             went = fledge(*words, *more, *way)
             assert went.code == 2 and shown in went.out, went
-            assert "no room to write" in went.err and "r.json" in went.err and "free some space" in went.err
+            assert "no space to write" in went.err and "r.json" in went.err and "free some disk space" in went.err
     assert list(tmp_path.iterdir()) == [tmp_path / "more.jsonl"]
 
 
@@ -820,7 +820,7 @@ def test_regenerate_is_one_process_at_a_time(made, fledge, tmp_path):
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 2]
     words += ["--max-new-tokens", 4, "--out"]
     out.write_text("")
-    with held(beside(out, "lock"), str(out)):
+    with exclusive_lock(sibling_path(out, "lock"), str(out)):
         for name in (out, tmp_path / "link.jsonl"):
             went = fledge(*words, name)
             assert went.code == 2 and f"{name} is in use: process {os.getpid()} on" in went.err, went.err

@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 
 def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "HEIGHT", 4)  # the interpreter is slow
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target, draft = pair(torch.float32)
     on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fledge import fields
 from fledge.config import DraftConfig, RopeConfig
 from fledge.data.template import ChatTemplate
-from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, RESERVED, ROPE, Fields, check_template_kwargs
+from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, RESERVED, ROPE, Fields, check_template_kwargs
 from fledge.jobs.options import template_kwargs
 from fledge.kernels.rope import rope_frequencies
 
@@ -27,7 +27,7 @@ PLAIN = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=120, draft_vocab_size=40,
     max_position_embeddings=256, rms_norm_eps=1e-5, rope_theta=1e4,
 )  # fmt: skip
-TABLES = {"": CONFIG, "fledge": OWN, "eagle_config": EAGLE_CONFIG, "rope_scaling": ROPE, "rope_parameters": ROPE}
+TABLES = {"": CONFIG, "fledge": FLEDGE, "eagle_config": EAGLE_CONFIG, "rope_scaling": ROPE, "rope_parameters": ROPE}
 PLACES = [(at, key) for at, table in TABLES.items() for key in table]
 NUMBERS = [0, -1, 1, 3, 2**31, 10**30, 10**400, 0.0, -0.5, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf]
 OTHERS = [True, False, None, "", "x", "4096", "nan", [], [1], [1.5], ["a"], [[]], {}, {"a": 1}, "x" * 10_000]
@@ -75,23 +75,23 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(hidden_size="32"), "hidden_size is '32'; it has to be a whole number from 1 to 1,048,576"),
+        (dict(hidden_size="32"), "hidden_size is '32'; it must be an integer from 1 to 1,048,576"),
         (dict(hidden_size=-32), "hidden_size is -32; "),
         (dict(hidden_size=2**40), "hidden_size is 1099511627776; "),
         (dict(hidden_size=10**400), "hidden_size is a number of more than 60 digits; "),
         (dict(hidden_size=True), "hidden_size is True; "),
         (dict(num_attention_heads=0), "num_attention_heads is 0; "),
         (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; "),
-        (dict(rms_norm_eps=math.nan), "rms_norm_eps is nan; it has to be a number above 0 and at most 1"),
+        (dict(rms_norm_eps=math.nan), "rms_norm_eps is nan; it must be a number above 0 and at most 1"),
         (dict(rms_norm_eps=0.0), "rms_norm_eps is 0.0; "),
         (dict(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'; "),
-        (dict(attention_bias="false"), "attention_bias is 'false'; it has to be true or false"),
+        (dict(attention_bias="false"), "attention_bias is 'false'; it must be true or false"),
         (dict(architectures="LlamaForCausalLMEagle3"), "architectures is 'LlamaForCausalLMEagle3'; "),
         (dict(eagle_aux_hidden_state_layer_ids=[1, -2, 3]), "eagle_aux_hidden_state_layer_ids is a list of 3; "),
-        (dict(eagle_config="x"), "eagle_config is 'x'; it has to be a JSON object"),
-        (dict(fledge="x"), "fledge is 'x'; it has to be a JSON object"),
-        (dict(fledge=[1]), "fledge is a list of 1; it has to be a JSON object"),
-        (dict(fledge=dict(depth=0)), "fledge.depth is 0; it has to be a whole number from 1 to 64"),
+        (dict(eagle_config="x"), "eagle_config is 'x'; it must be a JSON object"),
+        (dict(fledge="x"), "fledge is 'x'; it must be a JSON object"),
+        (dict(fledge=[1]), "fledge is a list of 1; it must be a JSON object"),
+        (dict(fledge=dict(depth=0)), "fledge.depth is 0; it must be an integer from 1 to 64"),
         (dict(fledge=dict(depth=65)), "fledge.depth is 65; "),
         (dict(fledge=dict(method=3)), "fledge.method is 3; "),
         (dict(fledge=dict(template_kwargs=[1])), "fledge.template_kwargs is a list of 1; "),
@@ -99,7 +99,7 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
         (dict(rope_parameters=dict(full_attention=3)), "rope_parameters is 3, not a JSON object"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "rope_scaling.factor is 0; "),
         (dict(rope_theta=math.inf), "rope_theta is inf; "),
-        (dict(head_dim=7), "a head of 7 dimensions, 7 of them rotated: rotary embedding turns pairs"),
+        (dict(head_dim=7), "a head of 7 dimensions, 7 of them rotated: rotary embedding needs an even number"),
     ],
 )
 def test_the_field_is_named(changes, message):
@@ -150,9 +150,9 @@ def test_options_that_change_what_a_template_is_are_refused(name, target):
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        (dict(x=object()), "no plain JSON"),
-        (dict(x=math.nan), "no plain JSON"),
-        (dict(x="a" * 20_000), "characters of JSON; at most 10,000"),
+        (dict(x=object()), "not plain JSON"),
+        (dict(x=math.nan), "not plain JSON"),
+        (dict(x="a" * 20_000), "characters of JSON; the limit is 10,000"),
     ],
 )
 def test_arguments_that_no_file_can_hold_are_refused(kwargs, reason):
@@ -166,10 +166,10 @@ def test_a_template_argument_nested_too_deep_is_refused():
     for _ in range(100_000):
         current.append([])
         current = current[0]
-    with pytest.raises(ValueError, match="no plain JSON"):
+    with pytest.raises(ValueError, match="not plain JSON"):
         check_template_kwargs(dict(x=deep), "the template's arguments")
 
 
 def test_values_are_repeated_briefly():
     for value in ("x" * 10_000, list(range(10_000)), {str(i): i for i in range(1000)}, 10**5000, math.nan):
-        assert len(fields.shown(value)) < 80
+        assert len(fields.format_value(value)) < 80

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from fledge import files
-from fledge.files import beside, held, mend, reading, replace_text, replacing
+from fledge.files import (
+    exclusive_lock,
+    read_consistent,
+    replace_directory,
+    replace_text,
+    restore_interrupted,
+    sibling_path,
+)
 from support.commands import python
 from support.files import listing
 
@@ -25,7 +32,7 @@ class Killed(BaseException):
 
 
 def write(directory: Path, content: str) -> None:
-    with replacing(directory) as new:
+    with replace_directory(directory) as new:
         (new / "a").write_text(content)
         (new / "b").write_text(content)
 
@@ -34,13 +41,13 @@ def read(directory: Path) -> list[str]:
     def both(place: Path) -> list[str]:
         return [(place / n).read_text() for n in ("a", "b")] if place.exists() else []
 
-    return reading(directory, both)
+    return read_consistent(directory, both)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
 def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
     for before in ([], ["old", "old"]):
-        with pytest.raises(error), replacing(tmp_path / "d") as new:
+        with pytest.raises(error), replace_directory(tmp_path / "d") as new:
             (new / "a").write_text("half")
             raise error("stop")
         assert read(tmp_path / "d") == before
@@ -50,7 +57,7 @@ def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
 
 def test_a_file_that_is_no_longer_written_goes(tmp_path):
     write(tmp_path / "d", "old")
-    with replacing(tmp_path / "d") as new:
+    with replace_directory(tmp_path / "d") as new:
         (new / "c").write_text("new")
     assert listing(tmp_path / "d") == ["c"] and listing(tmp_path) == ["d"]
 
@@ -84,17 +91,17 @@ def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, 
 TWO_KILLS = """
 import os, signal, sys
 from pathlib import Path
-from fledge.files import reading, replacing
+from fledge.files import read_consistent, replace_directory
 
 os.fsync = lambda handle: None  # slow, and for power cuts alone
 
 def write(directory, content):
-    with replacing(directory) as new:
+    with replace_directory(directory) as new:
         (new / "a").write_text(content)
         (new / "b").write_text(content)
 
 def content_of(directory):
-    (content,) = {reading(directory, lambda place: (place / name).read_text()) for name in ("a", "b")}
+    (content,) = {read_consistent(directory, lambda place: (place / name).read_text()) for name in ("a", "b")}
     return content
 
 def killed_before(point, directory, content):  # whether there was such a point, at which files are touched
@@ -144,13 +151,13 @@ def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
 
 def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     """A rename may reach the disk before the content it points to, so a power cut must find the content there."""
-    flush, flushed = files._flush, []
+    flush, flushed = files._fsync, []
 
     def noting(path):
         flush(path)
         flushed.append((path.name, (tmp_path / "d").exists()))
 
-    monkeypatch.setattr(files, "_flush", noting)
+    monkeypatch.setattr(files, "_fsync", noting)
     write(tmp_path / "d", "new")
     assert sorted(flushed) == sorted([("a", False), ("b", False), (".d.fledge-new", False), (tmp_path.name, True)])
 
@@ -158,14 +165,14 @@ def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
 def test_a_disk_that_fills_as_the_file_is_flushed(tmp_path, monkeypatch):
     write(tmp_path / "d", "old")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(OSError, match="no room to save"):
+    with pytest.raises(OSError, match="no space to save"):
         write(tmp_path / "d", "new")
     monkeypatch.undo()
     assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == ["d"]
 
 
 def test_other_errors_keep_their_own_words(tmp_path):
-    with pytest.raises(PermissionError, match="not yours"), replacing(tmp_path / "d"):
+    with pytest.raises(PermissionError, match="not yours"), replace_directory(tmp_path / "d"):
         raise PermissionError(errno.EACCES, "not yours")
 
 
@@ -215,13 +222,13 @@ def test_a_result_that_a_replacement_came_between_is_dropped(tmp_path):
             raise FileNotFoundError("the old one is gone")
         return seen[-1]
 
-    assert reading(tmp_path / "d", slowly) == "new" and seen == ["old", "new"]
+    assert read_consistent(tmp_path / "d", slowly) == "new" and seen == ["old", "new"]
 
 
 def test_a_directory_that_is_replaced_over_and_over_ends_the_reading(tmp_path):
     write(tmp_path / "d", "old")
     with pytest.raises(ValueError, match=r"d was replaced 5 times while it was read; try again"):
-        reading(tmp_path / "d", lambda place: write(tmp_path / "d", "new"))
+        read_consistent(tmp_path / "d", lambda place: write(tmp_path / "d", "new"))
 
 
 def test_a_readers_own_error_is_its_own(tmp_path):
@@ -232,15 +239,15 @@ def test_a_readers_own_error_is_its_own(tmp_path):
         raise ValueError("damaged")
 
     with pytest.raises(ValueError, match="damaged"):
-        reading(tmp_path / "none", fails)
+        read_consistent(tmp_path / "none", fails)
     assert calls == [tmp_path / "none"]
 
 
 def test_only_mending_puts_the_old_content_back(tmp_path):
     write(tmp_path / "d", "old")
-    (tmp_path / "d").rename(beside(tmp_path / "d", "old"))
+    (tmp_path / "d").rename(sibling_path(tmp_path / "d", "old"))
     assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == [".d.fledge-old"]
-    mend(tmp_path / "d")
+    restore_interrupted(tmp_path / "d")
     assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == ["d"]
 
 
@@ -271,7 +278,7 @@ def test_a_text_behind_a_link_is_written_through_it(tmp_path):
 def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch, call):
     replace_text(tmp_path / "r.json", "old")
     monkeypatch.setattr(os, call, lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(OSError, match=r"no room to write .*r\.json \(No space left on device\); free some space"):
+    with pytest.raises(OSError, match=r"no space to write .*r\.json \(No space left on device\); free some disk space"):
         replace_text(tmp_path / "r.json", "new")
     assert (tmp_path / "r.json").read_text() == "old" and listing(tmp_path) == ["r.json"]
 
@@ -281,19 +288,19 @@ def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch, call
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fledge.files import held
-with held(Path(sys.argv[1]), "the run"):
+from fledge.files import exclusive_lock
+with exclusive_lock(Path(sys.argv[1]), "the run"):
     print("held", flush=True)
     time.sleep(600)
 """
 COUNTER = """
 import sys
 from pathlib import Path
-from fledge.files import held
+from fledge.files import exclusive_lock
 counter, done = Path(sys.argv[1]), 0
 while done < 40:
     try:
-        with held(counter.parent / "deep" / "lock", "the counter"):
+        with exclusive_lock(counter.parent / "deep" / "lock", "the counter"):
             counter.write_text(str(int(counter.read_text()) + 1))
         done += 1
     except ValueError:
@@ -308,12 +315,12 @@ def test_a_second_process_is_told_who_holds_a_lock_until_that_dies(tmp_path):
             assert holder.stdout.readline() == "held\n"
             told = rf"the run is in use: process {holder.pid} on .* since 2.*; wait"
             for _ in range(2):
-                with pytest.raises(ValueError, match=told), held(lock, "the run"):
+                with pytest.raises(ValueError, match=told), exclusive_lock(lock, "the run"):
                     pytest.fail("two hold it")
         finally:
             holder.send_signal(signal.SIGKILL)
     assert lock.exists(), "as the kill leaves it"
-    with held(lock, "the run"):
+    with exclusive_lock(lock, "the run"):
         assert f"process {os.getpid()} on" in lock.read_text()
     assert listing(tmp_path) == []
 
@@ -330,7 +337,7 @@ def test_a_lock_writes_through_no_link(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "lock").symlink_to(tmp_path / "mine")
     told = r"the run cannot be written: its lock .*lock cannot be opened"
-    with pytest.raises(ValueError, match=told), held(tmp_path / "lock", "the run"):
+    with pytest.raises(ValueError, match=told), exclusive_lock(tmp_path / "lock", "the run"):
         pytest.fail("it was held")
     assert (tmp_path / "mine").read_text() == "mine"
 
@@ -338,5 +345,8 @@ def test_a_lock_writes_through_no_link(tmp_path):
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Not implemented")))
     told = []
-    with held(tmp_path / "lock", "the run", told.append):
-        assert told == ["the file system of the run has no locks (Not implemented): start no other job that writes it"]
+    with exclusive_lock(tmp_path / "lock", "the run", told.append):
+        assert told == [
+            "the file system of the run does not support locks (Not implemented): "
+            "do not start another job that writes it"
+        ]

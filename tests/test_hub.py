@@ -78,8 +78,8 @@ def test_drafts_by_hub_id_on_the_command_line(asked, fledge, tmp_path):
     assert fledge(*train, "--out", "first", "--draft-vocab", 100).code == 0
     unreachable = fledge("inspect", "owner/name@v2")
     assert unreachable.code == 2 and unreachable.err == (
-        "fledge: the draft owner/name@v2 is no directory here, and as a hub id it cannot be downloaded: No connection, "
-        "and nothing in the cache.\n"
+        "fledge: the draft owner/name@v2 is not a local directory and cannot be downloaded from the hub: No "
+        "connection, and nothing in the cache.\n"
     )
     Path("first/draft").rename("snapshot")
     shown = fledge("inspect", "owner/name@v2")

@@ -50,7 +50,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on_device(queries: Queries) -> Queries:
-    return Queries(*(x.to(DEVICE) for x in (queries.slot_S, queries.first_S, queries.at_JS)), queries.blocks)
+    return Queries(*(x.to(DEVICE) for x in (queries.slot_S, queries.first_S, queries.own_row_JS)), queries.blocks)
 
 
 def inputs(row: Packed, slots: Tensor, own: list[int], H: int, G: int, d: int, dtype: torch.dtype) -> list[Tensor]:
@@ -110,7 +110,7 @@ def test_attention(impl: str, documents: list[Document], steps: int, H: int, G: 
     sizes = [S + 5 * (steps - j) for j in range(steps)]
     plain = queries_of(row, slots, steps)
     at = [torch.randperm(p, generator=torch.Generator().manual_seed(p))[:S].sort().values for p in sizes]
-    queries = on_device(Queries(plain.slot_S, plain.first_S, torch.stack(at).int() if at else plain.at_JS, ()))
+    queries = on_device(Queries(plain.slot_S, plain.first_S, torch.stack(at).int() if at else plain.own_row_JS, ()))
     leaves = inputs(row, slots, sizes, H, G, d, torch.float32)
     weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ours = attended(impl, leaves, queries, weights)
@@ -124,7 +124,7 @@ def test_steps_that_share_keys() -> None:
     row = row_of(DOCUMENTS)
     live = row.live(3)[1:]
     at = torch.stack([torch.searchsorted(slots, live[1]).int() for slots in live])
-    queries = [queries_of(row, live[0], 1), replace(queries_of(row, live[1], 2), at_JS=at)]
+    queries = [queries_of(row, live[0], 1), replace(queries_of(row, live[1], 2), own_row_JS=at)]
     leaves = inputs(row, live[0], [slots.numel() for slots in live], 4, 2, 16, torch.float32)
     q, k0, v0, *rest = leaves
     found = {}
@@ -136,7 +136,7 @@ def test_steps_that_share_keys() -> None:
         found[attend] = torch.autograd.grad(loss, leaves, retain_graph=True)
     for a, b in zip(*found.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    with pytest.raises(AssertionError, match="came twice"):
+    with pytest.raises(AssertionError, match="ran twice"):
         torch.autograd.grad(loss, leaves)
 
 
@@ -382,7 +382,9 @@ def test_parts_in_16_bits(part: str) -> None:
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
 def test_training_step(variant: dict, attention: str, slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, counts and gradients of a whole row are those of the eager way, with products of heights rounded up."""
-    monkeypatch.setattr(linear, "HEIGHT", 4 if DEVICE == "cpu" else linear.HEIGHT)  # the interpreter is slow
+    monkeypatch.setattr(
+        linear, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE
+    )  # the interpreter is slow
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)
@@ -445,7 +447,7 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
 def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the MLP, what is as wide as its inside: nothing of it is saved for the backward pass, with biases too, and the
     gradients are those there are without."""
-    monkeypatch.setattr(linear, "HEIGHT", 4)
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
     target.model.to(DEVICE), draft.to(DEVICE)
@@ -479,7 +481,7 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever learn, their gradients are those of the eager way, and the others have none."""
-    monkeypatch.setattr(linear, "HEIGHT", 4 if DEVICE == "cpu" else linear.HEIGHT)
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(DOCUMENTS)

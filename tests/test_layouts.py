@@ -109,7 +109,7 @@ def test_train_and_eval_take_every_layout(made, fledge, tmp_path, monkeypatch):
     assert went.code == 0, went.err
     said = " ".join(went.err.split())
     # of bad.jsonl two; of the rows turns, the unanswered chat and the two prompts alone
-    assert "35 records" in said and "6 refused (--skip-bad), the first for this" in said, said
+    assert "35 records" in said and "6 refused (--skip-bad), the first because" in said, said
     assert hub == [("owner/name", {"split": "test", "revision": "main", "trust_remote_code": False})]
     eval_words = ["eval", "--target", made / "target", "--draft", tmp_path / "run" / "draft", "--max-new-tokens", 8]
     record = json.loads(fledge(*eval_words, "--prompts", "owner/name@0.5", "--json").out)

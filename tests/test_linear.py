@@ -8,13 +8,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge.kernels import linear as linear_module
-from fledge.kernels.linear import FEW, linear
+from fledge.kernels.linear import FEW_ROWS, linear
 from fledge.models.layers import Linear
 from support.targets import tiny_draft, tiny_target
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 8), (2, 8), (FEW, 8), (FEW + 1, 8), (1, 3, 8), (2, 3, 8), (0, 8), (8,)])
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (2, 8), (FEW_ROWS, 8), (FEW_ROWS + 1, 8), (1, 3, 8), (2, 3, 8), (0, 8), (8,)]
+)
 def test_products_of_few_rows(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(shape, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5)
@@ -40,7 +42,7 @@ def test_target_and_draft_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in (target.model, draft))
     assert theirs and all("forward" in vars(m) for m in theirs)
     assert ours and all(type(m) is Linear for m in ours)
-    monkeypatch.setattr(linear_module, "FEW", -1)
+    monkeypatch.setattr(linear_module, "FEW_ROWS", -1)
     ids = torch.arange(3, 10)[None]
     plain = target.model(ids).logits
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows, make_documents
-from fledge.data.pack import FILLER, make_row, pack, windows
+from fledge.data.pack import FILLER_LENGTH, make_row, pack, windows
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
@@ -138,8 +138,8 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
 
 def test_filler_is_short_documents():
     """However much of it there is: attention over it costs no more than over the row's own."""
-    row = make_row(some(3), 3 + 2 * FILLER + 5)
-    edges = [0, 3, 3 + FILLER, 3 + 2 * FILLER, 3 + 2 * FILLER + 5]
+    row = make_row(some(3), 3 + 2 * FILLER_LENGTH + 5)
+    edges = [0, 3, 3 + FILLER_LENGTH, 3 + 2 * FILLER_LENGTH, 3 + 2 * FILLER_LENGTH + 5]
     assert row.documents() == list(pairwise(edges)) and row.without_filler() == [(0, 3)]
     assert all(row.position_T[a:b].tolist() == list(range(b - a)) for a, b in row.documents())
 
@@ -201,17 +201,17 @@ def test_the_report_counts_what_became_of_the_records():
     assert report.tokens == sum(d.tokens.numel() for d in documents)
     assert report.supervised == sum(int((d.spans >= 0).sum()) for d in documents)
     assert "3 records" in str(report) and "1 refused" in str(report) and "1 longer than a window" in str(report)
-    assert "the first for this: bad has no assistant message to learn from" in str(report)
+    assert "the first because: bad has no assistant message to train on" in str(report)
     with pytest.raises(ValueError, match="bad has no assistant message"):
         make_documents(records, chats, 32)
-    with pytest.raises(ValueError, match="every record was refused, the first for this: bad has no assistant message"):
+    with pytest.raises(ValueError, match="every record was refused, the first because: bad has no assistant message"):
         make_documents([bad, bad], chats, 32, skip_bad=True)
     _, report = make_documents(records, chats, 32, skip_bad=True, skipped=["line 9 says nothing"])
     assert (report.records, report.refused, report.first_refusal) == (4, 2, "line 9 says nothing")
 
 
 def test_data_in_which_nothing_can_be_drafted_is_refused():
-    with pytest.raises(ValueError, match="no record has an assistant turn of two tokens"):
+    with pytest.raises(ValueError, match="no record has an assistant turn of two or more tokens"):
         make_documents([talk("")], ChatTemplate(tiny_tokenizer(), [1]), 32)
 
 
@@ -262,11 +262,11 @@ def test_documents_are_counted_together_in_bounded_groups(monkeypatch):
     documents = [spoken([i % 10, (i * i) % 10], [-1, 0]) for i in range(1_000)]
     together = choose_vocabulary(documents, 10, 4)
     assert counted == [1_000]
-    monkeypatch.setattr(vocab, "TOKENS_AT_ONCE", 300)  # documents of two tokens, one of them supervised
+    monkeypatch.setattr(vocab, "TOKENS_PER_CHUNK", 300)  # documents of two tokens, one of them supervised
     ids, coverage = choose_vocabulary(documents, 10, 4)
     assert counted == [1_000, *[150] * 6, 100]
     assert ids.tolist() == together[0].tolist() and coverage == together[1]
-    with pytest.raises(ValueError, match="has a token 9 and the target's vocabulary ends at 8"):
+    with pytest.raises(ValueError, match="has token id 9, but the target's vocabulary ends at 8"):
         choose_vocabulary(documents, 9, 3)
 
 
@@ -275,7 +275,7 @@ def test_sizes_and_tokens_outside_the_vocabulary_are_refused():
     for size in (0, -1, 11):
         with pytest.raises(ValueError, match=rf"--draft-vocab {size} is outside 1\.\.10"):
             choose_vocabulary(documents, 10, size)
-    with pytest.raises(ValueError, match="has a token 9 and the target's vocabulary ends at 8"):
+    with pytest.raises(ValueError, match="has token id 9, but the target's vocabulary ends at 8"):
         choose_vocabulary(documents, 9, 3)
     ids, coverage = choose_vocabulary([spoken([1], [-1])], 10, 10)
     assert ids.tolist() == list(range(10)) and coverage == 0.0

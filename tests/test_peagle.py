@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways:
 @pytest.mark.parametrize("slots", [None, 7])
 def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "HEIGHT", 4)  # the interpreter is slow
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)
@@ -286,8 +286,8 @@ def test_a_chain_is_the_tree_one_wide() -> None:
     chain = propose_one(proposer_of(draft, depth=4), token_R, aux)
     one = propose_one(proposer_of(draft, mode="tree", depth=4, nodes=5, width=1), token_R, aux)
     fixed = propose_one(proposer_of(draft, mode="tree", shape=SHAPES["chain"]), token_R, aux)
-    assert chain.on_host() == one.on_host()
-    assert [x[:4] for x in chain.on_host()[0]] == [x for x in fixed.on_host()[0]]
+    assert chain.to_lists() == one.to_lists()
+    assert [x[:4] for x in chain.to_lists()[0]] == [x for x in fixed.to_lists()[0]]
 
 
 def test_ways_that_do_not_fit() -> None:

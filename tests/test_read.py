@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.data.read import check_source, read_records, whole_path
-from fledge.data.record import Record, record_of
+from fledge.data.read import absolute_source, check_source, read_records
+from fledge.data.record import Record, parse_record
 from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import prompt_of
 from fledge.eval.run import first_prompt
@@ -97,14 +97,14 @@ def test_a_filled_layout_wins_over_an_empty_one(tmp_path):
 def test_a_prompt_and_its_completion_are_one_text(tmp_path):
     """TRL's plain rows: the prompt is read, the completion learned."""
     record = one(tmp_path, {"prompt": "The sky is", "completion": " blue."})
-    assert (record.text, record.given, record.messages) == ("The sky is blue.", 10, None)
-    assert one(tmp_path, {"prompt": "def f", "text": None}).given == len("def f")  # a prompt alone
+    assert (record.text, record.prompt_length, record.messages) == ("The sky is blue.", 10, None)
+    assert one(tmp_path, {"prompt": "def f", "text": None}).prompt_length == len("def f")  # a prompt alone
 
 
 def test_a_prompt_and_completion_of_messages_are_one_conversation(tmp_path):
     record = one(tmp_path, {"prompt": [SYSTEM, USER], "completion": [ANSWER], "tools": [{"name": "look"}]})
-    assert (record.messages, record.given, record.tools) == ([SYSTEM, USER, ANSWER], 2, [{"name": "look"}])
-    assert one(tmp_path, {"prompt": [USER], "completion": [ANSWER], "system": "Be brief."}).given == 2
+    assert (record.messages, record.prompt_length, record.tools) == ([SYSTEM, USER, ANSWER], 2, [{"name": "look"}])
+    assert one(tmp_path, {"prompt": [USER], "completion": [ANSWER], "system": "Be brief."}).prompt_length == 2
     assert one(tmp_path, {"prompt": [USER]}).messages == [USER]
 
 
@@ -159,7 +159,7 @@ NO_TEXT = [
 @pytest.mark.parametrize("content", NO_TEXT, ids=str)
 def test_contents_that_are_not_text_are_refused(tmp_path, content):
     """Templates print Python's text of whatever they are given, and drafts would be trained on it."""
-    place = r"a\.jsonl, line 2, message 2: its content is .* fledge reads text alone"
+    place = r"a\.jsonl, line 2, message 2: its content is .* fledge only reads text"
     answer, told = {"role": "assistant", "content": content}, {"from": "gpt", "value": content}
     for bad in ({"messages": [USER, answer]}, {"conversations": [{"from": "human", "value": "x"}, told]}):
         refused(jsonl(tmp_path / "a.jsonl", [{"text": "good"}, bad]), place)
@@ -207,7 +207,7 @@ HALF = "a \ud83d b"
 def test_half_a_character_is_refused_with_its_place(tmp_path, row):
     """JSON may escape one of the two halves of a character alone; no tokenizer takes it."""
     said = refused(
-        jsonl(tmp_path / "a.jsonl", [{"text": "good"}, row]), r"a\.jsonl, line 2.*: the escape \\ud83d behind"
+        jsonl(tmp_path / "a.jsonl", [{"text": "good"}, row]), r"a\.jsonl, line 2.*: the escape \\ud83d after"
     )
     assert said.encode()  # and can be printed
     whole = jsonl(tmp_path / "a.jsonl", [json.loads(json.dumps(row).replace("\\ud83d", "\\ud83d\\ude00"))])
@@ -227,10 +227,10 @@ def test_dates_and_bytes_of_tables_are_refused_with_their_row(tmp_path, value, k
         return tmp_path / f"{len(list(tmp_path.iterdir())) - 1}.parquet"
 
     chat = [USER, ANSWER]
-    refused(table(messages=[chat, chat], tools=[[], [value]]), f"row 2, `tools`: it holds a {kind}")
-    refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1, message 1: it holds a {kind}, which")
+    refused(table(messages=[chat, chat], tools=[[], [value]]), f"row 2, `tools`: it contains a {kind}")
+    refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1, message 1: it contains a {kind}, which")
     refused(table(messages=[[{"role": "user", "content": value}]]), "row 1, message 1: its content is")
-    refused(table(text=[value]), rf"row 1 has none of .* only text \({kind}\)")
+    refused(table(text=[value]), rf"row 1 has none of .* fields are text \({kind}\)")
     assert texts(read_records([str(table(text=["a"], at=[value]))])) == ["a"]  # what is not read may be anything
 
 
@@ -266,7 +266,7 @@ def test_any_row_is_read_or_refused(row):
     """Never another error; what is read can be made documents and a prompt, or is refused by its place."""
     chats = ChatTemplate(tiny_tokenizer(), [1])
     try:
-        record = record_of(row, "the row")
+        record = parse_record(row, "the row")
         chats.prompt_ids(first_prompt(prompt_of(record)), where=record.where)
         chats.documents(record)
     except ValueError as e:
@@ -282,7 +282,7 @@ def test_records_of_no_use_are_left_out_where_that_is_asked_for(tmp_path):
     why: list[str] = []
     assert texts(read_records([jsonl(tmp_path / "a.jsonl", rows)], skip=why.append)) == ["a", "b"]
     assert [w.split(", ")[1].split(":")[0][:6] for w in why] == ["line 2", "line 3", "line 4"]
-    with pytest.raises(ValueError, match=r"every record of .*bad\.jsonl was refused, the first for this: .*line 1"):
+    with pytest.raises(ValueError, match=r"every record of .*bad\.jsonl was refused, the first because: .*line 1"):
         read_records([jsonl(tmp_path / "bad.jsonl", rows[1:2])], skip=why.append)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
@@ -368,13 +368,13 @@ def test_what_a_record_says_is_its_own(tmp_path):
     """Wherever it stands: a chat held out is held out of every file that has it."""
     rows = [{"messages": [{"role": "user", "content": str(i // 2)}]} for i in range(6)]
     records = read_records([jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[:2])])
-    assert len({r.said() for r in records}) == 3 and len({r.where for r in records}) == 8
+    assert len({r.content_key() for r in records}) == 3 and len({r.where for r in records}) == 8
 
 
 @pytest.mark.parametrize(("source", "whole"), [("a.jsonl@0.5", True), ("*.jsonl", True), ("owner/name:train@2", False)])
 def test_a_source_is_the_same_from_anywhere(source, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert whole_path(source) == (f"{tmp_path}/{source}" if whole else source)
+    assert absolute_source(source) == (f"{tmp_path}/{source}" if whole else source)
 
 
 def test_an_at_sign_in_a_path_is_no_share(tmp_path):
@@ -395,12 +395,14 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch):
     assert texts(read_records([str(tmp_path / "run[1]")])) == ["run[1]"]
     assert texts(read_records([str(tmp_path / "run[1]" / "*.jsonl")])) == ["run[1]"]
     monkeypatch.chdir(tmp_path / "run[1]")
-    assert texts(read_records([whole_path("*.jsonl")])) == ["run[1]"]
+    assert texts(read_records([absolute_source("*.jsonl")])) == ["run[1]"]
 
 
 @pytest.mark.parametrize("share", ["0", "100.5", "99999999", "9" * 200])
 def test_a_share_that_no_memory_holds_is_refused(tmp_path, share):
-    refused(jsonl(tmp_path / "a.jsonl", [{"text": "a"}]) + f"@{share}", "the share behind @ is above 0 and at most 100")
+    refused(
+        jsonl(tmp_path / "a.jsonl", [{"text": "a"}]) + f"@{share}", "the share after @ must be above 0 and at most 100"
+    )
 
 
 @pytest.mark.parametrize(
@@ -425,7 +427,7 @@ def test_hub_ids_name_a_revision_and_a_split(monkeypatch, source, asked):
     assert texts(read_records([source])) == ["a"] * times
     assert (
         calls == [(name, {"split": split, "revision": revision, "trust_remote_code": False})]
-        and whole_path(source) == source
+        and absolute_source(source) == source
     )
 
 
@@ -442,7 +444,7 @@ def test_a_hub_id_out_of_reach_is_one_clear_error(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="is no file here, and as a hub data set it cannot be loaded") as error:
+    with pytest.raises(ValueError, match="is not a local file and cannot be loaded from the hub") as error:
         read_records([name])
     assert str(error.value).startswith(f"{name} is") and "\n" not in str(error.value)
 
@@ -462,9 +464,9 @@ def test_missing_and_empty_files(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     refused(tmp_path / "empty.jsonl", r"empty\.jsonl is empty")
     (tmp_path / "blank.jsonl").write_text("\n\n")
-    refused(tmp_path / "blank.jsonl", "holds no records")
+    refused(tmp_path / "blank.jsonl", "contains no records")
     (tmp_path / "void").mkdir()
-    refused(tmp_path / "void", "holds no records")
+    refused(tmp_path / "void", "contains no records")
 
 
 def test_broken_json_names_its_line(tmp_path):
@@ -479,7 +481,7 @@ def test_broken_json_names_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"question": "a", "answer": 5}, r"line 1 has none of .* only answer \(int\), question \(str\)"),
+        ({"question": "a", "answer": 5}, r"line 1 has none of .* fields are answer \(int\), question \(str\)"),
         ({"messages": []}, "line 1 has none of"),
         ({"text": 5}, "line 1 has none of"),
         (["text"], "line 1 is a list, not an object"),
@@ -488,16 +490,22 @@ def test_broken_json_names_its_line(tmp_path):
         ({"messages": [USER, {"content": "no role"}]}, "line 1, message 2 needs a `role` and a `content`"),
         ({"messages": [{"role": None, "content": "null role"}]}, "line 1, message 1 needs a `role`"),
         ({"messages": ["hello"]}, "line 1, message 1 needs a `role`"),
-        ({"conversations": [{"from": "martian", "value": "x"}]}, "line 1: unknown speaker 'martian'; known are human"),
+        (
+            {"conversations": [{"from": "martian", "value": "x"}]},
+            "line 1: unknown speaker 'martian'; the known ones are human",
+        ),
         (
             {"conversations": [{"from": ["human"], "value": "x"}]},
-            r"line 1: unknown speaker \['human'\]; known are human",
+            r"line 1: unknown speaker \['human'\]; the known ones are human",
         ),
-        ({"turns": ["a", 5]}, "line 1: its `turns` are no list of user messages"),
+        ({"turns": ["a", 5]}, "line 1: its `turns` are not a list of strings"),
         ({"prompt": "a", "completion": [ANSWER]}, "line 1: its prompt is a str and its completion a list; give two"),
         ({"prompt": [], "completion": []}, "line 1: its prompt is a list and its completion a list; give two"),
-        ({"instruction": "a", "input": 5, "output": "b"}, "line 1: its `input` is a int, not text"),
-        ({"instruction": "a", "history": ["b"], "output": "b"}, r"line 1: its `history` is no list of \[instruction, "),
+        ({"instruction": "a", "input": 5, "output": "b"}, "line 1: its `input` is a int, not a string"),
+        (
+            {"instruction": "a", "history": ["b"], "output": "b"},
+            r"line 1: its `history` is not a list of \[instruction, ",
+        ),
         ({"conversations": [{"from": "human"}]}, "line 1: a ShareGPT turn needs `from` and `value`"),
     ],
 )
@@ -517,7 +525,7 @@ def test_files_of_other_kinds_are_named(tmp_path):
 @pytest.mark.parametrize("share", ["half", "-1", "", "0.5x"])
 def test_a_share_that_is_no_number_is_refused(tmp_path, share):
     source = jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    refused(f"{source}@{share}", "what follows @ is the share to take")
+    refused(f"{source}@{share}", "the text after @ must be the share")
 
 
 def test_json_lines_named_json(tmp_path):

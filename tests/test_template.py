@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers, processors
 
 from fledge.data import template as template_module
 from fledge.data.record import Record
-from fledge.data.template import ChatTemplate, _common
+from fledge.data.template import ChatTemplate, _common_prefix_length
 from support.targets import CHATML, tiny_tokenizer
 
 STOP = 1  # <|im_end|>
@@ -273,7 +273,7 @@ def test_a_turn_whose_stop_token_history_drops_does_not_run_into_the_next():
 
 @given(st.text("ab", max_size=6), st.text("ab", max_size=6))
 def test_what_two_renderings_begin_with_alike(a, b):
-    n = _common(a, b)
+    n = _common_prefix_length(a, b)
     assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
 
 
@@ -363,14 +363,14 @@ def test_of_a_prompt_and_completion_only_the_completion_is_learned():
     chats = ChatTemplate(tiny_tokenizer(None), [STOP])
 
     def spans(prompt, completion):
-        (document,) = chats.documents(Record("here", text=prompt + completion, given=len(prompt)))
+        (document,) = chats.documents(Record("here", text=prompt + completion, prompt_length=len(prompt)))
         return shown(chats, document)
 
     assert spans("The young", " bird tries") == "The young« bird tries»"
     assert spans("The young ", "bird tries") == "The young bird« tries»"  # a token of both belongs to the prompt
     assert spans("T", "he young bird") == "The« young bird»"
     for prompt, completion in (("The young bird", ""), ("The young bir", "d")):
-        with pytest.raises(ValueError, match="here has a prompt and no completion to learn from"):
+        with pytest.raises(ValueError, match="here has a prompt but no completion to train on"):
             spans(prompt, completion)
 
 
@@ -387,17 +387,17 @@ def test_special_tokens_around_a_plain_text_are_no_part_of_it(trim):
         (0, "<|pad|>«The young bird<|im_end|>»"), (3, "<|pad|>The« young bird<|im_end|>»"),
         (4, "<|pad|>The young« bird<|im_end|>»"), (9, "<|pad|>The young« bird<|im_end|>»"),
     ):  # fmt: skip
-        (document,) = chats.documents(Record("here", text="The young bird", given=behind))
+        (document,) = chats.documents(Record("here", text="The young bird", prompt_length=behind))
         assert shown(chats, document) == expected
 
 
 def test_of_a_conversation_the_given_messages_are_only_read():
-    record = chat("u:One?", "a:Yes.", "u:Two?", "a:No.", given=3)
+    record = chat("u:One?", "a:Yes.", "u:Two?", "a:No.", prompt_length=3)
     assert made(CHATML, record) == [
         "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
         "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n«No.<|im_end|>»\n"
     ]
-    refused(CHATML, chat("u:One?", "a:Yes.", given=2), "line 7 has no assistant message to learn from")
+    refused(CHATML, chat("u:One?", "a:Yes.", prompt_length=2), "line 7 has no assistant message to train on")
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -412,7 +412,9 @@ def test_contents_of_prompts_are_text():
         with pytest.raises(ValueError, match=r"^chat, message 1"):
             chats.prompt_ids([{"role": "user", "content": content}])
     for prompt in ("a \ud83d", [{"role": "user", "content": "a \ud83d"}]):
-        with pytest.raises(ValueError, match=r"^here(, message 1)?: the escape \\ud83d behind .* is half of"):
+        with pytest.raises(
+            ValueError, match=r"^here(, message 1)?: the escape \\ud83d after .* is an unpaired surrogate"
+        ):
             chats.prompt_ids(prompt, where="here")
 
 
@@ -437,15 +439,15 @@ def test_a_template_that_refuses_roles_is_quoted_with_the_place():
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer of computing time on this system")
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no CPU-time timer on this system")
 @pytest.mark.parametrize(
     ("template", "place"),
-    [(CHATML + "\n" + ENDLESS, " in its line [56];"), ("{{ 9**(9**8) }}", "")],
+    [(CHATML + "\n" + ENDLESS, " in line [56] of the template;"), ("{{ 9**(9**8) }}", "")],
     ids=["loop", "constant"],
 )
 def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
-    stopped = f"line 7: the tokenizer's chat template does not end: it was stopped after 0.2 s of computing{place}"
+    stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
     refused(template, chat("u:x", "a:y"), stopped)
     assert made(CHATML, chat("u:x", "a:y"))  # and the next is rendered in peace
 
@@ -458,13 +460,17 @@ def test_a_template_that_recurses_or_grows_without_end_is_refused():
 
 
 def test_turns_without_answers_are_refused():
-    refused(CHATML, Record("line 3", turns=("One?", "Two?")), "line 3 has user turns and no answers to learn from")
+    refused(CHATML, Record("line 3", turns=("One?", "Two?")), "line 3 has user turns but no answers to train on")
 
 
 def test_a_prompt_that_is_not_how_the_turn_begins_is_refused():
     """As where reasoning is asked for in the prompt and left out of the data's turns (DeepSeek-R1)."""
     template = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
-    message = refused(template, chat("u:x", "a:y"), r"line 7, message 2: the template's prompt .* is not how")
+    message = refused(
+        template,
+        chat("u:x", "a:y"),
+        r"line 7, message 2: the rendered turn does not start with the template's generation prompt",
+    )
     assert "<think>" in message and "--template-kwargs" in message
 
 
@@ -483,15 +489,17 @@ def test_nothing_or_everything_being_the_assistants_is_shown():
     mute = mute.replace("+ '\n' }}{% endfor", "}}{% endfor")
     assert "user" in refused(mute, chat("u:x", "a:y"), "line 7: 0 of .* tokens are the assistant's")
     echo = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
-    assert "begins 'One.'" in refused(echo, chat("u:x", "a:One."), r"line 7: (\d+) of \1 tokens are the assistant's")
+    assert "starts with 'One.'" in refused(
+        echo, chat("u:x", "a:One."), r"line 7: (\d+) of \1 tokens are the assistant's"
+    )
 
 
 def test_a_text_too_short_to_draft_in_is_refused():
-    refused(CHATML, Record("line 3", text="ab"[:1]), "line 3: a text of 1 tokens has nothing to draft")
+    refused(CHATML, Record("line 3", text="ab"[:1]), "line 3: a text of 1 tokens is too short")
 
 
 def test_a_tokenizer_without_offsets_is_refused():
-    with pytest.raises(ValueError, match="gives no character offsets; fledge needs a fast tokenizer"):
+    with pytest.raises(ValueError, match="provides no character offsets; fledge needs a fast tokenizer"):
         ChatTemplate(SimpleNamespace(is_fast=False), [STOP])
 
 

@@ -89,7 +89,7 @@ def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, wid
         expected = [tuple(draft.to_target(torch.tensor(path)).tolist()) for path in expected]
         assert paths_of(tree) == expected
         assert tree.token_BN[0, 0] == token_R[b - 1]
-        assert all(p < n for n, p in enumerate(tree.on_host()[0][1]))
+        assert all(p < n for n, p in enumerate(tree.to_lists()[0][1]))
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9])
@@ -99,7 +99,7 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
         slots = slots_of(target, [*prompt, 5, 6])
         tree = propose_one(proposer_of(draft, mode="tree", depth=8, nodes=nodes, width=1), *slots)
         chain = propose_one(proposer_of(draft, depth=nodes - 1), *slots)
-        assert tree.on_host() == chain.on_host()
+        assert tree.to_lists() == chain.to_lists()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -121,13 +121,13 @@ def test_fixed_trees(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: TreeShape((-1,), (0,)), "as many ranks as parents"),
-        (lambda: TreeShape((-1, 0), (0, 0, 0)), "as many ranks as parents"),
-        (lambda: TreeShape((0, 0), (0, 0)), "the first node is the root"),
-        (lambda: TreeShape((-1, 0, 3), (0, 0, 0)), "parent stands before it"),
+        (lambda: TreeShape((-1,), (0,)), "one rank for each parent"),
+        (lambda: TreeShape((-1, 0), (0, 0, 0)), "one rank for each parent"),
+        (lambda: TreeShape((0, 0), (0, 0)), "the first node must be the root"),
+        (lambda: TreeShape((-1, 0, 3), (0, 0, 0)), "parent must precede it"),
         (lambda: TreeShape((-1, 0, 0), (0, 1, 1)), "same rank"),
-        (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but none above it"),
-        (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a path twice"),
+        (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but not its parent"),
+        (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a duplicate path"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
         (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),

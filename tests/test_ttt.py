@@ -17,7 +17,7 @@ from fledge.kernels import loss as loss_module
 from fledge.kernels.gradients import Fp32Accumulator
 from fledge.kernels.loss import (
     KINDS,
-    PRODUCT,
+    SLOTS_PER_GROUP,
     LossOptions,
     Teacher,
     definition,
@@ -412,7 +412,7 @@ def test_loss_in_16_bits() -> None:
 @pytest.mark.parametrize("chunk", [None, 100, 5000])
 def test_loss_holds_few_logits(chunk: int | None) -> None:
     """The teacher is asked once for each of its rows, for all steps, and of the slots' logits no more are held at once
-    than `chunk` rows teach, or PRODUCT of them."""
+    than `chunk` rows teach, or SLOTS_PER_GROUP of them."""
     P, W, K = 8192, 16, 2
     largest, asked = 0, torch.zeros(P, dtype=torch.int64)
 
@@ -435,7 +435,7 @@ def test_loss_holds_few_logits(chunk: int | None) -> None:
     with Watch():
         loss_and_gradients(hidden, head, taught, [1.0] * K, LossOptions(chunk=chunk), head_sum=Fp32Accumulator(head))
     assert asked.tolist() == [1] * P
-    assert largest <= PRODUCT + K * (chunk or P)
+    assert largest <= SLOTS_PER_GROUP + K * (chunk or P)
     assert chunk != 100 or largest < 2500
 
 
@@ -464,15 +464,15 @@ def leave_p_unnormalised(init: Any, teacher: Any, *given: Any) -> None:
     teacher.p_NW = teacher.p_NW * teacher.mass_N[:, None]
 
 
-def take_the_row_before(tiles_of: Any, *given: Any) -> Any:
-    return (replace(tile, row_M=tile.row_M - 1) for tile in tiles_of(*given))
+def take_the_row_before(make_tiles: Any, *given: Any) -> Any:
+    return (replace(tile, row_M=tile.row_M - 1) for tile in make_tiles(*given))
 
 
 MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, what replaces it)
     "slots out of the vocabulary scored": (definition, "tile_loss", score_everything),
     "gradient unweighted": (definition, "tile_loss", leave_weights_out),
     "teacher not renormalised": (definition._TeacherTile, "__init__", leave_p_unnormalised),
-    "chunk off by one": (loss_module, "tiles_of", take_the_row_before),
+    "chunk off by one": (loss_module, "make_tiles", take_the_row_before),
 }
 
 

@@ -554,7 +554,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
     for name, kind, number, message in lines:
         what = tmp_path / {"publish": "draft", "metrics": "metrics.jsonl"}.get(name, "checkpoint")
         assert (kind, number) == ("OSError", errno.EFBIG), (name, message)
-        assert "no room to " in message and str(what) in message and "ree some space" in message
+        assert "no space to " in message and str(what) in message and "ree some disk space" in message
         assert "\n" not in message
     run = RunDirectory(tmp_path)
     assert same(load_draft(run.draft), make(seed=1)) and run.load_checkpoint() == {"step": 1}
@@ -570,7 +570,9 @@ def test_no_space_left(tmp_path, monkeypatch, where):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, where, full)
-    with pytest.raises(OSError, match=r"no room to save .*d \(No space left on device\); what was there is untouched"):
+    with pytest.raises(
+        OSError, match=r"no space to save .*d \(No space left on device\); the previous content is unchanged"
+    ):
         save_draft(make(seed=2), tmp_path / "d")
     monkeypatch.undo()
     assert same(load_draft(tmp_path / "d"), draft) and listing(tmp_path) == ["d"]

@@ -1,1 +1,1 @@
-"""From chats and texts to packed rows: reading, templates and spans, windows, packing, vocabulary, regeneration."""
+"""Training data: reading files and hub data sets, chat templates, windows, packing and the draft vocabulary."""

@@ -1,4 +1,4 @@
-"""A training set: documents made once, rows packed anew each epoch from a seed, so any row can be made again."""
+"""The training set. Documents are tokenized once; each epoch packs them into rows in an order drawn from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from fledge.types import Document, Packed
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the records, to be shown before training."""
+    """Statistics of `make_documents`, shown before training.
+
+    `windowed` documents were longer than a window, `refused` records could not be used, and `first_refusal` is the
+    reason for the first of them. `tokens` and `supervised` count the tokens of all documents.
+    """
 
     records: int
     documents: int
@@ -28,9 +32,9 @@ class DataReport:
             f"{self.records:,} records, {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{self.supervised / max(self.tokens, 1):.0%} supervised"
         )
-        text += f"; {self.windowed:,} longer than a window were cut into several" if self.windowed else ""
+        text += f"; {self.windowed:,} longer than a window were split" if self.windowed else ""
         return text + (
-            f"; {self.refused:,} refused (--skip-bad), the first for this: {self.first_refusal}" if self.refused else ""
+            f"; {self.refused:,} refused (--skip-bad), the first because: {self.first_refusal}" if self.refused else ""
         )
 
 
@@ -43,27 +47,31 @@ def make_documents(
     skipped: Sequence[str] = (),
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[list[Document], DataReport]:
-    """Tokenizes, marks spans and cuts windows. A bad record raises, or is counted with `skip_bad`. `skipped` says of
-    records that are not among these, since they could not be read, why not: they are counted too."""
+    """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
+
+    A record that the template refuses raises ValueError; with `skip_bad` it is counted as refused instead. `skipped`
+    are the error messages of records that could not be read, and are counted as refused as well. `advance` is called
+    after each record. Raises ValueError if no record is usable.
+    """
     documents: list[Document] = []
     refused, windowed = list(skipped), 0
     for record in records:
         try:
-            made = template.documents(record)
+            found = template.documents(record)
         except ValueError as e:
             if not skip_bad:
                 raise
             refused.append(str(e))
-            made = []
-        for document in made:
+            found = []
+        for document in found:
             windowed += document.tokens.numel() > max_length
             documents += windows(document, max_length)
         advance()
     count = len(records) + len(skipped)
     if not documents and len(refused) == count:
-        raise ValueError(f"every record was refused, the first for this: {refused[0]}")
+        raise ValueError(f"every record was refused, the first because: {refused[0]}")
     if not documents:
-        raise ValueError("no record has an assistant turn of two tokens or more, so there is nothing to draft")
+        raise ValueError("no record has an assistant turn of two or more tokens, so there is nothing to train on")
     tokens = sum(d.tokens.numel() for d in documents)
     supervised = sum(int((d.spans >= 0).sum()) for d in documents)
     first_refusal = refused[0] if refused else ""
@@ -71,40 +79,43 @@ def make_documents(
 
 
 class Rows:
-    """Packed rows of documents, addressed by a running number that goes on through the epochs."""
+    """The packed rows of all epochs, addressed by (epoch, index of the row within the epoch)."""
 
     def __init__(self, documents: list[Document], row_length: int, seed: int):
         self.documents, self.row_length, self.seed = documents, row_length, seed
-        self._epochs: dict[int, list[list[int]]] = {}  # the last, and the one before while it is asked for too
+        self._epochs: dict[int, list[list[int]]] = {}  # the latest epoch and the one before it
 
     def epoch(self, epoch: int) -> list[list[int]]:
-        """The documents of each row of an epoch."""
+        """The document indices of each row of an epoch."""
         if epoch not in self._epochs:
-            before = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
+            previous = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
             packed = pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch)
-            self._epochs = before | {epoch: packed}
+            self._epochs = previous | {epoch: packed}
         return self._epochs[epoch]
 
-    def __getitem__(self, place: tuple[int, int]) -> Packed:
-        epoch, i = place
+    def __getitem__(self, address: tuple[int, int]) -> Packed:
+        epoch, i = address
         return make_row([self.documents[j] for j in self.epoch(epoch)[i]], self.row_length)
 
-    def tokens(self, place: tuple[int, int]) -> int:
-        """Tokens of the row at a place, its filler not counted."""
-        epoch, i = place
+    def tokens(self, address: tuple[int, int]) -> int:
+        """The number of tokens in a row, without filler."""
+        epoch, i = address
         return sum(self.documents[j].tokens.numel() for j in self.epoch(epoch)[i])
 
-    def next(self, place: tuple[int, int]) -> tuple[int, int]:
-        """The place after this one."""
-        epoch, i = place
+    def next(self, address: tuple[int, int]) -> tuple[int, int]:
+        """The address of the next row: in the same epoch, or the first of the next epoch."""
+        epoch, i = address
         return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
 
     def heaviest(self) -> list[Packed]:
-        """The first epoch's rows that ask most of a step: that with the most supervised tokens and, if it is another,
-        that with the longest document. A later epoch may have one that asks for more."""
+        """The rows of the first epoch that need the most memory in a training step: one or two rows.
+
+        They are the row with the most supervised tokens, and the row with the longest document if it is a different
+        one. Later epochs are packed differently, and one of their rows may need more.
+        """
         epoch = self.epoch(0)
         supervised = [sum(int((self.documents[j].spans >= 0).sum()) for j in row) for row in epoch]
         longest = [max(self.documents[j].tokens.numel() for j in row) for row in epoch]
         most = supervised.index(max(supervised))
-        places = [most] if longest[most] == max(longest) else [most, longest.index(max(longest))]
-        return [self[0, i] for i in places]
+        indices = [most] if longest[most] == max(longest) else [most, longest.index(max(longest))]
+        return [self[0, i] for i in indices]

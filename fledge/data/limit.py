@@ -1,4 +1,4 @@
-"""A limit on what code that came with a model may compute."""
+"""A limit on the CPU time that code from a model repository (a chat template) may use."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Unending(Exception):
-    """Raised in the middle of a computation that has reached its limit."""
+class ComputeTimeout(Exception):
+    """Raised by `limit_compute_time` inside a block that has used up its CPU time."""
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises Unending inside the block once this process has computed for so many seconds in it.
+def limit_compute_time(seconds: float) -> Iterator[None]:
+    """Context manager: raises ComputeTimeout inside the block after this process has used `seconds` of CPU time in it.
 
-    The system counts computing time alone, so a machine that was suspended or busy with others reaches no limit. Python
-    takes signals in its main thread, and Windows has no such timer; elsewhere than on the main thread of Linux and
-    macOS nothing is limited.
+    The timer counts user CPU time only, so a suspended or busy machine does not trigger it. Python delivers signals to
+    the main thread, and Windows has no such timer: in other threads and on Windows there is no limit.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
-    _listen()
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 1.0))  # again and again, for code that catches it
+    _install_handler()
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 1.0))  # repeats, in case the code catches it
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-@functools.cache  # a handler takes ten times as long to set as the timer
-def _listen() -> None:
-    signal.signal(signal.SIGVTALRM, _stop)
+@functools.cache  # installing a handler takes ten times as long as setting the timer
+def _install_handler() -> None:
+    signal.signal(signal.SIGVTALRM, _raise_timeout)
 
 
-def _stop(*_: Any) -> None:
-    raise Unending
+def _raise_timeout(*_: Any) -> None:
+    raise ComputeTimeout

@@ -1,4 +1,4 @@
-"""Windows of long documents, and rows of one shape packed from whole documents."""
+"""Splitting long documents into windows, and packing complete documents into rows of a fixed length."""
 
 from __future__ import annotations
 
@@ -10,46 +10,52 @@ from fledge.types import Document, Packed
 
 
 def windows(document: Document, max_length: int) -> list[Document]:
-    """Cuts a document into windows of at most `max_length` tokens, each a document of its own; none is dropped
-    but those in which nothing can be drafted (no slot live at step 0)."""
+    """Splits a document into windows of at most `max_length` tokens, each a document of its own.
+
+    Windows without a slot that is live at step 0 are dropped, because they contribute nothing to the loss.
+    """
     parts = zip(document.tokens.split(max_length), document.spans.split(max_length), strict=True)
-    return [d for d in (Document(t, s) for t, s in parts) if _drafts(d)]
+    return [d for d in (Document(t, s) for t, s in parts) if _has_live_slot(d)]
 
 
-def _drafts(d: Document) -> bool:
+def _has_live_slot(d: Document) -> bool:
     return bool(((d.spans[1:-1] >= 0) & (d.spans[1:-1] == d.spans[2:])).any())
 
 
 def pack(documents: list[Document], row_length: int, seed: int, open_rows: int = 64) -> list[list[int]]:
-    """Assigns documents (by index) to rows of at most `row_length` tokens, in an order drawn from `seed`.
+    """Assigns document indices to rows of at most `row_length` tokens. Deterministic for a seed.
 
-    Best fit over a bounded number of open rows, so a row's content stays random. Deterministic.
+    The documents are shuffled by `seed` and then placed by best fit. At most `open_rows` rows are candidates at a time,
+    so that a row's content stays random. Raises ValueError for a document longer than a row.
     """
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
     done: list[list[int]] = []
-    rows: list[tuple[int, list[int]]] = []  # (room left, documents)
+    rows: list[tuple[int, list[int]]] = []  # (free tokens, document indices)
     for i in order:
         n = documents[i].tokens.numel()
-        fits = [j for j, (room, _) in enumerate(rows) if room >= n]
+        fits = [j for j, (free, _) in enumerate(rows) if free >= n]
         if fits:
             j = min(fits, key=lambda j: rows[j][0])
-            room, held = rows.pop(j)
+            free, indices = rows.pop(j)
         else:
             if len(rows) == open_rows:
                 done.append(rows.pop(min(range(len(rows)), key=lambda j: rows[j][0]))[1])
-            room, held = row_length, []
+            free, indices = row_length, []
         if n > row_length:
             raise ValueError(f"a document of {n} tokens does not fit a row of {row_length}")
-        rows.append((room - n, [*held, i]))
-    return done + [held for _, held in rows]
+        rows.append((free - n, [*indices, i]))
+    return done + [indices for _, indices in rows]
 
 
-FILLER = 128  # tokens of a document of filler: attention over one long document would cost more than the row's own
+FILLER_LENGTH = 128  # tokens of a filler document; short, because attention costs the square of a document's length
 
 
 def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Packed:
-    """Lays whole documents one after another and fills the tail; every tensor int32 [row_length]."""
+    """Concatenates documents and fills the rest of the row with filler tokens `pad_id` (see `Packed`).
+
+    All tensors of the result are int32 [row_length].
+    """
     token = torch.full((row_length,), pad_id, dtype=torch.int32)
     span = torch.full((row_length,), -1, dtype=torch.int32)
     position = torch.zeros(row_length, dtype=torch.int32)
@@ -63,5 +69,5 @@ def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Pac
         doc[at : at + n] = i
         at, spans = at + n, spans + int(d.spans.max()) + 1
     rest = torch.arange(row_length - at, dtype=torch.int32)
-    position[at:], doc[at:] = rest % FILLER, -1 - rest // FILLER
+    position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
     return Packed(token, span, position, doc)

@@ -1,4 +1,4 @@
-"""Records from files and hub data sets, each with its place for error messages."""
+"""Reading records from files and hub data sets, with file and line for error messages."""
 
 from __future__ import annotations
 
@@ -11,42 +11,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fledge.data.record import LAYOUTS, Record, record_of
+from fledge.data.record import LAYOUTS, Record, parse_record
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
-MOST_SHARE = 100
+MAX_SHARE = 100
 HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
 
 
 def read_records(sources: list[str], seed: int = 0, skip: Callable[[str], None] | None = None) -> list[Record]:
-    """All records of all sources, in their order.
+    """All records of all sources, in order.
 
-    A source is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`; `@0.5` behind it takes
-    half (drawn by `seed`), `@2` takes it twice. Raises ValueError naming file and line for what cannot be read. With
-    `skip`, records that fledge has no use for are left out, and `skip` is told why; a file that cannot be read as what
-    its name says is an error all the same.
+    A source is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. A suffix `@SHARE`
+    scales it: `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice. Raises ValueError, naming
+    file and line, for files that cannot be parsed and for records without a supported layout. With `skip`, such
+    records are left out and `skip` is called with the reason; files that cannot be parsed still raise.
     """
     records: list[Record] = []
     for source in sources:
         name, share = _split_share(source)
         refused: list[str] = []
-        own = list(_records(name, refused.append if skip else None))
-        for why in refused:
-            skip(why)
-        if refused and not own:
-            raise ValueError(f"every record of {name} was refused, the first for this: {refused[0]}")
-        if not own:
-            raise ValueError(f"{name} holds no records; give a file with {LAYOUTS}")
-        whole, part = divmod(share, 1)
-        if not whole and not round(part * len(own)):
-            raise ValueError(f"{source} takes none of its {len(own):,} records; take a larger share")
-        chosen = sorted(random.Random(seed).sample(range(len(own)), round(part * len(own))))
-        records += own * int(whole) + [own[i] for i in chosen]
+        read = list(_records(name, refused.append if skip else None))
+        for reason in refused:
+            skip(reason)
+        if refused and not read:
+            raise ValueError(f"every record of {name} was refused, the first because: {refused[0]}")
+        if not read:
+            raise ValueError(f"{name} contains no records; give a file with {LAYOUTS}")
+        copies, fraction = divmod(share, 1)
+        if not copies and not round(fraction * len(read)):
+            raise ValueError(f"{source} takes none of its {len(read):,} records; take a larger share")
+        sampled = sorted(random.Random(seed).sample(range(len(read)), round(fraction * len(read))))
+        records += read * int(copies) + [read[i] for i in sampled]
     return records
 
 
 def check_source(source: str, flag: str) -> None:
-    """Raises ValueError, naming the flag, for a source that is named as a file and is not there. Reads nothing."""
+    """Raises ValueError, naming the flag, if a source is a local path that does not exist, or is an empty file.
+
+    Does not open any file.
+    """
     try:
         name, _ = _split_share(source)
         if _is_local(name):
@@ -55,42 +58,52 @@ def check_source(source: str, flag: str) -> None:
         raise ValueError(f"{flag} {e}") from e
 
 
-def whole_path(source: str) -> str:
-    """The source, from whatever directory it is read."""
+def absolute_source(source: str) -> str:
+    """The source with an absolute path if it is local, so that it can be read from another working directory."""
     name, _ = _split_share(source)
     return os.path.abspath(name) + source[len(name) :] if _is_local(name) else source
 
 
 def _split_share(source: str) -> tuple[str, float]:
-    """`name@0.5` to name and share. An @ in a directory's name, or in that of a file that is there, is no share, and
-    behind a hub id only a number is: anything else is a revision."""
+    """Splits `name@0.5` into the name and the share (1.0 without a suffix).
+
+    An @ in a directory's name or in the name of an existing file is not a separator. After a hub id, only a number is
+    a share; any other suffix is a revision.
+    """
     name, at, share = source.rpartition("@")
     if not at or "/" in share or Path(source).exists():
         return source, 1.0
     if not re.fullmatch(r"\d+(\.\d+)?", share):
         if not _is_local(name):
             return source, 1.0
-        raise ValueError(f"{source}: what follows @ is the share to take, such as @0.5 or @2")
-    if not 0 < float(share) <= MOST_SHARE:
-        raise ValueError(f"{source}: the share behind @ is above 0 and at most {MOST_SHARE}")
+        raise ValueError(f"{source}: the text after @ must be the share of the records to take, such as @0.5 or @2")
+    if not 0 < float(share) <= MAX_SHARE:
+        raise ValueError(f"{source}: the share after @ must be above 0 and at most {MAX_SHARE}")
     return name, float(share)
 
 
 def _is_local(name: str) -> bool:
-    """Whether a source is there, is named as a file, or cannot be a hub id such as `owner/name-2.5:train[:100]`."""
+    """Whether a source is a local path: it exists, has a file extension that fledge reads, or is not a valid hub id.
+
+    A hub id may look like `owner/name-2.5:train[:100]`.
+    """
     return Path(name).exists() or Path(name).suffix in READABLE or not HUB_ID.fullmatch(name)
 
 
 def _paths(name: str) -> list[Path]:
-    """The files of a source. What exists is itself, whatever a glob makes of its name; so are leading directories."""
+    """The files of a source: the path itself, the files in a directory, or the matches of a glob.
+
+    An existing path is never a glob, even if its name contains `*` or `[`; the same holds for existing parents. Raises
+    ValueError for missing and empty files.
+    """
     path = Path(name)
     if path.exists():
         found = [path]
     else:
-        there = next(p for p in path.parents if p.exists())
-        matches = glob.glob(str(path.relative_to(there)), root_dir=there, recursive=True)
-        found = [there / match for match in sorted(matches)] or [path]
-    files = [f for p in found for f in (_inside(p) if p.is_dir() else [p])]
+        root = next(p for p in path.parents if p.exists())
+        matches = glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)
+        found = [root / match for match in sorted(matches)] or [path]
+    files = [f for p in found for f in (_readable_files(p) if p.is_dir() else [p])]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} does not exist; give files, globs or hub ids like owner/name")
@@ -99,7 +112,7 @@ def _paths(name: str) -> list[Path]:
     return files
 
 
-def _inside(directory: Path) -> list[Path]:
+def _readable_files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.suffix in READABLE)
 
 
@@ -107,7 +120,7 @@ def _records(name: str, skip: Callable[[str], None] | None) -> Iterator[Record]:
     rows = (row for path in _paths(name) for row in _file_rows(path)) if _is_local(name) else _hub_rows(name)
     for row, where in rows:
         try:
-            yield record_of(row, where)
+            yield parse_record(row, where)
         except ValueError as e:
             if skip is None:
                 raise
@@ -115,8 +128,10 @@ def _records(name: str, skip: Callable[[str], None] | None) -> Iterator[Record]:
 
 
 def _file_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """Rows and their places. JSON and JSON lines are read here, for errors that name the line; other formats by
-    `datasets`."""
+    """The rows of a file, each with its location for error messages.
+
+    JSON, JSON lines and text are parsed here, so that errors name the line; `datasets` reads the other formats.
+    """
     if path.suffix not in READABLE:
         raise ValueError(f"{path}: fledge reads {', '.join(READABLE)}")
     try:
@@ -144,7 +159,7 @@ def _table_rows(path: Path) -> Iterator[tuple[Any, str]]:
     kind = path.suffix.removeprefix(".")
     try:
         rows = datasets.load_dataset(kind, data_files=str(path), split="train")
-    except Exception as e:  # whatever the reader of the format raises, wrapped by datasets in its own
+    except Exception as e:  # datasets wraps the exceptions of the format's reader
         raise ValueError(f"{path} cannot be read as {kind}: {e.__cause__ or e}") from e
     return _numbered(rows, str(path))
 
@@ -157,7 +172,7 @@ def _hub_rows(name: str) -> Iterator[tuple[Any, str]]:
     try:
         rows = datasets.load_dataset(parts["name"], split=split, revision=revision, trust_remote_code=False)
     except Exception as e:
-        raise ValueError(f"{name} is no file here, and as a hub data set it cannot be loaded: {e}") from e
+        raise ValueError(f"{name} is not a local file and cannot be loaded from the hub: {e}") from e
     return _numbered(rows, name)
 
 
@@ -166,7 +181,10 @@ def _numbered(rows: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether a .json file holds JSON lines, as many on the hub do: its first line is a whole object, and not alone."""
+    """Whether a .json file contains JSON lines, as many on the hub do.
+
+    That is the case if its first line is a complete JSON object and more lines follow.
+    """
     with path.open(encoding="utf-8-sig") as f:
         first = f.readline().strip()
         if not (first.startswith("{") and first.endswith("}")):
@@ -182,6 +200,6 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as e:
-        raise ValueError(f"{where} is not JSON: {e}. Mend or remove it; nothing was skipped") from e
+        raise ValueError(f"{where} is not JSON: {e}. Fix or remove it; nothing was skipped") from e
     except RecursionError as e:
-        raise ValueError(f"{where} is nested too deeply to be read as JSON. Mend or remove it") from e
+        raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target tokens a draft can propose."""
+"""The draft vocabulary (the target tokens that a draft can propose), and P-EAGLE's mask token."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from fledge.types import Document
 
-TOKENS_AT_ONCE = 1 << 22
+TOKENS_PER_CHUNK = 1 << 22  # tokens counted by one bincount
 
 
 def choose_vocabulary(
     documents: Iterable[Document], vocab_size: int, size: int, keep: Collection[int] = ()
 ) -> tuple[Tensor, float]:
-    """The `size` most frequent target ids among supervised tokens (ties to the lower id), those in `keep` first.
+    """The ids in `keep` and the most frequent target ids among supervised tokens, `size` ids in total.
 
-    Returns ascending ids, int64 [size], and the share of supervised tokens that they cover. Raises ValueError for a
-    size above the target's, or a token outside of it.
+    Ties go to the lower id. Returns the ids in ascending order, int64 [size], and the fraction of supervised tokens
+    that they cover. Raises ValueError if `size` is not in 1 .. `vocab_size`, or if a token is not below `vocab_size`.
     """
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab {size} is outside 1..{vocab_size}, the target's vocabulary")
@@ -27,26 +27,29 @@ def choose_vocabulary(
     rank = counts.clone()
     rank[[i for i in keep if 0 <= i < vocab_size]] = counts.max() + 1
     ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
-    return ids, _share(ids, counts)
+    return ids, _covered(ids, counts)
 
 
 def coverage_of(ids_W: Tensor, documents: Iterable[Document], vocab_size: int) -> float:
-    """The share of supervised tokens that these target ids cover. Raises ValueError as `choose_vocabulary`."""
-    return _share(ids_W, _counts(documents, vocab_size))
+    """The fraction of supervised tokens that the target ids `ids_W` cover.
+
+    Raises ValueError if a token is not below `vocab_size`.
+    """
+    return _covered(ids_W, _counts(documents, vocab_size))
 
 
-def _share(ids_W: Tensor, counts_V: Tensor) -> float:
+def _covered(ids_W: Tensor, counts_V: Tensor) -> float:
     return counts_V[ids_W].sum().item() / max(counts_V.sum().item(), 1)
 
 
 def _counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
-    """How often each target id is supervised, int64 [V]."""
+    """The number of supervised occurrences of each target id, int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for some in _chunks(documents):
-        tokens, spans = torch.cat([d.tokens for d in some]), torch.cat([d.spans for d in some])
+    for chunk in _chunks(documents):
+        tokens, spans = torch.cat([d.tokens for d in chunk]), torch.cat([d.spans for d in chunk])
         if tokens.max() >= vocab_size:
             raise ValueError(
-                f"the data has a token {tokens.max()} and the target's vocabulary ends at {vocab_size - 1}; its "
+                f"the data has token id {tokens.max()}, but the target's vocabulary ends at {vocab_size - 1}; the "
                 "tokenizer belongs to another model"
             )
         counts += torch.bincount(tokens[spans >= 0], minlength=vocab_size)
@@ -54,24 +57,29 @@ def _counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in groups that are counted at once: each count is as wide as the vocabulary."""
-    some, tokens = [], 0
+    """Documents in groups of about TOKENS_PER_CHUNK tokens.
+
+    Each bincount allocates a tensor of the vocabulary's size, so counting every document alone would be slow.
+    """
+    chunk, tokens = [], 0
     for d in documents:
-        some.append(d)
+        chunk.append(d)
         tokens += d.tokens.numel()
-        if tokens >= TOKENS_AT_ONCE:
-            yield some
-            some, tokens = [], 0
-    if some:
-        yield some
+        if tokens >= TOKENS_PER_CHUNK:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
 
 
 def choose_mask_token(
     documents: Iterable[Document], vocab_size: int, tokenizer: Any, stop_ids: Collection[int] = ()
 ) -> int:
-    """The id that a P-EAGLE draft reads for a word not known yet: one that the data does not hold and no turn ends
-    with. A special token of the tokenizer where there is such (the last), else the last id of all. Raises ValueError
-    where the data holds every one."""
+    """The token id that a P-EAGLE draft reads at positions whose token is not yet known.
+
+    It is an id that occurs neither in the data nor in `stop_ids`: the highest such special token of the tokenizer, or
+    else the highest such id. Raises ValueError if there is none.
+    """
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for d in documents:
         seen[d.tokens] = True
@@ -80,6 +88,6 @@ def choose_mask_token(
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not free:
         raise ValueError(
-            "P-EAGLE needs a token that the data does not hold, and it holds the target's whole vocabulary"
+            "P-EAGLE needs a mask token that does not occur in the data, but the data contains the whole vocabulary"
         )
     return max((i for i in free if i in special), default=free[-1])

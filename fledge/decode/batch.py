@@ -103,7 +103,7 @@ class Batch:
         tree = proposed.to(target.device)
         clock.tick()
         logits_BNV, features = target.verify(tree, self.cache, self.layers)
-        nodes = proposed.on_host()
+        nodes = proposed.to_lists()
         verdicts = self._verify(tree, nodes, logits_BNV)
         paths = [v.path for v in verdicts]
         self.cache.keep(lengths, paths)

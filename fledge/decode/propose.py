@@ -96,7 +96,7 @@ class Drafting:
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError where drafted tokens are to be drawn and the shape is a tree."""
-        if self.tree and sampling.draws:
+        if self.tree and sampling.samples_draft:
             raise ValueError("sampled drafts need a chain, since a tree drafts the likeliest tokens; leave tree out")
 
     def for_method(self, method: Method) -> Drafting:

@@ -63,13 +63,13 @@ class Chain:
             count_B = [2 + n for n in likely_BK.sum(-1).tolist()]
         slot_BN = torch.tensor([[-1, *range(n - 2), *[-1] * (N - n + 1)] for n in count_B])
         drawn = None
-        if self.sampling.draws:
+        if self.sampling.samples_draft:
             drawn = [torch.stack([q_BW[b] for q_BW in qs[: n - 1]]) for b, n in enumerate(count_B)]
         return Tree(token_BN, None, N - 1, count_B, drawn), slot_BN
 
     def _choose(self, logits_BW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None]:
         """The draft ids of step k, int64 [B]; where they are drawn, with their distributions, float64 [B, W]."""
-        if not self.sampling.draws:
+        if not self.sampling.samples_draft:
             return logits_BW.argmax(-1), None
         scores = logits_BW.double() / self.sampling.temperature
         keys = [

@@ -45,9 +45,9 @@ def prompt_of(record: Record) -> EvalPrompt:
     if record.turns:
         return EvalPrompt(turns=record.turns, where=record.where)
     if record.text is not None:
-        cut = record.given or max(len(record.text) // 2, 1)
+        cut = record.prompt_length or max(len(record.text) // 2, 1)
         return EvalPrompt(text=record.text[:cut], where=record.where)
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
-    cut = record.given or (answers[len(answers) // 2] if answers else len(messages))
+    cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
     return EvalPrompt(messages=tuple(messages[:cut]), where=record.where)

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.files import beside, held
+from fledge.files import exclusive_lock, sibling_path
 from fledge.jobs.options import (
     GREEDY,
     LARGEST_SEED,
@@ -73,7 +73,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     records = read_records(options.data, options.seed)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: an empty text has nothing to go on with; remove it")
-    with held(beside(out, "lock"), str(out), say):
+    with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
             _answer_rest(options, records, out, say, progress)
         except KeyboardInterrupt:
@@ -154,7 +154,7 @@ def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
     most = options.max_new_tokens or NEW_TOKENS
     asked = [record.messages, record.text, record.tools, options.target, most, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
-    asked += [record.turns, record.given] if record.turns or record.given else []
+    asked += [record.turns, record.prompt_length] if record.turns or record.prompt_length else []
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
@@ -189,11 +189,14 @@ def _answer(
     rows: list[dict[str, Any]] = [_head(r, options) for r in batch]
     cut = 0
     prompts = {
-        i: template.prompt_ids(r.text[: r.given]) if r.given else template.prompt_ids(r.text)[: options.prompt_tokens]
-        for i, r in enumerate(batch) if r.text
-    }  # fmt: skip
+        i: template.prompt_ids(r.text[: r.prompt_length])
+        if r.prompt_length
+        else template.prompt_ids(r.text)[: options.prompt_tokens]
+        for i, r in enumerate(batch)
+        if r.text
+    }
     for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
-        if given := batch[i].given:
+        if given := batch[i].prompt_length:
             rows[i] |= {"prompt": batch[i].text[:given], "completion": text}
         else:
             rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
@@ -217,7 +220,7 @@ def _answer(
             cut += unfinished
     for i, record in enumerate(batch):
         if record.text is None:
-            answered, given = _without_open_end(told[i]), record.given
+            answered, given = _without_open_end(told[i]), record.prompt_length
             said = {"prompt": answered[:given], "completion": answered[given:]} if given else {"messages": answered}
             rows[i] |= said | ({"tools": record.tools} if record.tools else {})
     return rows, cut
@@ -237,7 +240,7 @@ def _to_answer(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any
     if record.turns:
         return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, place)]
     messages = record.messages or []
-    read = record.given or int(messages[0]["role"] == "assistant")
+    read = record.prompt_length or int(messages[0]["role"] == "assistant")
     rest = messages[read:]
     return messages[:read], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [place])]
 

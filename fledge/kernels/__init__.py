@@ -1,1 +1,1 @@
-"""Pure tensor functions. Each stands beside its definition in plain torch, the oracle for values and gradients."""
+"""Compute kernels. Each Triton kernel is tested against a definition in plain torch, for values and gradients."""

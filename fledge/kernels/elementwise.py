@@ -1,4 +1,4 @@
-"""The small kernels between matrix products: rotary embedding, SwiGLU's gate, sums of rows."""
+"""Elementwise Triton kernels: SwiGLU's activation, adding rows, rotary embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _gate(g_ptr, u_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def _silu_mul(g_ptr, u_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -17,7 +17,7 @@ def _gate(g_ptr, u_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_backward(g_ptr, u_ptr, da_ptr, n, BLOCK: tl.constexpr):
+def _silu_mul_backward(g_ptr, u_ptr, da_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -30,18 +30,18 @@ def _gate_backward(g_ptr, u_ptr, da_ptr, n, BLOCK: tl.constexpr):
     tl.store(da_ptr + at, (silu * u).to(dtype), mask=at < n)
 
 
-def silu_times(g: Tensor, u: Tensor) -> Tensor:
-    """silu(g) u, computed in float32."""
+def silu_mul(g: Tensor, u: Tensor) -> Tensor:
+    """silu(g) u in the dtype and shape of g, computed in float32. Both tensors must be contiguous."""
     out = torch.empty_like(g)
     if n := g.numel():
-        _gate[(triton.cdiv(n, 1024),)](g, u, out, n, BLOCK=1024)
+        _silu_mul[(triton.cdiv(n, 1024),)](g, u, out, n, BLOCK=1024)
     return out
 
 
-def silu_times_backward_(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dg, du and a = silu(g) u, in the places of g, u and da."""
+def silu_mul_backward_(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Overwrites g, u and da by dg, du and a = silu(g) u, and returns them; `da` is the gradient of a."""
     if n := g.numel():
-        _gate_backward[(triton.cdiv(n, 1024),)](g, u, da, n, BLOCK=1024)
+        _silu_mul_backward[(triton.cdiv(n, 1024),)](g, u, da, n, BLOCK=1024)
     return g, u, da
 
 
@@ -55,7 +55,10 @@ def _add_rows(total_ptr, rows_ptr, x_ptr, O, BLOCK: tl.constexpr):
 
 
 def add_rows_(total_NO: Tensor, rows_S: Tensor, x_SO: Tensor) -> None:
-    """total[rows] += x in total's float32; of a row that stands there twice, neither may be anything but zero in x."""
+    """total[rows] += x, where total is float32 and `rows_S` has S row indices.
+
+    The additions are not atomic: for a row index that occurs more than once, the rows of x must be zero.
+    """
     (S, O), x = x_SO.shape, x_SO.contiguous()
     if S:
         _add_rows[(S, triton.cdiv(O, 1024))](total_NO, rows_S, x, O, BLOCK=1024)
@@ -70,20 +73,20 @@ def _rotate(
     h, r = tl.arange(0, BH), tl.arange(0, BR)
     half: tl.constexpr = R // 2
     tile = (h < H)[:, None] & (r < half)[None, :]
-    here = h[:, None] * D + r[None, :]
-    one = tl.load(x_ptr + s * (H * D) + here, mask=tile, other=0.0).to(tl.float32)
-    two = tl.load(x_ptr + s * (H * D) + here + half, mask=tile, other=0.0).to(tl.float32)
+    offset = h[:, None] * D + r[None, :]
+    x1 = tl.load(x_ptr + s * (H * D) + offset, mask=tile, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + s * (H * D) + offset + half, mask=tile, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + s * R + r, mask=r < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + s * R + r, mask=r < half, other=0.0).to(tl.float32)[None, :] * sign
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + s * (H * D) + here, (one * cos - two * sin).to(dtype), mask=tile)
-    tl.store(out_ptr + s * (H * D) + here + half, (two * cos + one * sin).to(dtype), mask=tile)
+    tl.store(out_ptr + s * (H * D) + offset, (x1 * cos - x2 * sin).to(dtype), mask=tile)
+    tl.store(out_ptr + s * (H * D) + offset + half, (x2 * cos + x1 * sin).to(dtype), mask=tile)
     if R < D:
         p = tl.arange(0, BP)
         rest = h[:, None] * D + R + p[None, :]
-        passing = (h < H)[:, None] & (p < D - R)[None, :]
-        x = tl.load(x_ptr + s * (H * D) + rest, mask=passing, other=0.0)
-        tl.store(out_ptr + s * (H * D) + rest, x, mask=passing)
+        rest_tile = (h < H)[:, None] & (p < D - R)[None, :]
+        x = tl.load(x_ptr + s * (H * D) + rest, mask=rest_tile, other=0.0)
+        tl.store(out_ptr + s * (H * D) + rest, x, mask=rest_tile)
 
 
 @triton.jit
@@ -96,7 +99,7 @@ def _cos_sin(position_ptr, frequency_ptr, cos_ptr, sin_ptr, scale, R: tl.constex
 
 
 def cos_sin(position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, times `scale`, of every position's angles: each [S, 1, 2F], halves repeated, in one kernel."""
+    """cos and sin of position times frequency, times `scale`: each [S, 1, 2F], where both halves are equal."""
     position_S, S, R = position_S.contiguous(), position_S.numel(), 2 * frequency_F.numel()
     cos, sin = torch.empty(2, S, 1, R, dtype=dtype, device=position_S.device)
     if S:
@@ -108,14 +111,14 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return _launch_rotate(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx, dout):
-        return _turn(dout, *ctx.saved_tensors, -1.0), None, None
+        return _launch_rotate(dout, *ctx.saved_tensors, -1.0), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     (S, H, D), R = x.shape, cos.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -128,5 +131,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rope` in one kernel; cos and sin [S, 1, rotated], whose halves are equal. Backward turns the other way."""
+    """`apply_rope` in one kernel. cos and sin are [S, 1, rotated] with equal halves; they get no gradients.
+
+    The backward pass rotates the gradient by the negative angle.
+    """
     return _Rope.apply(x, cos.contiguous(), sin.contiguous())

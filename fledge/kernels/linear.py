@@ -1,4 +1,4 @@
-"""Products with a weight matrix: of a few rows, as decoding on a CPU makes them, and of many, as training does."""
+"""Linear layers: for few rows on a CPU (decoding), and for many rows with accumulated weight gradients (training)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch.nn import functional as F
 
 from fledge.kernels.gradients import GradientSums
 
-# Up to this many rows W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ the library behind torch packs the weights first,
-# which costs more than so small a product. One row is computed as two, since a product of a matrix with a single
-# vector streams the weights worse than either (bench/small_rows.py).
-FEW = 8
+# Up to this number of rows, W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ, torch's BLAS library first packs the weights,
+# which takes longer than the product itself. A single row is computed as two, because the matrix-vector product reads
+# the weights more slowly than either (bench/small_rows.py).
+FEW_ROWS = 8
 
-# Training rounds the number of rows of its products up to a multiple of this: for each new number, the library behind
-# torch would choose an algorithm anew, which takes the host longer than a small product takes the GPU.
-HEIGHT = 128
+# Training pads the number of rows of its products to a multiple of this. For each new number of rows, cuBLAS selects an
+# algorithm, which takes the CPU longer than a small product takes the GPU.
+ROW_MULTIPLE = 128
 
 
-def rounded(rows: int) -> int:
-    """The number of rows that a training product of `rows` rows is computed with."""
-    return -(-rows // HEIGHT) * HEIGHT
+def padded_rows(rows: int) -> int:
+    """`rows` rounded up to a multiple of ROW_MULTIPLE."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b as `F.linear`, [..., I] to [..., O], up to float32 rounding; faster for 1 to 8 rows on a CPU."""
+    """x Wᵀ + b, from [..., I] to [..., O]. Equals `F.linear` up to rounding; faster for 1 to 8 float32 CPU rows."""
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= FEW or x.dtype != torch.float32 or x.device.type != "cpu":
+    if not 0 < rows <= FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight_OI, bias_O)
     few = x.reshape(rows, -1)
     if rows == 1:
@@ -40,20 +40,21 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 def linear_products(
     x_SI: Tensor, *weights_OI: Tensor, residual_SO: Tensor | None = None, gradients: GradientSums | None = None
 ) -> tuple[Tensor, ...]:
-    """x Wᵀ for each weight, or residual + x Wᵀ for a single one.
+    """x Wᵀ for each weight, each [S, O]; or residual + x Wᵀ for a single weight.
 
-    A weight with more columns than x is used by its first columns. With `gradients` the backward pass adds the
-    weights' gradients there (the weights must be leaves); without, autograd receives them. The input's gradients from
-    several weights are summed within the products that compute them.
+    If a weight has more columns than x, only its first I columns are used. With `gradients`, the backward pass adds the
+    weights' gradients there and the weights must be leaves; without, they are returned to autograd. The gradients of x
+    from several weights are accumulated inside the GEMMs that compute them.
     """
     return _Products.apply(gradients, residual_SO, x_SI, *weights_OI)
 
 
 class SharedProducts:
-    """[x ; y] Wᵀ where many rows y meet the same few rows x.
+    """[x ; y] Wᵀ for many rows y that are concatenated with the same few rows x.
 
-    x's share of the product is computed once. Its gradient is summed in float32 over all that read it (`totals`), and
-    sent back once by `backward`. Needs a GPU, or Triton's interpreter.
+    The part x Wᵀ of the product is computed once. `with_rows` adds the part of y. The gradient of the shared part is
+    summed in float32 over all calls of `with_rows` (in `totals`), and `backward` propagates it to x and the weights.
+    Needs a GPU, or Triton's interpreter.
     """
 
     def __init__(self, x_NI: Tensor, *weights_OI: Tensor, gradients: GradientSums | None = None):
@@ -61,26 +62,30 @@ class SharedProducts:
         self.weights, self.gradients = weights_OI, gradients
         self.products = linear_products(x_NI, *weights_OI, gradients=gradients)
         self.totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.products]
-        # makes autograd visit the readers of the products, whose gradients reach x through `totals`
+        # an input that requires gradients: without it, autograd would skip the backward pass of `with_rows`
         self.anchor = x_NI.new_empty(0, requires_grad=any(p.requires_grad for p in self.products))
 
     def with_rows(self, rows_S: Tensor, y_SJ: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        """[x[rows] ; y] Wᵀ for some of the weights. Rows (int32 or int64) that occur twice must have zero gradients."""
+        """[x[rows] ; y] Wᵀ for some of the constructor's weights, each [S, O].
+
+        `rows_S` is int32 or int64. Rows whose index occurs more than once must have zero output gradients.
+        """
         return _WithRows.apply(self, self.anchor, rows_S, y_SJ, *weights_OI)
 
     def index(self, weight: Tensor) -> int:
+        """The position of a weight among the constructor's weights."""
         return next(i for i, w in enumerate(self.weights) if w is weight)
 
     def backward(self) -> None:
-        """Sends the summed gradients of the products back to x and the weights."""
-        reached = [(p, t) for p, t in zip(self.products, self.totals, strict=True) if p.requires_grad]
-        torch.autograd.backward([p for p, _ in reached], [t.to(p.dtype) for p, t in reached])
+        """Backpropagates the summed gradients of the shared products to x and the weights."""
+        pairs = [(p, t) for p, t in zip(self.products, self.totals, strict=True) if p.requires_grad]
+        torch.autograd.backward([p for p, _ in pairs], [t.to(p.dtype) for p, t in pairs])
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients, residual, x, *weights):
-        # the weights themselves: what torch saves for a checkpointed pass are copies without `.grad`
+        # not save_for_backward: under activation checkpointing it returns copies of the weights without `.grad`
         ctx.weights, ctx.gradients = weights, gradients
         ctx.save_for_backward(x)
         if residual is not None:
@@ -115,11 +120,13 @@ class _WithRows(torch.autograd.Function):
 
 
 def _backward(
-    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, wanted: bool,
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, needs_dx: bool,
     gradients: GradientSums | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradient of x, which multiplied the weights' columns from `start` on, and those of the weights, or None
-    where `gradients` took them."""
+    """The gradient of x (None unless `needs_dx`) and of each weight (None if `gradients` accumulates it).
+
+    x was multiplied by the weights' columns [start, start + x.shape[1]).
+    """
     dx, dweights = None, []
     for dy, weight in zip(dys, weights, strict=True):
         columns = slice(start, start + x.shape[1])
@@ -129,6 +136,6 @@ def _backward(
         elif weight.requires_grad:
             dweights[-1] = torch.zeros_like(weight)
             torch.mm(dy.T, x, out=dweights[-1][:, columns])
-        if wanted:
+        if needs_dx:
             dx = dy @ weight[:, columns] if dx is None else dx.addmm_(dy, weight[:, columns])
     return dx, dweights

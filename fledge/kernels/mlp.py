@@ -1,11 +1,11 @@
-"""down(silu(gate x) * up x), the SwiGLU MLP of Llama, computed so that less is held for the backward pass.
+"""down(silu(gate x) * up x), Llama's SwiGLU MLP, with fewer tensors saved for the backward pass.
 
     g = x Wg', u = x Wu', a = silu(g) u, y = a Wd'
 
     da = dy Wd,   dg = da u σ(g) (1 + g (1 - σ(g))),   du = da silu(g),   dx = dg Wg + du Wu
 
-The fused version saves x, g and u (with `recompute` x alone) and computes a again; dg, du and a take the memory of g,
-u and da.
+`swiglu` saves x, g and u (with `recompute` only x) and recomputes a. dg, du and a are written into the memory of g, u
+and da.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fledge.kernels.gradients import GradientSums
 
 
 def swiglu_reference(x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, residual: Tensor) -> Tensor:
-    """The definition: residual + the MLP of x, all [S, E]."""
+    """The definition in plain torch: residual + MLP(x), all of shape [S, E]."""
     return residual + F.linear(F.silu(F.linear(x, gate_IE)) * F.linear(x, up_IE), down_EI)
 
 
@@ -26,33 +26,36 @@ def swiglu(
     x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, residual: Tensor, *, recompute: bool = False,
     gradients: GradientSums | None = None,
 ) -> Tensor:  # fmt: skip
-    """`swiglu_reference` by Triton kernels, on a GPU or in Triton's interpreter. With `gradients` the weights'
-    gradients are added there (the weights must be leaves); without, autograd receives them."""
+    """`swiglu_reference` with Triton kernels, on a GPU or in Triton's interpreter.
+
+    With `gradients`, the weights' gradients are added there and the weights must be leaves; without, they are returned
+    to autograd. `recompute` saves memory by computing g and u again in the backward pass.
+    """
     return _SwiGLU.apply(x, gate_IE, up_IE, down_EI, residual, recompute, gradients)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, up, down, residual, recompute, gradients):
-        from fledge.kernels.elementwise import silu_times
+        from fledge.kernels.elementwise import silu_mul
 
         g, u = x @ gate.T, x @ up.T
-        # the weights themselves: what torch saves for a checkpointed pass are copies without `.grad`
+        # not save_for_backward: under activation checkpointing it returns copies of the weights without `.grad`
         ctx.weights, ctx.gradients = (gate, up, down), gradients
         ctx.save_for_backward(x, *(() if recompute else (g, u)))
-        return torch.addmm(residual, silu_times(g, u), down.T)
+        return torch.addmm(residual, silu_mul(g, u), down.T)
 
     @staticmethod
     def backward(ctx, dy):
-        from fledge.kernels.elementwise import silu_times_backward_
+        from fledge.kernels.elementwise import silu_mul_backward_
 
         x, *saved = ctx.saved_tensors
         gate, up, down = ctx.weights
         g, u = saved or (x @ gate.T, x @ up.T)
-        dg, du, a = silu_times_backward_(g, u, dy @ down)
+        dg, du, a = silu_mul_backward_(g, u, dy @ down)
         dweights = []
-        for weight, of_output, of_input in ((gate, dg, x), (up, du, x), (down, dy, a)):
+        for weight, dout, inp in ((gate, dg, x), (up, du, x), (down, dy, a)):
             if ctx.gradients is not None:
-                ctx.gradients.add_product(weight, of_output, of_input)
-            dweights.append(of_output.T @ of_input if ctx.gradients is None and weight.requires_grad else None)
+                ctx.gradients.add_product(weight, dout, inp)
+            dweights.append(dout.T @ inp if ctx.gradients is None and weight.requires_grad else None)
         return (dg @ gate).addmm_(du, up), *dweights, dy, None, None

@@ -1,4 +1,4 @@
-"""The precision of reductions: float32 for the 16-bit types, the tensor's own above that."""
+"""The precision of reductions: float32 for 16-bit tensors, otherwise the tensor's own dtype."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x as float32, or unchanged where it is float32 or float64."""
+    """x converted to float32 if it has a 16-bit dtype; unchanged if it is float32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

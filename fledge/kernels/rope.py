@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with the published ways of stretching it."""
+"""Rotary position embedding (RoPE, Su et al. 2021, arXiv:2104.09864) and its published context extensions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from fledge.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies, float32 [rotated // 2], and the factor on cos and sin.
+    """Inverse frequencies, float32 [rotated // 2], and the attention factor that multiplies cos and sin.
 
-    `linear` divides all by the factor (Chen et al. 2023), `llama3` divides the long waves and blends between,
-    `yarn` ramps between the two by wavelength (Peng et al. 2023), `longrope` divides each by its own searched factor
-    (Ding et al. 2024). Raises ValueError where the rotated dimensions of a head are no pairs, when longrope's list does
-    not fit the head, and for fields that contradict each other so that a frequency is not finite.
+    `linear` divides all frequencies by the factor (Chen et al. 2023). `llama3` divides those of long wavelengths, keeps
+    those of short ones, and interpolates between. `yarn` does the same with a linear ramp over the dimensions (Peng et
+    al. 2023). `longrope` divides each frequency by a factor of its own (Ding et al. 2024). Raises ValueError if the
+    number of rotated dimensions is odd or 0, if longrope's list has the wrong length, and if contradictory fields
+    give a frequency that is not finite.
     """
     dim = int(head_dim * rope.partial_rotary_factor)
     if dim < 2 or dim % 2:
-        raise ValueError(f"a head of {head_dim} dimensions, {dim} of them rotated: rotary embedding turns pairs")
+        raise ValueError(
+            f"a head of {head_dim} dimensions, {dim} of them rotated: rotary embedding needs an even number"
+        )
     frequencies, scale = _frequencies(rope, head_dim, dim)
     if not bool(frequencies.isfinite().all()) or not math.isfinite(scale):
         raise ValueError(f"the RoPE fields of the config ({rope.to_hf()}) give frequencies that are not finite")
@@ -48,16 +51,16 @@ def _frequencies(rope: RopeConfig, head_dim: int, dim: int) -> tuple[Tensor, flo
 
 def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
-    turns = rope.original_max_position_embeddings / wavelength
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_max_position_embeddings / wavelength
+    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = smooth.clamp(0, 1)
     return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
 
 
 def _yarn(rope: RopeConfig, base: Tensor, dim: int) -> Tensor:
-    def dimension_of(turns: float) -> float:
+    def dimension_of(rotations: float) -> float:
         length = rope.original_max_position_embeddings
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
@@ -89,12 +92,13 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first `cos.shape[-1]` dimensions of every head; the rest pass.
+    """Rotates the first `cos.shape[-1]` dimensions of every head and leaves the others unchanged.
 
-    x [S, heads, d]; cos and sin [S, 1, rotated], halves repeated (the layout of Llama and its kin).
+    x is [S, heads, d]. cos and sin are [S, 1, rotated], with equal halves; dimension i is paired with i + rotated / 2,
+    as in Llama.
     """
     n = cos.shape[-1]
-    turned, rest = x[..., :n], x[..., n:]
-    half = torch.cat((-turned[..., n // 2 :], turned[..., : n // 2]), dim=-1)
-    turned = turned * cos + half * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x[..., :n], x[..., n:]
+    swapped = torch.cat((-rotated[..., n // 2 :], rotated[..., : n // 2]), dim=-1)
+    rotated = rotated * cos + swapped * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

@@ -1,4 +1,4 @@
-"""Rows of a matrix, taken by their places."""
+"""Gathering rows of a matrix, with a backward pass that needs no atomic additions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from torch import Tensor
 
 
 def take_rows(x_NE: Tensor, rows_P: Tensor, distinct: int) -> Tensor:
-    """x[rows], [P, E], where the first rows are `distinct` and those beyond them get no gradient: so the backward pass
-    only puts rows in their places, and needs no sums."""
-    return _Take.apply(x_NE, rows_P, distinct)
+    """x[rows_P], shape [P, E].
+
+    The first `distinct` entries of `rows_P` must be different from each other, and the gradients of the remaining
+    entries are ignored. The backward pass therefore scatters rows without summing any.
+    """
+    return _TakeRows.apply(x_NE, rows_P, distinct)
 
 
-class _Take(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rows, distinct):
         ctx.save_for_backward(rows)

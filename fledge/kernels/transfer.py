@@ -1,4 +1,4 @@
-"""Small host tensors to a device without waiting for it."""
+"""Copying small host tensors to a device without synchronizing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host and of one dtype on the device, in one copy from pinned memory that waits for no kernel."""
+    """Copies CPU tensors of one dtype to the device, in one non-blocking copy from pinned memory.
+
+    On the CPU, returns the tensors themselves.
+    """
     if device.type == "cpu":
         return list(tensors)
     flat = torch.cat([x.reshape(-1) for x in tensors])

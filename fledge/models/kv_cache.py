@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.config import DraftConfig
-from fledge.kernels.any_length import any_length
 from fledge.kernels.attention import grouped_attention, prepare_mask
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 
 LEAST = 256  # slots of a new room
@@ -137,5 +137,5 @@ class DraftCache:
         S = q_BHSd.shape[2]
         if S not in self.masks:
             self.masks[S] = self._mask(S)
-        with any_length(q_MHd.device):
+        with without_cudnn_sdpa(q_MHd.device):
             return grouped_attention(q_BHSd, keys, values, self.masks[S]).reshape(q_MHd.shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.fields import MOST_LAYERS, shortened
-from fledge.files import reading, replacing
+from fledge.files import read_consistent, replace_directory
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.health import findings
@@ -81,19 +81,19 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
 
 def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes a draft's directory whole, replacing what was there. Raises OSError for a full disk."""
-    with replacing(Path(directory)) as new:
+    with replace_directory(Path(directory)) as new:
         write_draft(draft, new, dtype)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
     """config.json of a draft, by its directory or hub id. Raises ValueError with the cause where there is none or it is
     not an EAGLE draft's."""
-    return reading(draft_directory(name), lambda directory: _read_config(_config_file(directory))[0])
+    return read_consistent(draft_directory(name), lambda directory: _read_config(_config_file(directory))[0])
 
 
 def check_draft(name: str | Path) -> None:
     """Raises ValueError where there is no draft of that name, a directory or hub id."""
-    reading(draft_directory(name), _config_file)
+    read_consistent(draft_directory(name), _config_file)
 
 
 def _config_file(directory: Path) -> Path:
@@ -166,7 +166,7 @@ def open_draft(name: str | Path) -> DraftFiles:
     vocabulary map where the draft needs one or a map other than the one its config was written with, weights that can
     say nothing. Memory for the weights is taken only by `build`, so that no config can ask for more than the file has.
     """
-    return reading(draft_directory(name), _open)
+    return read_consistent(draft_directory(name), _open)
 
 
 def _open(directory: Path) -> DraftFiles:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fledge.kernels.any_length import any_length
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.targets.cache import TargetCache
 from fledge.targets.running import RunningState
 from fledge.types import Tree
@@ -86,7 +86,7 @@ def rollback_problem(target: TransformersTarget) -> str:
 def steps_exactly(target: TransformersTarget) -> bool:
     """Whether the model's own cache, token by token, gives the logits that all tokens at once give."""
     tokens, own, anew = random_tokens(target, 1, 12, seed=3), RunningState(), RunningState(recompute=True)
-    with any_length(target.device):
+    with without_cudnn_sdpa(target.device):
         whole = target.run(tokens, anew)
         try:
             parts = [target.run(part, own) for part in tokens.split([6, *[1] * 6], dim=1)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import RopeConfig, llama_names
-from fledge.kernels.any_length import any_length
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.models.size import weight_bytes
 from fledge.targets import checks
@@ -160,7 +160,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     ) -> Features:
         """Features of one pass over tokens of a row, or of several sequences of `each` tokens side by side."""
         ids, positions = (x.view(-1, each or x.numel()) for x in (token_T, position_T))
-        with self._captured(layers) as held, any_length(self.device):
+        with self._captured(layers) as held, without_cudnn_sdpa(self.device):
             self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._features(held, layers)
 
@@ -229,7 +229,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         if self._one_logit:
             at = [n - 1 for n in ends]
             inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(at, device=self.device)
-        with self._captured(layers) as held, any_length(self.device):
+        with self._captured(layers) as held, without_cudnn_sdpa(self.device):
             logits = self.run(ids, cache, **inputs)
         place = [ends.index(n) - len(ends) if self._one_logit else n - 1 for n in lengths]
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, place, strict=True)])
@@ -253,7 +253,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         inputs: dict[str, Any] = {}
         if len(cache.lengths) > 1 or tree.parent_BN is not None:
             inputs = self._positions_and_masks(tree, cache)
-        with self._captured(layers) as held, any_length(self.device):
+        with self._captured(layers) as held, without_cudnn_sdpa(self.device):
             logits = self.run(tree.token_BN, cache, **inputs)
         return logits, None if layers is None else self._features(held, layers)
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from fledge.files import beside, held, mend, reading, remove_abandoned, replace_text, replacing
+from fledge.files import (
+    exclusive_lock,
+    read_consistent,
+    remove_temporary_files,
+    replace_directory,
+    replace_text,
+    restore_interrupted,
+    sibling_path,
+)
 from fledge.models.draft import Draft
 from fledge.models.weights import CONFIG, WEIGHTS, save_draft, write_draft
 
@@ -48,15 +56,15 @@ class RunDirectory:
         was killed left half done. The directory is made for it, and removed again if nothing was written.
 
         Raises ValueError where another process is at it, or something lies here that a run cannot replace; see
-        `files.held` for `say`.
+        `files.exclusive_lock` for `say`.
         """
         self._check_own()
         made = not self.path.exists()
         try:
-            with held(self.path / ".fledge-lock", str(self.path), say):
-                mend(self.draft)
-                mend(self.checkpoint)
-                remove_abandoned(self.path)
+            with exclusive_lock(self.path / ".fledge-lock", str(self.path), say):
+                restore_interrupted(self.draft)
+                restore_interrupted(self.checkpoint)
+                remove_temporary_files(self.path)
                 yield
         finally:
             if made:
@@ -66,7 +74,7 @@ class RunDirectory:
     def _check_own(self) -> None:
         """Raises ValueError for a link or another kind of thing where a run has a directory or a file."""
         for directory in (self.draft, self.checkpoint):
-            for path in (directory, beside(directory, "old"), beside(directory, "new")):
+            for path in (directory, sibling_path(directory, "old"), sibling_path(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
         for file in (self.recipe, self.old_config, self.metrics):
             _check_kind(file, Path.is_file, "file")
@@ -88,7 +96,7 @@ class RunDirectory:
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
-        with replacing(self.checkpoint) as new:
+        with replace_directory(self.checkpoint) as new:
             write_draft(draft, new, dtype)
             with (new / STATE).open("wb") as f:
                 torch.save(state, f)
@@ -101,7 +109,7 @@ class RunDirectory:
         Raises ValueError where a file is not as it was written (checkpoints of before there were hashes are taken as
         they are), or the state is no dict.
         """
-        return reading(self.checkpoint, self._state)
+        return read_consistent(self.checkpoint, self._state)
 
     def _state(self, checkpoint: Path) -> dict[str, Any] | None:
         if not checkpoint.exists():

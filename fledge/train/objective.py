@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gradients import GradientSums
-from fledge.kernels.linear import rounded
+from fledge.kernels.linear import padded_rows
 from fledge.kernels.loss import LossOptions, Scores, Teacher, loss_and_gradients
 from fledge.kernels.precision import at_least_float32
 from fledge.kernels.rows import take_rows
@@ -235,7 +235,7 @@ class RowPass:
         if shared is None:
             return None, []
         spare = read_P.numel() - 1  # what the rows beyond the slots read; no slot reads it
-        beyond = [r.new_full((rounded(r.numel()) - r.numel(),), spare) for r in rows]
+        beyond = [r.new_full((padded_rows(r.numel()) - r.numel(),), spare) for r in rows]
         places = [torch.cat(pair).int() for pair in zip(rows, beyond, strict=True)]
         return shared, [EmbeddingRows(shared, r) for r in to_device(places, draft.device)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear import rounded
+from fledge.kernels.linear import padded_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks
 from fledge.types import Packed
@@ -44,7 +44,7 @@ def plan_steps(
         places.append(torch.zeros(end - start, dtype=torch.int32))
         places[k][at] = torch.arange(slots.numel(), dtype=torch.int32)
         S = slots.numel()
-        fill = torch.arange(rounded(S) if rounds else S).clamp_max(S - 1)
+        fill = torch.arange(padded_rows(S) if rounds else S).clamp_max(S - 1)
         kept = places[k - 1][at] if k else at
         of_rows = torch.stack([*step_inputs(row, slots, k), kept])[:, fill]
         of_slots = torch.stack([at, begin_of[at], *(p[at] for p in places[1:])])
@@ -75,7 +75,7 @@ def teacher_rows(live: Sequence[Tensor], tokens: int, *, rounds: bool = False) -
         wanted[slots + 1 + k] = True
     place, found = wanted.cumsum(0) - 1, wanted.nonzero().squeeze(-1)
     if rounds and found.numel():
-        found = torch.cat([found, found[-1:].expand(rounded(found.numel() + 1) - found.numel())])
+        found = torch.cat([found, found[-1:].expand(padded_rows(found.numel() + 1) - found.numel())])
     return found, [place[slots + 1 + k] for k, slots in enumerate(live)]
 
 

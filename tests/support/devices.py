@@ -21,13 +21,13 @@ def needs_triton() -> None:
     """Skips, with the reason, where Triton is not installed, or its interpreter is to run and does not (3.6 beside
     numpy 2.4: it takes the only element of an array for a number)."""
     pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
-    from fledge.kernels.elementwise import silu_times
+    from fledge.kernels.elementwise import silu_mul
     from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
 
     if torch.cuda.is_available():
         return
     try:
-        silu_times(torch.ones(2, 2), torch.ones(2, 2))
+        silu_mul(torch.ones(2, 2), torch.ones(2, 2))
         teacher = Teacher(lambda s: torch.ones(1, 3), [torch.zeros(1).long()], torch.arange(3), 3)
         loss_and_gradients([torch.ones(1, 2)], torch.ones(3, 2), teacher, [1.0], LossOptions(impl="triton"))
     except Exception as e:

@@ -59,6 +59,6 @@ def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequ
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
     """Every node's tokens from the root's children on."""
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(*tree.on_host()[0], strict=True))[1:]:
+    for token, parent in list(zip(*tree.to_lists()[0], strict=True))[1:]:
         paths.append((*paths[parent], token))
     return paths[1:]

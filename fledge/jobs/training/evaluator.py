@@ -106,6 +106,6 @@ class _Fitting:
             return False
 
     def _start(self, record: Record) -> list[int]:
-        ids = self.prepared.template.prompt_ids(record.text[: record.given or None])
+        ids = self.prepared.template.prompt_ids(record.text[: record.prompt_length or None])
         longest = min(self.prepared.max_length // 2, self.room)
-        return ids[: min(len(ids) if record.given else len(ids) // 2, longest)]
+        return ids[: min(len(ids) if record.prompt_length else len(ids) // 2, longest)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fledge import __version__
-from fledge.fields import shortened, shown
+from fledge.fields import format_value, shortened
 from fledge.jobs.options import (
     RenamedOption,
     by_current_names,
@@ -81,12 +81,12 @@ def _as_written(options: TrainOptions) -> dict[str, Any]:
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """The options as they hold from any current directory."""
-    from fledge.data.read import whole_path
+    from fledge.data.read import absolute_source
 
     paths = {n: getattr(options, n) for n in ("target", "init_from")}
     there = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
-    prompts = whole_path(options.eval_prompts) if options.eval_prompts else None
-    return replace(options, data=[whole_path(source) for source in options.data], eval_prompts=prompts, **there)
+    prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
+    return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **there)
 
 
 # -- --config ------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def check_settled(recorded: Mapping[str, Any], settled: Settled, directory: RunD
     for name, before in recorded.items():
         if before != (now := getattr(settled, name)):
             raise ValueError(
-                f"{directory.started()}: {SETTLED}.{name} is {shown(before)}, but the options and data give "
-                f"{shown(now)}; undo the change of the file or the target, or start a new run"
+                f"{directory.started()}: {SETTLED}.{name} is {format_value(before)}, but the options and data give "
+                f"{format_value(now)}; undo the change of the file or the target, or start a new run"
             )
 
 
@@ -191,7 +191,7 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     hints = get_type_hints(Settled)
     for name, value in settled.items():
         if name not in hints or not is_a(hints[name], value):
-            raise ValueError(f"{file}: {SETTLED}.{shortened(name)} cannot be {shown(value)}")
+            raise ValueError(f"{file}: {SETTLED}.{shortened(name)} cannot be {format_value(value)}")
     return _options_in(content, file), settled
 
 
@@ -231,7 +231,7 @@ def _mapping_in(file: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {shown(content)}; a recipe is made of lines such as `steps: 1000`")
+        raise ValueError(f"{file} holds {format_value(content)}; a recipe is made of lines such as `steps: 1000`")
     return content
 
 
@@ -245,7 +245,7 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             cure = f"did you mean {close[0]}?" if close else "the keys are the names of its flags, with underscores"
-            raise ValueError(f"{file}: {shown(name)} is no option of fledge train; {cure}")
+            raise ValueError(f"{file}: {format_value(name)} is no option of fledge train; {cure}")
         if name in RUN_ONLY:
             raise ValueError(f"{file}: {name} cannot be set in a file; give {flag_of(name)} on the command line")
         values[name] = _as_option(name, value)

@@ -1,7 +1,8 @@
-"""Loss of a draft head against a target's distribution, without ever holding slots x vocabulary logits.
+"""Soft-target losses between draft and target, without materializing the logits of all slots.
 
-For slot i of step k with hidden state h (after the draft's norm), head W, the target's distribution p over its
-vocabulary V, and p' that distribution restricted to the draft's W ids and renormalised:
+Notation, for one slot of one TTT step: h is the draft's hidden state after its norm, W the weight of the draft's head,
+p the target's distribution over its vocabulary V, and p' that distribution restricted to the draft's vocabulary and
+renormalised.
 
     z = W h,   q = softmax(z),   α = Σ_w min(p_w, q_w)
 
@@ -10,9 +11,10 @@ vocabulary V, and p' that distribution restricted to the draft's W ids and renor
     accept    -log α                                dz = -q ([q < p] - c) / α,   c = Σ_w q_w [q_w < p_w]
     mixed     λ kl + (1 - λ)(1 - α)                 dz = λ (q - p') - (1 - λ) q ([q < p] - c)
 
-with λ = exp(-3 α) taken as a constant, and α no smaller than 1e-6. Gradients are computed in the forward pass, tile by
-tile (as Liger does for hard labels): a tile of the teacher is computed once and read by all K steps, dW is accumulated
-in float32, dh is written, and nothing else outlives a few tiles. `definition` has the losses in plain torch.
+where λ = exp(-3 α) is treated as a constant, [..] is 1 if its condition holds and else 0, and α is clamped to at least
+1e-6. Sums over w run over the draft's vocabulary. As in Liger's fused cross entropy for hard labels, gradients are
+computed in the forward pass, tile by tile: a tile of teacher logits is computed once and used by all K steps, dW is
+accumulated in float32, and only dW and dh outlive a few tiles. `definition` has the losses in plain torch.
 """
 
 from __future__ import annotations
@@ -25,29 +27,31 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gradients import Fp32Accumulator
-from fledge.kernels.linear import rounded
+from fledge.kernels.linear import padded_rows
 from fledge.kernels.loss import definition
 from fledge.kernels.loss.definition import soft_target_loss_reference
-from fledge.kernels.loss.tiles import PRODUCT, SlotSums, Tile, groups_of, tiles_of
+from fledge.kernels.loss.tiles import SLOTS_PER_GROUP, SlotSums, Tile, group_tiles, make_tiles
 
 __all__ = [
-    "IMPLS", "KINDS", "PRODUCT", "LossOptions", "LossResult", "Scores", "Teacher", "loss_and_gradients",
+    "IMPLS", "KINDS", "SLOTS_PER_GROUP", "LossOptions", "LossResult", "Scores", "Teacher", "loss_and_gradients",
     "soft_target_loss_reference",
 ]  # fmt: skip
 
 KINDS = ("ce", "kl", "accept", "mixed")
 IMPLS = ("eager", "triton")
-# Logits of a chunk by default, the teacher's and its slots' ("eager" holds copies of them). On a CPU so few of the
-# teacher's that they stay in its caches, if those are 64 rows or more.
-LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
-CACHED = 1 << 19
+# The default number of logits in a chunk: the teacher's and those of its slots ("eager" holds copies of them). On a
+# CPU, a chunk has at most CPU_CACHED_LOGITS teacher logits, so that they fit its caches, if that is at least 64 rows.
+CHUNK_LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
+CPU_CACHED_LOGITS = 1 << 19
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the draft is taught: `logits(slice)` gives the target's logits [n, V] of some of P rows, `rows` are the
-    teacher rows of each step's slots, K ascending int64 CPU tensors [S_k], `ids_W` the target id of every draft id, and
-    `vocab_size` is V.
+    """The soft targets of the loss.
+
+    `logits(slice)` computes the target's logits [n, V] for a slice of P teacher rows. `rows` are the teacher rows of
+    each step's slots: K ascending int64 CPU tensors [S_k]. `ids_W` is the target id of each draft id, and `vocab_size`
+    is V.
     """
 
     logits: Callable[[slice], Tensor]
@@ -58,10 +62,12 @@ class Teacher:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`kind` is one of KINDS. A slot is scored where the teacher's argmax is in the draft's vocabulary, or always with
-    `keep_out_of_vocab`; elsewhere it counts as a miss. `chunk` is how many teacher rows are computed at a time (None:
-    as LOGITS and CACHED allow). `impl` "triton" needs a GPU, or Triton's interpreter. Raises ValueError for an unknown
-    kind or impl.
+    """Options of the loss.
+
+    `kind` is one of KINDS. A slot is scored (contributes to the loss) if the teacher's argmax is in the draft's
+    vocabulary, or always with `keep_out_of_vocab`; a slot that is not scored counts as a miss. `chunk` is the number of
+    teacher rows computed at a time; None chooses it by CHUNK_LOGITS and CPU_CACHED_LOGITS. `impl` is one of IMPLS;
+    "triton" needs a GPU, or Triton's interpreter. Raises ValueError for an unknown kind or impl.
     """
 
     kind: str = "ce"
@@ -71,21 +77,26 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"loss {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"loss {self.kind!r} must be one of {', '.join(KINDS)}")
         if self.impl not in IMPLS:
-            raise ValueError(f"loss implementation {self.impl!r} is none of {', '.join(IMPLS)}")
+            raise ValueError(f"loss implementation {self.impl!r} must be one of {', '.join(IMPLS)}")
 
-    def rows_at_a_time(self, V: int, W: int, steps: int, device: torch.device) -> int:
-        """Teacher rows of a chunk."""
+    def teacher_rows_per_chunk(self, V: int, W: int, steps: int, device: torch.device) -> int:
+        """The number of teacher rows in a chunk, for K = `steps`."""
         if self.chunk is not None:
             return self.chunk
-        cached = CACHED // V if device.type == "cpu" else 0
-        return cached if cached >= 64 else max(64, LOGITS[self.impl] // (V + steps * W) // 64 * 64)
+        cached = CPU_CACHED_LOGITS // V if device.type == "cpu" else 0
+        return cached if cached >= 64 else max(64, CHUNK_LOGITS[self.impl] // (V + steps * W) // 64 * 64)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the loss found: per step k a float32 loss sum and Σ α [K], int64 scored counts [K], and bool hits [S_k]."""
+    """Metrics of the loss, per step k.
+
+    `loss_K` is the sum of the unweighted losses of the scored slots, and `accept_K` the sum of α, both [K] and at least
+    float32. `scored_K` is the number of scored slots, int64 [K]. `hits` are bool [S_k]: whether the draft's argmax is
+    the teacher's.
+    """
 
     loss_K: Tensor
     accept_K: Tensor
@@ -94,7 +105,7 @@ class Scores:
 
 
 class LossResult(NamedTuple):
-    """`loss`: Σ_k weights[k] Σ_scored loss, a scalar; `dhidden`: its gradients for the hidden states, like them."""
+    """`loss` is Σ_k weights[k] Σ_scored loss, a scalar. `dhidden` are its gradients for the hidden states."""
 
     loss: Tensor
     scores: Scores
@@ -106,22 +117,24 @@ def loss_and_gradients(
     hidden: Sequence[Tensor], head_WE: Tensor, teacher: Teacher, weights: Sequence[float],
     options: LossOptions = LossOptions(), *, head_sum: Fp32Accumulator | None = None, gradients: bool = True,
 ) -> LossResult:  # fmt: skip
-    """Loss of K steps' hidden states (each [S_k or more, E]; rows beyond the slots get zero gradients), and the
-    gradients for them; the head's gradient is added to `head_sum` where one is given.
+    """The loss of K steps and its gradients.
 
-    α has p over all of V. Memory: the logits of a chunk of teacher rows and of the slots they teach, of PRODUCT slots
-    at least. Without `gradients`, `dhidden` is empty.
+    `hidden` are the hidden states of each step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients.
+    `weights` are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given.
+    Without `gradients`, `dhidden` is empty. Memory: the logits of a chunk of teacher rows and of the slots that use
+    them, or of SLOTS_PER_GROUP slots if that is more.
     """
     device, counts = head_WE.device, [r.numel() for r in teacher.rows]
-    chunk = options.rows_at_a_time(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
+    chunk = options.teacher_rows_per_chunk(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
     wide = torch.promote_types(head_WE.dtype, torch.float32)
-    kinds = (wide, wide, torch.bool, torch.bool)  # a tensor each: Triton compiles anew for other alignments
+    # separate tensors, not slices of one: Triton recompiles a kernel if a pointer's alignment changes
+    kinds = (wide, wide, torch.bool, torch.bool)
     sums = SlotSums(*(torch.zeros(sum(counts), dtype=kind, device=device) for kind in kinds))
     dhidden = [torch.empty_like(h) for h in hidden] if gradients else []
     for dh, n in zip(dhidden, counts, strict=False):
         dh[n:].zero_()
     loss_of_tile = _TileLoss(teacher, weights, options, sums, chunk)
-    for group in groups_of(tiles_of(list(teacher.rows), chunk, device)):
+    for group in group_tiles(make_tiles(list(teacher.rows), chunk, device)):
         _group_loss(group, hidden, head_WE, loss_of_tile, dhidden, head_sum)
     loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
     scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
@@ -130,7 +143,7 @@ def loss_and_gradients(
 
 
 class _TileLoss:
-    """Replaces a tile's logits by the weighted gradient for them, and leaves what it finds in the sums."""
+    """Computes the loss of a tile: overwrites its logits by their weighted gradient, writes results to `sums`."""
 
     def __init__(
         self, teacher: Teacher, weights: Sequence[float], options: LossOptions, sums: SlotSums, chunk: int
@@ -142,7 +155,7 @@ class _TileLoss:
         ids_W = teacher.ids_W
         self.draft_id_V = ids_W.new_full((teacher.vocab_size,), -1)  # -1: not in the draft's vocabulary
         self.draft_id_V[ids_W] = torch.arange(ids_W.numel(), device=ids_W.device)
-        self.rounds = options.impl == "triton"  # whether products are computed with a rounded number of rows
+        self.pads_rows = options.impl == "triton"  # whether the number of rows of a product is padded (`padded_rows`)
         if options.impl == "triton":
             from fledge.kernels.loss.triton import tile_loss
         else:
@@ -161,18 +174,21 @@ def _group_loss(
     group: list[Tile], hidden: Sequence[Tensor], head_WE: Tensor, tile_loss: _TileLoss, dhidden: list[Tensor],
     head_sum: Fp32Accumulator | None,
 ) -> None:  # fmt: skip
-    """The products of a group of tiles around their losses; what it holds is freed before the next group."""
+    """Computes the logits, losses and gradients of a group of tiles.
+
+    A function of its own, so that its tensors are freed before the next group.
+    """
     heights = [t.place_M.numel() for t in group]
-    beyond = rounded(sum(heights)) - sum(heights) if tile_loss.rounds else 0
+    padding = padded_rows(sum(heights)) - sum(heights) if tile_loss.pads_rows else 0
     spans = [(a, b) for (a, _), (_, b) in zip(group[0].spans, group[-1].spans, strict=True)]
     steps = [k for k, (a, b) in enumerate(spans) if a < b]
-    # slots of one step stand side by side and are read and written where they are
-    in_place = None if beyond or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
+    # the slots of a single step are contiguous, so that they are read and written without a copy
+    in_place = None if padding or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
     if in_place:
         h = hidden[in_place[0]][in_place[1]]
     else:
         h = [x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)]
-        h = torch.cat([*h, h[0].new_zeros(beyond, h[0].shape[1])])
+        h = torch.cat([*h, h[0].new_zeros(padding, h[0].shape[1])])
     z = h @ head_WE.T
     for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
         tile_loss(tile, part)
@@ -181,7 +197,7 @@ def _group_loss(
     if dhidden and in_place:
         torch.mm(z, head_WE, out=dhidden[in_place[0]][in_place[1]])
     elif dhidden:
-        found = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
-        into = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
-        for whole, part in zip(into, found, strict=True):
-            whole.copy_(part)
+        gradients = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
+        destinations = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
+        for destination, part in zip(destinations, gradients, strict=True):
+            destination.copy_(part)

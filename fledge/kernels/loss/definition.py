@@ -1,4 +1,4 @@
-"""The losses in plain torch: of a tile, with the gradients written out, and whole, as the oracle for both."""
+"""The losses in plain torch: for one tile with explicit gradients, and a reference that uses autograd."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from torch import Tensor
 from fledge.kernels.loss.tiles import SlotSums, Tile
 from fledge.kernels.precision import at_least_float32
 
-LEAST_ALPHA = 1e-6
+MIN_ALPHA = 1e-6  # lower bound of α in -log α
 
 
 def tile_loss(
     z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, ids_W: Tensor, draft_id_V: Tensor, kind: str,
     keep_out_of_vocab: bool, sums: SlotSums,
 ) -> None:  # fmt: skip
-    """The loss of M slots of any steps, whose logits are `z_MW`, against N teacher rows. What it finds goes into
-    `sums`; the weighted gradient for the logits replaces them."""
+    """The loss of M slots with draft logits `z_MW` against N rows of teacher logits.
+
+    Overwrites `z_MW` by its gradient, multiplied by the slots' weights, and writes the results to `sums` at the slots'
+    places. `weight_S` are the weights of all slots; `draft_id_V` is the draft id of each target id, or -1.
+    """
     teacher = _TeacherTile(teacher_NV, ids_W, draft_id_V)
     z = at_least_float32(z_MW)
     p, mass, top = teacher.p_NW[tile.row_M], teacher.mass_N[tile.row_M, None], teacher.top_N[tile.row_M]
@@ -30,7 +33,11 @@ def tile_loss(
 
 
 def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [M], its gradient for the logits [M, W], and α [M]; `p` renormalised, `mass` [M, 1] what it holds of V."""
+    """The loss [M], its gradient with respect to the logits [M, W], and α [M].
+
+    `p` [M, W] is p', the teacher's renormalised distribution. `mass` [M, 1] is the probability of the draft's
+    vocabulary under p, so that p = p' mass.
+    """
     q = logq.exp()
     alpha = torch.minimum(q, p * mass).sum(-1)
     if kind == "ce":
@@ -41,45 +48,51 @@ def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor,
     below = q * (q < p * mass)
     dalpha = below - q * below.sum(-1, keepdim=True)
     if kind == "accept":
-        inside = alpha.clamp_min(LEAST_ALPHA)
-        return -inside.log(), -dalpha * ((alpha >= LEAST_ALPHA) / inside)[:, None], alpha
-    share = torch.exp(-3 * alpha)
-    return share * kl + (1 - share) * (1 - alpha), share[:, None] * (q - p) - (1 - share)[:, None] * dalpha, alpha
+        clamped = alpha.clamp_min(MIN_ALPHA)
+        return -clamped.log(), -dalpha * ((alpha >= MIN_ALPHA) / clamped)[:, None], alpha
+    lam = torch.exp(-3 * alpha)
+    return lam * kl + (1 - lam) * (1 - alpha), lam[:, None] * (q - p) - (1 - lam)[:, None] * dalpha, alpha
 
 
 class _TeacherTile:
-    """A chunk of the teacher: p over the draft's ids renormalised [n, W], the mass those ids hold [n], and the
-    argmax over the whole vocabulary as a draft id [n], -1 where it is outside the draft's vocabulary."""
+    """The teacher's distributions for N rows of logits.
+
+    `p_NW` is p', renormalised over the draft's vocabulary. `mass_N` is the probability of the draft's vocabulary.
+    `top_N` is the argmax over the target's vocabulary as a draft id, or -1 if it is not in the draft's vocabulary.
+    """
 
     def __init__(self, logits_NV: Tensor, ids_W: Tensor, draft_id_V: Tensor):
         top = logits_NV.argmax(-1)
         self.top_N = draft_id_V[top]
-        whole = at_least_float32(logits_NV)
-        kept = whole if ids_W.numel() == whole.shape[-1] else whole[:, ids_W]
-        lse = kept.logsumexp(-1)
-        self.mass_N = (lse - whole.logsumexp(-1)).exp()
-        self.p_NW = (kept - lse[:, None]).exp()
+        logits_NV = at_least_float32(logits_NV)
+        logits_NW = logits_NV if ids_W.numel() == logits_NV.shape[-1] else logits_NV[:, ids_W]
+        lse = logits_NW.logsumexp(-1)
+        self.mass_N = (lse - logits_NV.logsumexp(-1)).exp()
+        self.p_NW = (logits_NW - lse[:, None]).exp()
 
 
 def soft_target_loss_reference(
     hidden: list[Tensor], head_WE: Tensor, rows: list[Tensor], teacher_PV: Tensor, ids_W: Tensor,
     weights: list[float], kind: str = "ce",
 ) -> Tensor:  # fmt: skip
-    """The definition, all logits at once, its gradient left to autograd; slots whose teacher argmax is outside the
-    draft's vocabulary are left out."""
+    """The definition of the loss: materializes all logits and leaves the gradient to autograd.
+
+    `teacher_PV` are the teacher's logits; the other arguments are as in `loss_and_gradients`. Slots whose teacher
+    argmax is not in the draft's vocabulary are not scored.
+    """
     total = head_WE.new_zeros(())
-    unseen = ~torch.isin(teacher_PV.argmax(-1), ids_W)
+    out_of_vocab = ~torch.isin(teacher_PV.argmax(-1), ids_W)
     for h, r, weight in zip(hidden, rows, weights, strict=True):
         logq = (h @ head_WE.T).log_softmax(-1)
         p = teacher_PV[r][:, ids_W].softmax(-1)
         alpha = torch.minimum(teacher_PV[r].softmax(-1)[:, ids_W], logq.exp()).sum(-1)
         kl = (p * (p.log() - logq)).sum(-1)
-        share = torch.exp(-3 * alpha.detach())
+        lam = torch.exp(-3 * alpha.detach())
         loss = {
             "ce": -(p * logq).sum(-1),
             "kl": kl,
-            "accept": -alpha.clamp_min(LEAST_ALPHA).log(),
-            "mixed": share * kl + (1 - share) * (1 - alpha),
+            "accept": -alpha.clamp_min(MIN_ALPHA).log(),
+            "mixed": lam * kl + (1 - lam) * (1 - alpha),
         }[kind]
-        total = total + weight * loss[~unseen[r]].sum()
+        total = total + weight * loss[~out_of_vocab[r]].sum()
     return total

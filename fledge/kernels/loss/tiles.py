@@ -1,4 +1,4 @@
-"""How the slots of all steps are cut into tiles: the slots that a chunk of teacher rows teaches."""
+"""Splitting the slots of all steps into tiles: the slots whose soft targets are in one chunk of teacher rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from fledge.kernels.transfer import to_device
 
-PRODUCT = 2048  # slots whose part of the head's gradient is computed in one product
+SLOTS_PER_GROUP = 2048  # minimum number of slots per GEMM of the head's gradient
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The slots that some teacher rows teach.
+    """The slots, of all steps, whose soft targets are in one chunk of teacher rows.
 
-    `start` is the first of those rows, `spans` every step's [start, end) of slots, `place_M` the slots' places among
-    all steps' slots, `row_M` their teacher rows within the tile (both int64, on the device).
+    `start` is the first teacher row of the chunk. `spans` are the [start, end) slots of each step. `place_M` is the
+    index of each slot in the concatenation of all steps' slots, and `row_M` its teacher row relative to `start`; both
+    are int64 on the device.
     """
 
     start: int
@@ -30,7 +31,7 @@ class Tile:
 
 @dataclass
 class SlotSums:
-    """Where the tiles leave what they find; the slots of all steps stand one after the other."""
+    """The results per slot, which tiles write: loss, α, whether scored, whether a hit. The steps are concatenated."""
 
     loss_S: Tensor
     accept_S: Tensor
@@ -38,8 +39,11 @@ class SlotSums:
     hit_S: Tensor
 
 
-def tiles_of(rows: list[Tensor], chunk: int, device: torch.device) -> Iterator[Tile]:
-    """A tile for each run of `chunk` teacher rows; `rows` are the ascending teacher rows of each step's slots."""
+def make_tiles(rows: list[Tensor], chunk: int, device: torch.device) -> Iterator[Tile]:
+    """Yields a tile for each chunk of `chunk` teacher rows; `rows` are the ascending teacher rows of each step's slots.
+
+    Tiles may have no slots.
+    """
     last = max((int(r[-1]) for r in rows if r.numel()), default=-1)
     edges = torch.arange(0, last + 1 + chunk, chunk)
     cuts = [torch.searchsorted(r, edges).tolist() for r in rows]  # K lists of chunks + 1
@@ -54,13 +58,16 @@ def tiles_of(rows: list[Tensor], chunk: int, device: torch.device) -> Iterator[T
     yield from map(Tile, edges.tolist(), spans, place.split(sizes), row.split(sizes))
 
 
-def groups_of(tiles: Iterator[Tile]) -> Iterator[list[Tile]]:
-    """Tiles that hold PRODUCT slots together, so that the head's gradient is added to a few times only."""
+def group_tiles(tiles: Iterator[Tile]) -> Iterator[list[Tile]]:
+    """Groups consecutive tiles, leaving out empty ones, until a group has at least SLOTS_PER_GROUP slots.
+
+    One GEMM for each group adds to the gradient of the head.
+    """
     group: list[Tile] = []
     for tile in tiles:
         if tile.place_M.numel():
             group.append(tile)
-        if sum(t.place_M.numel() for t in group) >= PRODUCT:
+        if sum(t.place_M.numel() for t in group) >= SLOTS_PER_GROUP:
             yield group
             group = []
     if group:

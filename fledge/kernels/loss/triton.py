@@ -1,9 +1,10 @@
-"""The loss of a tile on a GPU: torch's matrix products, and two kernels over rows between them.
+"""The loss of a tile in two Triton kernels, each with one program per row.
 
-`_teacher_rows` reads a teacher row of V logits: its argmax as a draft id, log-sum-exp over V and over the draft's W
-ids, and the W logits gathered. `_student_rows` reads a slot's W logits z and its teacher's, twice (three times for
-the losses of α): first log-sum-exp, argmax and Σ p'z online, then α and the gradient, which takes the place of z.
-So the largest things held are [N, V] and [M, W] in the model's own dtype; sums are float32.
+`_teacher_rows` reads a row of V teacher logits. It computes the argmax as a draft id, the log-sum-exp over V and over
+the draft's W ids, and gathers the W logits. `_student_rows` reads a slot's W draft logits z and its teacher's logits:
+the first pass computes the log-sum-exp, the argmax and Σ p'z online; the second computes α and overwrites z by the
+gradient (for the losses of α, in a third pass). The largest tensors are [N, V] and [M, W] in the model's dtype; sums
+are float32.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.loss.definition import LEAST_ALPHA
+from fledge.kernels.loss.definition import MIN_ALPHA
 from fledge.kernels.loss.tiles import SlotSums, Tile
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _fold(m, total, x):
-    """Online log-sum-exp, lane by lane; one of the two exponentials is always of zero."""
+def _lse_update(m, total, x):
+    """One step of the online log-sum-exp in each lane. It needs one exponential, since the other is exp(0)."""
     smaller = tl.exp(-tl.abs(x - m))
     return tl.maximum(m, x), tl.where(x > m, total * smaller + 1.0, total + smaller)
 
 
 @triton.jit
-def _close(m, total):
+def _lse_result(m, total):
+    """Combines the lanes into the log-sum-exp of the row."""
     most = tl.max(m, 0)
     return most + tl.log(tl.sum(total * tl.exp(m - most), 0))
 
 
 @triton.jit
 def _teacher_rows(
-    logits_ptr, ids_ptr, draft_id_ptr, kept_ptr, lse_ptr, mass_ptr, top_ptr, V, W,
+    logits_ptr, ids_ptr, draft_id_ptr, gathered_ptr, lse_ptr, mass_ptr, top_ptr, V, W,
     GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
@@ -45,9 +47,9 @@ def _teacher_rows(
     for start in range(0, V, BLOCK):
         x = tl.load(logits_ptr + n * V + start + lane, mask=start + lane < V, other=LOWEST).to(tl.float32)
         where = tl.where(x > m, start + lane, where)
-        m, total = _fold(m, total, x)
-    whole = _close(m, total)
-    top = tl.min(tl.where(m == tl.max(m, 0), where, V), 0)  # the first of equals
+        m, total = _lse_update(m, total, x)
+    lse_V = _lse_result(m, total)
+    top = tl.min(tl.where(m == tl.max(m, 0), where, V), 0)  # the lowest index among equal maxima
     tl.store(top_ptr + n, tl.load(draft_id_ptr + top))
     if GATHER:
         m = tl.full([BLOCK], LOWEST, tl.float32)
@@ -56,18 +58,18 @@ def _teacher_rows(
             inside = start + lane < W
             at = tl.load(ids_ptr + start + lane, mask=inside, other=0)
             x = tl.load(logits_ptr + n * V + at, mask=inside, other=LOWEST)
-            tl.store(kept_ptr + n * W + start + lane, x, mask=inside)
-            m, total = _fold(m, total, tl.where(inside, x.to(tl.float32), LOWEST))
-        lse = _close(m, total)
+            tl.store(gathered_ptr + n * W + start + lane, x, mask=inside)
+            m, total = _lse_update(m, total, tl.where(inside, x.to(tl.float32), LOWEST))
+        lse = _lse_result(m, total)
     else:
-        lse = whole
+        lse = lse_V
     tl.store(lse_ptr + n, lse)
-    tl.store(mass_ptr + n, tl.exp(lse - whole))
+    tl.store(mass_ptr + n, tl.exp(lse - lse_V))
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "place_ptr"])
 def _student_rows(
-    z_ptr, kept_ptr, row_ptr, place_ptr, weight_ptr, lse_ptr, mass_ptr, top_ptr,
+    z_ptr, gathered_ptr, row_ptr, place_ptr, weight_ptr, lse_ptr, mass_ptr, top_ptr,
     loss_ptr, accept_ptr, scored_ptr, hit_ptr, W,
     KIND: tl.constexpr, KEEP: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +77,7 @@ def _student_rows(
     lane = tl.arange(0, BLOCK)
     n = tl.load(row_ptr + i)
     teacher_lse, mass, top = tl.load(lse_ptr + n), tl.load(mass_ptr + n), tl.load(top_ptr + n)
-    z_row, t_row = z_ptr + i * W, kept_ptr + n * W
+    z_row, t_row = z_ptr + i * W, gathered_ptr + n * W
     m = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
@@ -86,13 +88,13 @@ def _student_rows(
         z = tl.load(z_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
         t = tl.load(t_row + start + lane, mask=inside, other=LOWEST).to(tl.float32)
         where = tl.where(z > m, start + lane, where)
-        m, total = _fold(m, total, z)
+        m, total = _lse_update(m, total, z)
         p = tl.where(inside, tl.exp(t - teacher_lse), 0.0)
         agree += tl.where(inside, p * z, 0.0)
         if KIND != "ce":
             entropy += tl.where(p > 0, p * (t - teacher_lse), 0.0)
-    lse = _close(m, total)
-    said = tl.min(tl.where(m == tl.max(m, 0), where, W), 0)
+    lse = _lse_result(m, total)
+    argmax = tl.min(tl.where(m == tl.max(m, 0), where, W), 0)
     scored = (top >= 0) | KEEP
     place = tl.load(place_ptr + i)
     scale = tl.where(scored, tl.load(weight_ptr + place), 0.0)
@@ -135,27 +137,27 @@ def _student_rows(
     tl.store(loss_ptr + place, tl.where(scored, loss, 0.0))
     tl.store(accept_ptr + place, accepted)
     tl.store(scored_ptr + place, scored)
-    tl.store(hit_ptr + place, said == top)
+    tl.store(hit_ptr + place, argmax == top)
 
 
 def tile_loss(
     z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, ids_W: Tensor, draft_id_V: Tensor, kind: str,
     keep_out_of_vocab: bool, sums: SlotSums,
 ) -> None:  # fmt: skip
-    """`tile_loss` of definition.py. Raises ValueError for float64, which the kernels would round."""
+    """`definition.tile_loss` as Triton kernels. Raises ValueError for float64, since the kernels compute in float32."""
     if z_MW.dtype == torch.float64:
-        raise ValueError("the loss 'triton' computes in float32; use 'eager' for float64")
+        raise ValueError("the loss implementation 'triton' computes in float32; use 'eager' for float64")
     (N, V), (M, W), device = teacher_NV.shape, z_MW.shape, z_MW.device
     gather = W != V
     teacher_NV = teacher_NV.contiguous()
-    kept = teacher_NV.new_empty(N, W) if gather else teacher_NV
+    gathered = teacher_NV.new_empty(N, W) if gather else teacher_NV
     lse, mass = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(2))
     top = torch.empty(N, dtype=torch.int64, device=device)
     _teacher_rows[(N,)](
-        teacher_NV, ids_W, draft_id_V, kept, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8
+        teacher_NV, ids_W, draft_id_V, gathered, lse, mass, top, V, W, GATHER=gather, BLOCK=2048, num_warps=8
     )
     _student_rows[(M,)](
-        z_MW, kept, tile.row_M, tile.place_M, weight_S, lse, mass, top,
+        z_MW, gathered, tile.row_M, tile.place_M, weight_S, lse, mass, top,
         sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S, W,
-        KIND=kind, KEEP=keep_out_of_vocab, LEAST=LEAST_ALPHA, BLOCK=4096, num_warps=8,
+        KIND=kind, KEEP=keep_out_of_vocab, LEAST=MIN_ALPHA, BLOCK=4096, num_warps=8,
     )  # fmt: skip

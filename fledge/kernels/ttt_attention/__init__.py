@@ -1,12 +1,13 @@
-"""Attention of training-time test: each slot reads its document's past and its own drafted steps.
+"""Attention of training-time test (TTT, EAGLE-3, arXiv:2503.01840, section 3.2).
 
-For slot t at step k the keys are K0 of the slots s <= t of the same document, made from target features, and the
-slot's own keys of steps 1 .. k (EAGLE-3, section 3.2; the causal part never shrinks with k):
+At step k, slot t attends to the keys K0 of all slots s <= t of the same document, which step 0 computes from target
+features, and to the slot's own keys of steps 1 .. k, which are computed from the draft's own hidden states. The causal
+part is the same at every step:
 
     out = softmax(d^-1/2 [q . K0_s for s <= t in doc(t) ; q . k_1 ; .. ; q . k_k]) [V0 ; v_1 ; .. ; v_k]
 
-Scores and softmax are at least float32, whatever the inputs are. `ttt_attention` has three implementations, with
-the values and gradients of `ttt_attention_reference`.
+Scores and softmax are computed in at least float32. `ttt_attention` has three implementations with the values and
+gradients of `ttt_attention_reference`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,24 @@ def ttt_attention(
     queries: Queries,
     impl: str = "eager",
 ) -> Tensor:
-    """Attention of S queries over T keys and J own steps, each (k, v) of shape [P_j, G, d]. Returns [S, H, d]; rows of
-    q beyond the queries' come out as zeros.
+    """Attention of S queries over T keys and their own keys of J steps. Returns a tensor of the shape of `q_SHd`.
 
-    `impl`: "eager" in dense blocks of documents, "flex" by FlexAttention, "triton" by our kernels; the last two need
-    a GPU. Raises ValueError for another.
+    `own` has the (keys, values) of each own step, of shape [P_j, G, d]; `queries.own_row_JS` selects the row of each
+    query. `q_SHd` may have more rows than `queries` has queries; the result is zero in those padding rows.
+
+    `impl` is "eager" (plain torch, in dense blocks of documents), "flex" (FlexAttention) or "triton" (fledge's Triton
+    kernels). "flex" needs a GPU; "triton" needs a GPU or Triton's interpreter. Raises ValueError for any other value.
     """
-    S, beyond = queries.slot_S.numel(), q_SHd.shape[0] - queries.slot_S.numel()
+    S, padding = queries.slot_S.numel(), q_SHd.shape[0] - queries.slot_S.numel()
     if impl == "eager":
-        return F.pad(ttt_attention_eager(q_SHd[:S], k0_TGd, v0_TGd, own, queries), (0, 0, 0, 0, 0, beyond))
+        return F.pad(ttt_attention_eager(q_SHd[:S], k0_TGd, v0_TGd, own, queries), (0, 0, 0, 0, 0, padding))
     if impl == "flex":
         from fledge.kernels.ttt_attention.flex import ttt_attention_flex
 
-        out = ttt_attention_flex(q_SHd[:S], k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
-        return F.pad(out, (0, 0, 0, 0, 0, beyond))
+        out = ttt_attention_flex(q_SHd[:S], k0_TGd, v0_TGd, own, queries.own_row_JS, queries.slot_S, queries.first_S)
+        return F.pad(out, (0, 0, 0, 0, 0, padding))
     if impl == "triton":
         from fledge.kernels.ttt_attention.triton import ttt_attention_triton
 
-        return ttt_attention_triton(q_SHd, k0_TGd, v0_TGd, own, queries.at_JS, queries.slot_S, queries.first_S)
-    raise ValueError(f"attention {impl!r} is none of {', '.join(IMPLS)}")
+        return ttt_attention_triton(q_SHd, k0_TGd, v0_TGd, own, queries.own_row_JS, queries.slot_S, queries.first_S)
+    raise ValueError(f"attention {impl!r} must be one of {', '.join(IMPLS)}")

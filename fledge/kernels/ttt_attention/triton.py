@@ -1,16 +1,17 @@
-"""TTT attention as two Triton passes, the slot's own steps folded into the online softmax.
+"""TTT attention in Triton: FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the own steps in the online softmax.
 
-Forward, for a block of query slots: the keys of the row that any of them may read go by in blocks, with the running
-maximum m, sum l and weighted values of FlashAttention-2 (Dao 2023, arXiv:2307.08691); then each own step j adds one
-score per slot, its own key's. Saved: the output and log2-sum-exp2 of every slot and head.
+The forward kernel handles a block of queries. It loops over blocks of the row's keys that any of the queries may read,
+updating the running maximum m, the sum l and the weighted values; then each own step j adds one score per query. The
+output and the log2-sum-exp2 of each query and head are saved.
 
 Backward, with delta = Σ_d out dout and p = exp2(score - lse):
 
     dp = dout . v,   ds = p (dp - delta),   dq = scale Σ ds k,   dk = scale Σ ds q,   dv = Σ p dout
 
-One kernel makes dq and delta, block of queries by block of queries; one makes dk and dv of the row's keys, summed over
-the heads that share them; one those of the own steps, where each slot's keys are its alone. Nothing of size
-slots x keys is held, and keys are not repeated for the heads that share them. Products are accumulated in float32.
+One kernel computes dq and delta for each block of queries. One computes dk and dv for each block of the row's keys,
+summed over the query heads that share a key head. One computes dk and dv of the own steps, where each key belongs to a
+single query. No tensor has size queries x keys, and keys are not repeated for grouped query heads. Products are
+accumulated in float32.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fledge.kernels.ttt_attention.inputs import OwnSteps
 
 LOG2E = 1.4426950408889634
-# lengths, and what stands in memory where lengths before it end, are not compiled for
+# no recompilation for other lengths, nor for the alignment of pointers, which varies with the lengths
 ANY_LENGTH = dict(do_not_specialize=["S", "T"], do_not_specialize_on_alignment=["at_ptr", "slot_ptr", "first_ptr"])
 
 
 @triton.jit
-def _fold(
+def _update_softmax(
     acc, m, total, q, k_TD, v_TD, column, start, end, slot, first, scale2, BN: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Folds keys [start, end), whole blocks, into the running softmax."""
+    """Online softmax update by the keys [start, end), a multiple of BN."""
     for at in range(start, end, BN):
         s = tl.dot(q, tl.trans(k_TD.load([at, column])), input_precision="ieee") * scale2
         if MASKED:
             key = at + tl.arange(0, BN)
             s = tl.where((key[None, :] <= slot[:, None]) & (key[None, :] >= first[:, None]), s, float("-inf"))
         new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+        safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new  # -inf: all keys so far are masked
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(m - safe)
         v = v_TD.load([at, column])
@@ -52,8 +53,8 @@ def _fold(
 
 
 @triton.jit
-def _range(slot, first, inside, T, BN: tl.constexpr):
-    """Key blocks the queries need: [lo, a) and [b, hi) to be masked, [a, b) seen whole by all."""
+def _key_ranges(slot, first, inside, T, BN: tl.constexpr):
+    """The keys that the queries need: [lo, a) and [b, hi) need a mask; all queries read all of [a, b)."""
     lo = tl.min(tl.where(inside, first, T)) // BN * BN
     hi = tl.cdiv(tl.max(tl.where(inside, slot, -1)) + 1, BN) * BN
     a = tl.minimum(tl.cdiv(tl.max(tl.where(inside, first, 0)), BN) * BN, hi)
@@ -79,10 +80,10 @@ def _forward(
     acc = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    lo, a, b, hi = _range(slot, first, inside, T, BN)
-    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
-    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
-    acc, m, total = _fold(acc, m, total, q, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
+    lo, a, b, hi = _key_ranges(slot, first, inside, T, BN)
+    acc, m, total = _update_softmax(acc, m, total, q, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
+    acc, m, total = _update_softmax(acc, m, total, q, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
+    acc, m, total = _update_softmax(acc, m, total, q, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
     for j in tl.static_range(J):
         at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
         place = at[:, None] * (G * D) + g * D + d[None, :]
@@ -100,11 +101,11 @@ def _forward(
 
 
 @triton.jit
-def _unfold(
+def _add_to_dq(
     dq, q, dout, lse, delta, k_TD, v_TD, column, start, end, slot, first, scale2,
     BN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys [start, end) to dq (without the scale)."""
+    """Adds the contribution of keys [start, end) to dq, without the scale."""
     for at in range(start, end, BN):
         k, v = k_TD.load([at, column]), v_TD.load([at, column])
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
@@ -139,10 +140,10 @@ def _backward_queries(
     tl.store(delta_ptr + h * S + row, delta, inside)
     lse = tl.load(lse_ptr + h * S + row, mask=inside, other=float("inf"))
     dq = tl.zeros([BM, BD], tl.float32)
-    lo, a, b, hi = _range(slot, first, inside, T, BN)
-    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
-    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
-    dq = _unfold(dq, q, dout, lse, delta, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
+    lo, a, b, hi = _key_ranges(slot, first, inside, T, BN)
+    dq = _add_to_dq(dq, q, dout, lse, delta, k_TD, v_TD, g * D, lo, a, slot, first, scale2, BN, True)
+    dq = _add_to_dq(dq, q, dout, lse, delta, k_TD, v_TD, g * D, a, b, slot, first, scale2, BN, False)
+    dq = _add_to_dq(dq, q, dout, lse, delta, k_TD, v_TD, g * D, b, hi, slot, first, scale2, BN, True)
     for j in tl.static_range(J):
         at = tl.load(at_ptr + j * S + row, mask=inside, other=0).to(tl.int64)
         there = at[:, None] * (G * D) + g * D + d[None, :]
@@ -154,11 +155,11 @@ def _backward_queries(
 
 
 @triton.jit
-def _gather(
+def _add_to_dkv(
     dk, dv, k, v, key, q_SD, dout_SD, column, slot_ptr, first_ptr, lse_ptr, delta_ptr, start, end, scale2,
     BM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries [start, end) of a head to dk (without the scale) and dv."""
+    """Adds the contribution of a head's queries [start, end) to dk, without the scale, and dv."""
     for at in range(start, end, BM):
         row = at + tl.arange(0, BM)
         q, dout = q_SD.load([at, column]), dout_SD.load([at, column])
@@ -194,20 +195,20 @@ def _backward_keys(
     v = tl.load(v_ptr + place, mask=tile, other=0.0)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    # queries that read any of the block's keys, and among them those that read all: these without a mask
+    # [begin, end): queries that read any key of the block; [a, b): queries that read all of them, without a mask
     begin, end = tl.load(range_ptr + block), tl.load(range_ptr + 3 * blocks + block)
     a = tl.minimum(tl.load(range_ptr + blocks + block), end)
     b = a + tl.maximum(tl.load(range_ptr + 2 * blocks + block) - a, 0) // BM * BM
     for head in range(H // G):
         h = g * (H // G) + head
         lse, delta = lse_ptr + h * S, delta_ptr + h * S
-        dk, dv = _gather(
+        dk, dv = _add_to_dkv(
             dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, begin, a, scale2, BM, True
         )
-        dk, dv = _gather(
+        dk, dv = _add_to_dkv(
             dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, a, b, scale2, BM, False
         )
-        dk, dv = _gather(
+        dk, dv = _add_to_dkv(
             dk, dv, k, v, key, q_SD, dout_SD, h * D, slot_ptr, first_ptr, lse, delta, b, end, scale2, BM, True
         )
     tl.store(dk_ptr + place, (dk * scale).to(dk_ptr.dtype.element_ty), tile)
@@ -241,7 +242,7 @@ def _backward_own(
             p = tl.exp2(tl.sum(q * k, 1) * scale2 - lse)
             dv += p[:, None] * dout
             dk += (p * (tl.sum(dout * v, 1) - delta))[:, None] * q
-        # no two slots have a key in common, so nothing else adds here
+        # each own key belongs to one query, so no other program writes here
         dk = dk * scale + tl.load(own_dk[j] + there, mask=tile, other=0.0).to(tl.float32)
         dv += tl.load(own_dv[j] + there, mask=tile, other=0.0).to(tl.float32)
         tl.store(own_dk[j] + there, dk.to(own_dk[j].dtype.element_ty), tile)
@@ -253,22 +254,25 @@ def ttt_attention_triton(
     k0_TGd: Tensor,
     v0_TGd: Tensor,
     own: Sequence[tuple[Tensor, Tensor]],
-    at_JS: Tensor,
+    own_row_JS: Tensor,
     slot_S: Tensor,
     first_S: Tensor,
 ) -> Tensor:
-    """`ttt_attention_reference` on the GPU (or under Triton's interpreter), forward and backward. Returns [S, H, d].
+    """`ttt_attention_reference` on a GPU or in Triton's interpreter. Returns a tensor of the shape of `q_SHd`.
 
-    at_JS, slot_S, first_S are int32; rows of q beyond theirs come out as zeros. One compilation serves all S and T;
-    another head shape or number of own steps is another kernel. Raises ValueError where a row of heads is no multiple
-    of the 16 bytes that are copied together.
+    own_row_JS, slot_S and first_S are int32 (see `Queries`). The result is zero in the rows of q beyond the number of
+    queries. The kernels are compiled for each head shape and number of own steps, but not for each S and T. Raises
+    ValueError if the key heads of one slot, G d elements, are not a multiple of 16 bytes (required for descriptors).
     """
     if k0_TGd.shape[1:].numel() * k0_TGd.itemsize % 16:
-        raise ValueError(f"{k0_TGd.shape[1]} key heads of size {k0_TGd.shape[2]} are too odd for 'triton'; use 'eager'")
+        raise ValueError(
+            f"attention 'triton' needs key heads of a multiple of 16 bytes, which {k0_TGd.shape[1]} heads of size "
+            f"{k0_TGd.shape[2]} are not; use 'eager'"
+        )
     own = own if isinstance(own, OwnSteps) else OwnSteps(own)
     keys, values = [k for k, _ in own], [v for _, v in own]
-    at_JS, slot_S, first_S = (x.contiguous() for x in (at_JS, slot_S, first_S))
-    return _Attention.apply(q_SHd, k0_TGd, v0_TGd, at_JS, slot_S, first_S, own.gradients, *keys, *values)
+    own_row_JS, slot_S, first_S = (x.contiguous() for x in (own_row_JS, slot_S, first_S))
+    return _Attention.apply(q_SHd, k0_TGd, v0_TGd, own_row_JS, slot_S, first_S, own.gradients, *keys, *values)
 
 
 class _Attention(torch.autograd.Function):
@@ -281,12 +285,12 @@ class _Attention(torch.autograd.Function):
         if S:
             tiles = _tiles(q, "forward")
             _forward[(triton.cdiv(S, tiles["BM"]), H)](
-                q, *_blocks(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
-                D**-0.5 * LOG2E, H=H, G=G, D=D, BD=_columns(D), J=J, **tiles,
+                q, *_descriptors(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
+                D**-0.5 * LOG2E, H=H, G=G, D=D, BD=_block_width(D), J=J, **tiles,
             )  # fmt: skip
         ctx.gradients = gradients
         if any(ctx.needs_input_grad):
-            gradients.read(J)
+            gradients.add_reader(J)
         ctx.save_for_backward(q, k0, v0, at, slot, first, out, lse, *own)
         return out
 
@@ -295,52 +299,57 @@ class _Attention(torch.autograd.Function):
         q, k0, v0, at, slot, first, out, lse, *own = ctx.saved_tensors
         J, dout = len(own) // 2, dout.contiguous()
         (_, H, D), (T, G, _), S = q.shape, k0.shape, slot.numel()
-        made = torch.empty_like if S else torch.zeros_like
-        dq, dk, dv, delta = torch.empty_like(q), made(k0), made(v0), torch.empty_like(lse)
+        allocate = torch.empty_like if S else torch.zeros_like
+        dq, dk, dv, delta = torch.empty_like(q), allocate(k0), allocate(v0), torch.empty_like(lse)
         dq[S:].zero_()
         own_k, own_v = tuple(own[:J]), tuple(own[J:])
-        down = [ctx.gradients.place(j, *pair) for j, pair in enumerate(zip(own_k, own_v, strict=True))]
+        own_sums = [ctx.gradients.buffers(j, *pair) for j, pair in enumerate(zip(own_k, own_v, strict=True))]
         if S:
             scales = dict(scale=D**-0.5, scale2=D**-0.5 * LOG2E)
-            shape = dict(H=H, G=G, D=D, BD=_columns(D))
+            shape = dict(H=H, G=G, D=D, BD=_block_width(D))
             tiles = _tiles(q, "queries")
             _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
-                q, *_blocks(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
+                q, *_descriptors(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
                 **scales, **shape, J=J, **tiles,
             )  # fmt: skip
             tiles = _tiles(q, "keys")
             ranges = _query_ranges(slot, first, T, tiles["BN"])
             _backward_keys[(triton.cdiv(T, tiles["BN"]), G)](
-                *_blocks(tiles["BM"], q, dout), k0, v0, slot, first, lse, delta, ranges, dk, dv, S, T,
+                *_descriptors(tiles["BM"], q, dout), k0, v0, slot, first, lse, delta, ranges, dk, dv, S, T,
                 **scales, **shape, **tiles,
             )  # fmt: skip
             if J:
-                down_k, down_v = zip(*down, strict=True)
+                own_dk, own_dv = zip(*own_sums, strict=True)
                 _backward_own[(triton.cdiv(S, 32), G)](
-                    q, own_k, own_v, at, lse, dout, delta, down_k, down_v, S,
+                    q, own_k, own_v, at, lse, dout, delta, own_dk, own_dv, S,
                     **scales, **shape, J=J, BM=32, num_warps=4,
                 )  # fmt: skip
-        down = [ctx.gradients.done(j) for j in range(J)]
-        return dq, dk, dv, None, None, None, None, *(k for k, _ in down), *(v for _, v in down)
+        own_grads = [ctx.gradients.finish_reader(j) for j in range(J)]
+        return dq, dk, dv, None, None, None, None, *(k for k, _ in own_grads), *(v for _, v in own_grads)
 
 
-def _blocks(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
-    """Tensors [N, heads, d] to be read in blocks of so many rows of a head, by the engine that copies tiles where the
-    GPU has one. Beyond the last row are zeros; beyond a head that is narrower than its tile, the next head, which meets
-    only zeros or what is never stored."""
-    BD = _columns(tensors[0].shape[-1])
+def _descriptors(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
+    """Tensor descriptors of [N, heads, d] tensors for blocks of `rows` rows of one head (TMA copies on Hopper).
+
+    Rows beyond the last are read as zeros. If d is smaller than the block's width, the remaining columns contain the
+    next head; they are multiplied by zeros or never stored.
+    """
+    BD = _block_width(tensors[0].shape[-1])
     flat = [x.flatten(1) for x in tensors]
     return [TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, BD]) for x in flat]
 
 
-def _columns(D: int) -> int:
-    """The width of a head's tile: a power of two, and no less than a product can take."""
+def _block_width(D: int) -> int:
+    """The width of a head's block: a power of two, and at least 16, the minimum of tl.dot."""
     return max(triton.next_power_of_2(D), 16)
 
 
 def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:
-    """For each block of keys [n, n + width), int32 [4, blocks]: the first query not before its first key, the first
-    not before its last, the end of those whose document began by its first key, and by its last."""
+    """The queries that read each block of keys [n, n + width), int32 [4, blocks].
+
+    Row 0: the first query at or after the block's first key. Row 1: the first query at or after its last key. Row 2:
+    the end of the queries whose document starts at or before its first key. Row 3: the same for its last key.
+    """
     at = torch.arange(0, T, width, device=slot.device, dtype=slot.dtype)
     return torch.stack(
         [
@@ -352,13 +361,13 @@ def _query_ranges(slot: Tensor, first: Tensor, T: int, width: int) -> Tensor:
     ).int()
 
 
-# block sizes, warps and stages by kernel: for 16-bit heads of at most 128 on a Hopper GPU, and for all else
+# block sizes, warps and stages of each kernel: for 16-bit heads of at most 128 on a Hopper GPU, and for all other cases
 TILES = {
     "forward": (dict(BM=64, BN=64, num_warps=4, num_stages=3), dict(BM=64, BN=32, num_warps=4, num_stages=1)),
     "queries": (dict(BM=128, BN=64, num_warps=8, num_stages=3), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
     "keys": (dict(BM=64, BN=64, num_warps=4, num_stages=2), dict(BM=32, BN=32, num_warps=4, num_stages=1)),
 }
-LARGE = 200_000  # bytes of shared memory that the first need
+LARGE = 200_000  # bytes of shared memory per block that the first configuration needs
 
 
 def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
