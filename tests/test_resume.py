@@ -93,6 +93,8 @@ from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
 from fledge.train.trainer import Schedule, train
+from support.rows import document
+from support.targets import tiny_draft, tiny_target
 
 here, steps = Path(sys.argv[1]), int(sys.argv[2])
 target = tiny_target()
