@@ -1,6 +1,6 @@
 # make demo   sets everything up and trains and measures a draft for the bundled model (five to six minutes on two cores)
 # make test   sets everything up and passes the tests
-# make fuzz   damages the inputs of every command, 2,040 times in all, and looks for a traceback (some ten minutes)
+# make fuzz   damages the inputs of every command, 2,210 times in all, and looks for a traceback (some ten minutes)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

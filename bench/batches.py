@@ -69,10 +69,10 @@ def measure(engine: Engine, prompts: list[Any], draft: str, *, speculate: bool, 
     one, many = made[1], made[options.batch]
     differing = [i for i, (a, b) in enumerate(zip(one, many, strict=True)) if a.tokens != b.tokens]
     ids = [engine.template.prompt_ids(p) for p in prompts]
-    widths = (1, engine.verified) if speculate else (1,)
+    widths = (1, engine.drafting.verified) if speculate else (1,)
     ties, _ = near_ties(engine, differing, ids, many, one, Sampling(), widths, options.batch)
     row = {
-        "draft": draft or None, "mode": engine.mode if speculate else None, "batch": options.batch,
+        "draft": draft or None, "mode": engine.drafting.mode if speculate else None, "batch": options.batch,
         "tau": tau([c.trace for c in many]), "tokens": sum(len(c.tokens) for c in many),
         "tokens_per_s_alone": speeds[1], "tokens_per_s": speeds[options.batch],
         "times": speeds[options.batch] / speeds[1], "identical": len(prompts) - len(differing),

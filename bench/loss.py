@@ -17,7 +17,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from train_step import ceiling, in_turn, profile, seconds
+from common import peak_tflops, profile, queued_seconds, seconds
 
 from fledge.eval.environment import environment
 from fledge.jobs.options import place_of_record, write_json
@@ -40,7 +40,7 @@ def main() -> None:
     if options.device == "cpu" and not options.sizes:
         parser.error("the record's sizes are for a GPU; --sizes chooses others")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
-    record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": ceiling(options.device)}
+    record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": peak_tflops(options.device)}
     record |= {"width": options.width, "rows": []}
     ways = [("apart32", None), ("apart", None), ("eager", options.chunk)]
     if options.device != "cpu":
@@ -84,7 +84,7 @@ def measure(impl: str, T: int, W: int, chunk: int | None, options: argparse.Name
         loss = work()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    ms = 1e3 * statistics.median(in_turn(work, 9, device))
+    ms = 1e3 * statistics.median(queued_seconds(work, 9, device))
     idle_ms = 1e3 * statistics.median(seconds(work, device) for _ in range(7))
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
     gib = (peak - before) / 2**30 if device != "cpu" else None

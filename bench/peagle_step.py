@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from train_step import SHAPES, given, in_turn, row_of
+from common import SHAPES, queued_seconds, random_draft, row_of
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
@@ -55,7 +55,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     config = DraftConfig(**SHAPES[options.shape], num_hidden_layers=options.layers, method="peagle", mask_token_id=0)
     config = replace(config, vocab_size=config.draft_vocab_size)  # a target that says the draft's words alone
-    draft, features, head = given(config, tokens, device, dtype)
+    draft, features, head = random_draft(config, tokens, device, dtype)
     packed, drop = row_of(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2)
 
     objective = Objective(depth=options.depth, gamma=1.0, keep_out_of_vocab=True, drop=drop)
@@ -72,7 +72,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
             first = step().to_step()
-        took = statistics.median(in_turn(step, options.repeats, device))
+        took = statistics.median(queued_seconds(step, options.repeats, device))
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else None

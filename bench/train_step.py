@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from common import SHAPES, peak_tflops, profile, queued_seconds, random_draft, row_of, seconds
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
@@ -31,21 +32,10 @@ from fledge.models.draft import Draft
 from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features
-from fledge.types import Features, Packed
+from fledge.types import Packed
 
-SPAN = 256
 LONG = 100_000  # tokens of a row that plain torch takes about a minute for
 LONGER = ((8192, 1.0, "V"), (32_768, 0.25, "W"), (131_072, 0.25, "W"))  # T, supervised, teacher
-SHAPES = {
-    "8b": dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,
-    ),
-    "tiny": dict(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def main() -> None:
         "environment": environment(options.device, "bfloat16"),
         "shape": SHAPES[options.shape],
         "depth": options.depth,
-        "ceiling_tflops": ceiling(options.device),
+        "ceiling_tflops": peak_tflops(options.device),
         "rows": [],
     }
     if not cpu:
@@ -148,59 +138,6 @@ def show(row: dict, ceiling: float | None) -> None:
     print(said, flush=True)
 
 
-def ceiling(device: str, n: int = 8192) -> float | None:
-    """TFLOP/s of a bf16 product of random matrices; None on a CPU, where nothing is measured against it."""
-    if device == "cpu":
-        return None
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(5):
-        a @ b
-    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(20)) / 1e12
-
-
-def seconds(work, device: str) -> float:
-    if device == "cpu":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def in_turn(work, repeats: int, device: str) -> list[float]:
-    """Seconds of each of several repeats, queued without a wait in between: what the host does first in each is done
-    while the device is busy, as in training, where the target's pass stands before it."""
-    if device == "cpu":
-        return [seconds(work, device) for _ in range(repeats)]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    work()
-    for mark in marks[:-1]:
-        mark.record()
-        work()
-    marks[-1].record()
-    marks[-1].synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-
-
-def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
-    """One document with evenly spread spans of SPAN tokens, or one span over all of it. Raises ValueError where whole
-    spans are no such share of it."""
-    span = torch.zeros(tokens, dtype=torch.int64)
-    if supervised < 1:
-        block = torch.arange(tokens) // SPAN
-        begun = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # spans there ought to be before each block
-        span = torch.where((begun[1:] > begun[:-1])[block], block, -1)
-    share = (span >= 0).float().mean().item()
-    if abs(share - supervised) > 0.01:
-        raise ValueError(f"of {tokens} tokens, spans of {SPAN} are {share:.0%}, not {supervised:.0%}; ask for others")
-    place = torch.arange(tokens)
-    return Packed(torch.randint(vocab, (tokens,)), span, place, torch.zeros(tokens, dtype=torch.int64))
-
-
 def useful_flops(c: DraftConfig, row: Packed, depth: int) -> float:
     """Forward and backward of what scored slots need: their products and attention, K0/V0 and fc of every token."""
     E, d, H, G = c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads
@@ -231,7 +168,7 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     config = DraftConfig(**SHAPES[options.shape])
     if case.teacher == "W":  # a target that says the draft's words alone: its logits are the W columns
         config = replace(config, vocab_size=config.draft_vocab_size)
-    draft, features, head = given(config, case.tokens, device, dtype)
+    draft, features, head = random_draft(config, case.tokens, device, dtype)
     packed = row_of(case.tokens, case.supervised, config.vocab_size)
 
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
@@ -250,7 +187,7 @@ def run(case: Case, options: argparse.Namespace) -> dict:
         took = seconds(lambda: found.append(step().to_step()), device)
     else:
         found += [step().to_step() for _ in range(2)]
-        took = statistics.median(in_turn(step, options.repeats, device))
+        took = statistics.median(queued_seconds(step, options.repeats, device))
     if options.profile and device != "cpu" and case.ways.attention != "eager":
         profile(step)
     return {
@@ -261,20 +198,6 @@ def run(case: Case, options: argparse.Namespace) -> dict:
         "scored": found[0].scored_K.tolist(),
         "loss": found[0].loss.item(),
     }
-
-
-def given(config: DraftConfig, tokens: int, device: str, dtype: torch.dtype) -> tuple[Draft, Features, torch.Tensor]:
-    """A draft with random weights, features of so many tokens, and a target's head [V, E]."""
-    E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
-    with torch.device(device):
-        draft = Draft(config).to(dtype)
-        for p in draft.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
-        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share(table)
-        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
-    draft.set_vocabulary(torch.arange(W) * (V // W))
-    return draft, features, head
 
 
 class OneRow:
@@ -301,7 +224,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     from fledge.targets.source import LiveFeatures
     from fledge.targets.transformers import TransformersTarget
     from fledge.train.optim import MasterAdamW
-    from fledge.train.trainer import Progress, Schedule, _step
+    from fledge.train.trainer import Progress, Schedule, optimizer_step
 
     device, dtype = options.device, torch.bfloat16
     torch.manual_seed(0)
@@ -331,7 +254,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         upcoming = with_features(itertools.repeat(rows.row), source.features, draft.device, prefetch=prefetch)
 
         def step() -> None:
-            _step(draft, rows, upcoming, source, schedule, optimizer, Progress())
+            optimizer_step(draft, rows, upcoming, source, schedule, optimizer, Progress())
 
         for _ in range(3):
             step()
@@ -354,18 +277,6 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took[device != "cpu"],
         "one_stream_ms": took[False] * 1e3,
     }  # fmt: skip
-
-
-def profile(step) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
-        step()
-        torch.cuda.synchronize()
-    found = [e for e in p.key_averages() if e.self_device_time_total]  # the host's calls stand among them
-    found.sort(key=lambda e: -e.self_device_time_total)
-    for e in found[:28]:
-        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5} x {e.key[:100]}", flush=True)
-    total = sum(e.self_device_time_total for e in found)
-    print(f"    {total / 1e3:8.2f} ms on the GPU in all, {sum(e.count for e in found)} kernels", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fledge import __version__
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, default_of, flag_of, flags
+from fledge.jobs.options import Options, by_current_names, default_of, flag_of, flags
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.show import Paper, Show, complain, drop, message
 from fledge.jobs.train import TrainOptions
@@ -47,20 +47,27 @@ def fledge(
 
 def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], None]], None]:
     """Registers a job under `name` with a flag for each field of its options."""
+    hints = get_type_hints(options)
+    shown = [_parameter(f, hints[f.name]) for f in flags(options)]
+    former = [_hidden(f.metadata["formerly"], hints[f.name]) for f in flags(options) if f.metadata["formerly"]]
+    # what a file of options can have turned on, a flag turns off
+    negations = {f"no_{f.name}": f.name for f in flags(options) if "config" in hints and hints[f.name] is bool}
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     def register(job: Callable[[Any], None]) -> None:
         def run(context: typer.Context, **values: Any) -> None:
-            given = {name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"}
+            given = {k: v for k, v in values.items() if context.get_parameter_source(k).name == "COMMANDLINE"}
+            given = _without_negations(by_current_names(options, given), negations)
+            defaults = {f.name: values[f.name] for f in flags(options)}
             try:
-                job(options(**values, given=frozenset(given)))
+                job(options(**defaults | given, given=frozenset(given)))
                 sys.stdout.flush()
             except BrokenPipeError:  # `| head` has read enough
                 drop(sys.stdout)
                 raise typer.Exit(128 + signal.SIGPIPE) from None
 
-        hints = get_type_hints(options)
-        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        run.__signature__ = inspect.Signature([context, *(_parameter(f, hints[f.name]) for f in flags(options))])
+        hidden = [*former, *(_hidden(no, bool) for no in negations)]
+        run.__signature__ = inspect.Signature([context, *shown, *hidden])
         app.command(name, help=options.__doc__)(run)
 
     return register
@@ -73,6 +80,20 @@ def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def _hidden(name: str, hint: Any) -> inspect.Parameter:
+    """A flag that --help does not show."""
+    annotation = Annotated[hint | None, typer.Option(flag_of(name), hidden=True)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _without_negations(given: dict[str, Any], negations: dict[str, str]) -> dict[str, Any]:
+    """The values that were given, a negation as its switch turned off. Raises ValueError where both were given."""
+    off = {negations[name]: False for name in given.keys() & negations.keys()}
+    if both := sorted(off.keys() & given.keys()):
+        raise ValueError(f"{flag_of(both[0])} and {flag_of('no_' + both[0])} contradict each other; give one")
+    return {name: value for name, value in given.items() if name not in negations} | off
 
 
 @_command("train", TrainOptions)

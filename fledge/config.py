@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fledge.fields import CONFIG, EAGLE_CONFIG, OWN, ROPE, Fields, check_template_kwargs, shortened, shown
+from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-METHODS = ("eagle1", "eagle3", "peagle")
-MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # one thing, as each engine calls it
-# what is read by default of targets too shallow for the engines' default: without the output of the last layer, which
-# SGLang cannot capture, where there are three without it
+MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # the names that engines have for the same field
+# Default layers of targets that have too few for the engines' default. The output of the last layer is avoided where
+# possible, since SGLang cannot capture it.
 SHALLOW = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
+SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names, and what configs call these sizes where their attribute map does not translate the name
 LLAMA_NAMES = {
@@ -155,12 +156,12 @@ class Provenance:
 class DraftConfig:
     """The shape and variant of a draft. Symbols: D target hidden, E draft hidden, V and W vocabularies.
 
-    Variants are data: EAGLE-3 is the defaults, EAGLE-3.1 is `fc_norm` and `norm_output`, speculators' and
-    SpecForge's other switches are the remaining norms. `method` "eagle1" reads the target's final hidden state and no
-    layers, has no norms but one before its MLP, and speaks through the target's head; `fc_bias` is its. "peagle" reads
-    as EAGLE-3 does and drafts in one pass, `mask_token_id` standing for tokens that are not known yet. `aux_layers`
-    counts as transformers' `hidden_states` does: id i is the input of layer i, which is the output of layer i - 1;
-    None is the engines' common default (`engine_layers`).
+    `method` is a key of `fledge.methods.METHODS`, whose row (`family`) says what the draft reads and how it drafts.
+    The switches below it are variants of EAGLE-3: EAGLE-3.1 sets `fc_norm` and `norm_output`; the other norms are
+    speculators' and SpecForge's. `fc_bias` is for EAGLE-1 only. `mask_token_id` is the token that a one-pass draft
+    reads where the token is not known yet. `aux_layers` are the target layers that are read, counted as transformers'
+    `hidden_states`: id i is the input of layer i, which is the output of layer i - 1; None means the engines' common
+    default (`engine_layers`). Raises ValueError for fields that contradict each other.
     """
 
     hidden_size: int
@@ -196,10 +197,12 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method {shown(self.method)} is none of {', '.join(METHODS)}")
-        if self.method == "eagle1":
-            self._check_eagle1()
-        if (self.method == "peagle") != (self.mask_token_id is not None):
-            raise ValueError(f"mask_token_id is {self.mask_token_id}: a P-EAGLE draft has one, and no other draft has")
+        self._check_family()
+        if self.family.one_pass != (self.mask_token_id is not None):
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}: drafts that draft in one pass (P-EAGLE) need one, and others "
+                "have none"
+            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
@@ -225,16 +228,24 @@ class DraftConfig:
                 f"{len(self.aux_layers)} layers: {list(self.aux_layers)}"
             )
 
-    def _check_eagle1(self) -> None:
-        if self.hidden_size != self.target_hidden_size or self.draft_vocab_size != self.vocab_size:
+    @property
+    def family(self) -> Method:
+        """The draft's row in the table of methods."""
+        return METHODS[self.method]
+
+    def _check_family(self) -> None:
+        """Raises ValueError for what the method does not have."""
+        family = self.family
+        same_shape = self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size
+        if family.borrows_head and not same_shape:
             raise ValueError(
-                "an EAGLE-1 draft speaks through its target's head: it is as wide as the target and has its whole "
-                "vocabulary"
+                f"an {family.title} draft uses its target's head, so it must be as wide as the target and have its "
+                "whole vocabulary"
             )
-        switches = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        on = [name for name in switches if getattr(self, name)]
-        if on or self.aux_layers:
-            raise ValueError(f"{' and '.join(on) or 'aux_layers'}: EAGLE-1 has no such thing; leave it out")
+        if on := [name for name in SWITCHES if name in family.without and getattr(self, name)]:
+            raise ValueError(f"{' and '.join(on)}: {family.title} has no such norm; leave it out")
+        if self.aux_layers and not family.reads_layers:
+            raise ValueError(f"aux_layers: {family.title} reads the target's final hidden state only; leave it out")
 
     @classmethod
     def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
@@ -274,10 +285,10 @@ class DraftConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
         eagle, own = top.within("eagle_config", EAGLE_CONFIG), top.within("fledge", OWN)
-        method, mask = _method(top), _mask_token(top)
-        if method == "eagle1" and top.get("qkv_bias"):
+        family, mask = _family(top), _mask_token(top)
+        if family is EAGLE1 and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
-        if method == "peagle" and mask is None:
+        if family.one_pass and mask is None:
             raise ValueError(
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
             )
@@ -289,7 +300,7 @@ class DraftConfig:
             aux = [i + 1 for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
         hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
         width = top.get("target_hidden_size", hidden)
-        aux_count = 0 if method == "eagle1" else top.get("num_aux_hidden_states") or (len(aux) if aux else 3)
+        aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
         known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
         check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
         return cls(
@@ -302,8 +313,8 @@ class DraftConfig:
             rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
             max_position_embeddings=top.get("max_position_embeddings", 2048),
             num_hidden_layers=top.get("num_hidden_layers", 1),
-            method=method,
-            fc_bias=method == "eagle1" and top.get("bias", True),  # absent is True, in the authors' code
+            method=family.name,
+            fc_bias=family is EAGLE1 and top.get("bias", True),  # the authors' code takes a missing field for True
             num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
             attention_bias=top.get("attention_bias", False),
@@ -314,7 +325,7 @@ class DraftConfig:
             fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
             norm_output=top.get("norm_output", False),
             own_embeddings=own.get("own_embeddings", width != hidden),
-            mask_token_id=mask if method == "peagle" else None,
+            mask_token_id=mask if family.one_pass else None,
             bos_token_id=_first(top.get("bos_token_id")),
             eos_token_id=_first(top.get("eos_token_id")),
             pad_token_id=top.get("pad_token_id"),
@@ -358,9 +369,9 @@ class DraftConfig:
             "rope_scaling": scaling,
             "rope_parameters": rope,
         }
-        if self.method == "eagle1":
+        if self.family.borrows_head:
             del hf["draft_vocab_size"]
-        else:
+        if self.family.reads_layers:
             hf |= {
                 "norm_before_residual": self.norm_before_residual,
                 "norm_before_fc": self.norm_before_fc,
@@ -390,10 +401,8 @@ class DraftConfig:
         return hf
 
     def _architectures(self) -> list[str]:
-        if self.method == "eagle1":
-            return ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]  # SGLang's name, and vLLM's
         # SGLang has no draft class with q/k norms, so such a draft names vLLM's
-        return ["Eagle3Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLMEagle3"]
+        return ["Eagle3Qwen3ForCausalLM"] if self.qk_norm else list(self.family.architectures)
 
     def with_provenance(self, **known: Any) -> DraftConfig:
         """The same draft with these facts of its training written in."""
@@ -452,23 +461,28 @@ def engine_layers(n: int) -> tuple[int, int, int] | None:
     return (2, n // 2, n - 3) if n >= 7 else None
 
 
-def _method(top: Fields) -> str:
-    """Which method's draft a config describes. The authors' name no architecture but Llama's: their EAGLE-3 has a
-    draft vocabulary, and their EAGLE-1 the one layer that no whole model has."""
+def _family(top: Fields) -> Method:
+    """The method of the draft that a config describes, by our own field or by the architecture's name.
+
+    The EAGLE authors' configs name no architecture but Llama's. Of those, one with a draft vocabulary is EAGLE-3, and
+    one with a single layer, which no whole model has, is EAGLE-1. Raises ValueError for any other config.
+    """
     own = top.within("fledge", OWN).get("method")
     names = top.get("architectures") or ["Eagle3"]
     if own:
-        return own
+        if own not in METHODS:
+            raise ValueError(f"method {shown(own)} is none of {', '.join(METHODS)}")
+        return METHODS[own]
     if _mentions("peagle", names):  # SpecForge's and vLLM's own names
-        return "peagle"
+        return PEAGLE
     if _mentions("eagle3", names):
-        return "eagle3" if _mask_token(top) is None else "peagle"
+        return EAGLE3 if _mask_token(top) is None else PEAGLE
     if _mentions("eagle", names):
-        return "eagle1"
+        return EAGLE1
     if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
-        return "eagle3"
+        return EAGLE3
     if top.get("num_hidden_layers") == 1:
-        return "eagle1"
+        return EAGLE1
     raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
 
 

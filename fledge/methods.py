@@ -36,7 +36,7 @@ class Method:
 
     How it is written:
     `architectures`: what config.json says, each the class name of an engine; `first_layer`: the prefix of the first
-    layer's tensors on disk.
+    layer's tensors on disk; `notes`: what engines and trainers other than fledge do with such a draft, for people.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Method:
     options: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
     first_layer: str = "midlayer"
+    notes: tuple[str, ...] = ()
 
 
 EAGLE1 = Method(
@@ -103,6 +104,10 @@ PEAGLE = Method(
     drops_slots=True,
     options=("cod_rate", "cod_min_rate"),
     without={"gamma": "the depths of P-EAGLE have equal weights"},
+    notes=(
+        "SGLang has no P-EAGLE and would draft one token a pass with it; vLLM serves it with parallel_drafting.",
+        "SpecForge reads this file as a one-layer EAGLE-3 draft; continue its training with fledge.",
+    ),
 )
 
 METHODS: dict[str, Method] = {m.name: m for m in (EAGLE1, EAGLE3, PEAGLE)}
@@ -113,12 +118,13 @@ class Choice:
     """What `fledge train --method` can be: a method, and the switches of a draft's config that it turns on."""
 
     method: Method
+    title: str
     switches: tuple[str, ...] = ()
 
 
 CHOICES: dict[str, Choice] = {
-    "eagle3": Choice(EAGLE3),
-    "eagle3.1": Choice(EAGLE3, switches=("fc_norm", "norm_output")),
-    "peagle": Choice(PEAGLE),
-    "eagle1": Choice(EAGLE1),
+    "eagle3": Choice(EAGLE3, EAGLE3.title),
+    "eagle3.1": Choice(EAGLE3, "EAGLE-3.1", switches=("fc_norm", "norm_output")),
+    "peagle": Choice(PEAGLE, PEAGLE.title),
+    "eagle1": Choice(EAGLE1, EAGLE1.title),
 }

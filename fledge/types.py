@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Packed:
-    """A row of whole documents and a filler tail, all int64 of shape [T].
+    """A row of whole documents and a filler tail, all int32 of shape [T].
 
     `position_T` restarts at 0 in each document; `doc_T` numbers them; `span_T` is the id of the assistant span,
     distinct over the row, or -1. Filler is made of short documents, numbered below 0, whose spans are all -1: it is

@@ -151,7 +151,7 @@ def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPa
     def watched(self: Batch) -> None:
         dismiss(self)
         if self.running:
-            seen.append((self.cache.layers[0].room[0].shape[-2], self.proposer.cache.buffer.shape[-2]))
+            seen.append((self.cache.layers[0].room[0].shape[-2], self.proposer.source.cache.buffer.shape[-2]))
 
     monkeypatch.setattr(Batch, "dismiss", watched)
     asked = [[5] * 400, *asked, *asked]

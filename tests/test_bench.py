@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.acceptance import define_measurements
 from support.chats import tiny_chats
 from support.targets import tiny_target_directory
 
@@ -29,13 +30,15 @@ def test_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = record(tmp_path, monkeypatch, "train_step", *words, "--online", "--target-layers", 8, "--repeats", 1)
     half, whole = found["rows"]
     assert half["slots"] == [255, 254, 253] and whole["scored"] == whole["slots"] == [510, 509, 508]
-    assert half["ms"] > 0 and half["teacher"] == "V" and found["online"]["tokens_per_s"] > 0
+    assert half["ms"] > 0 and half["teacher"] == "V"
+    online = found["online"]
+    assert 0 < online["target_ms"] < online["ms"] and online["tokens_per_s"] == pytest.approx(512e3 / online["ms"])
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--tokens", 512, "--supervised", 0.25), "spans of 256 are 0%, not 25%"),
+        (("--tokens", 512, "--supervised", 0.25), "spans of 256 tokens can supervise 0%"),
         (("--tokens", 512, "--impls", "triton"), "need a GPU"),
         ((), "--tokens chooses others"),
     ],
@@ -56,7 +59,7 @@ def test_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--shape", "tiny", "--depth", 3, "--layers", 1, "--tokens", 128, "--repeats", 1
     rows = record(tmp_path, monkeypatch, "peagle_step", *words)["rows"]
-    assert all(row["ms"] > 0 and row["slots"][0] == 126 for row in rows)
+    assert all(row["ms"] > 0 and row["slots"][0] == 126 > row["slots"][1] > row["slots"][2] > 0 for row in rows)
 
 
 def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,10 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
     words = "--target", target, "--data", chats, "--prompts", chats, "--work", tmp_path / "work", "--steps", 2
     words = *words, "--impls", "eager", "--seeds", 0, 1, "--draft-vocab", 64
+    defined = define_measurements(monkeypatch)
     found = record(tmp_path, monkeypatch, "impls", *words)
-    assert [row["seed"] for row in found["rows"]] == [0, 1] and found["means"]["eager"]["tau"] >= 1
+    assert [row["seed"] for row in found["rows"]] == [0, 1] and [row["tau"] for row in found["rows"]] == defined
+    assert found["means"]["eager"]["tau"] == pytest.approx(sum(defined) / 2)
+    assert found["means"]["eager"]["error"] == pytest.approx(abs(defined[0] - defined[1]) / 2)
     assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
     assert record(tmp_path, monkeypatch, "impls", *words) == found

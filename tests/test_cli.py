@@ -16,17 +16,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fledge.decode.engine import load
 from fledge.eval.prompts import read_prompts
 from fledge.files import beside, held
 from fledge.jobs import generate as generate_job
 from fledge.jobs import regenerate as regenerate_job
-from fledge.jobs import train as train_job
 from fledge.jobs.evaluate import _sentences
 from fledge.jobs.options import is_record
+from fledge.jobs.training import schedule
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
+from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
+from support.files import metrics_of, rows_of, write_rows
 from support.mutations import replace_function
+from support.runs import as_before, recipe_of
 from support.targets import tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -40,13 +44,13 @@ def made(tmp_path_factory):
     tiny_target_directory(root)
     tiny_chats(root / "chats.jsonl", 200)
     turns = [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
+    write_rows(root / "prompts.jsonl", turns)
     return root
 
 
 @pytest.fixture(scope="module")
-def draft(made):
-    """The draft of a run that `fledge train` made."""
+def trained(made):
+    """The draft of a run that `fledge train` made, and τ by definition of each time that the run measured it."""
     from fledge.jobs.show import Show
     from fledge.jobs.train import TrainOptions, run
 
@@ -56,19 +60,31 @@ def draft(made):
         row_length=128, steps=3, depth=3, draft_vocab=200, device="cpu", eval_tokens=8,
         template_kwargs='{"enable_thinking": false}',
     )  # fmt: skip
-    run(options, show.say, show)
-    return made / "run" / "draft"
+    with pytest.MonkeyPatch.context() as patch:
+        defined = define_measurements(patch)
+        run(options, show.say, show)
+    return made / "run" / "draft", defined
 
 
-def test_train_writes_a_draft_and_its_metrics(made, draft):
-    lines = [json.loads(line) for line in (made / "run" / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def draft(trained):
+    return trained[0]
+
+
+def test_train_writes_a_draft_and_its_metrics(made, draft, trained):
+    lines = metrics_of(made / "run")
     assert [m["step"] for m in lines] == [1, 2, 3]
-    assert lines[-1]["eval_tau"] >= 1
+    assert [m["eval_tau"] for m in lines if "eval_tau" in m] == trained[1] == [lines[-1]["eval_tau"]]
     for m in lines:
+        assert m["survive"][0] == m["hit"][0] and all(s <= h for s, h in zip(m["survive"], m["hit"], strict=True))
         assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
     config = json.loads((draft / "config.json").read_text())
     assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
-    assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
+    assert sorted(p.name for p in (made / "run").iterdir()) == ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"]
+
+
+def weights_of(draft: Path) -> dict[str, torch.Tensor]:
+    return load_file(draft / "model.safetensors")
 
 
 def test_train_refuses_to_write_over_a_run(made, draft, fledge):
@@ -85,6 +101,14 @@ def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
     config = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
     assert config["draft_vocab_size"] == 200
     assert config["fledge"]["template_kwargs"] == {"enable_thinking": False}
+    went = fledge(
+        "train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "still",
+        "--init-from", draft, *SAME_SHAPE, "--lr", 1e-30,
+    )  # fmt: skip
+    assert went.code == 0, went.err
+    begun, more, still = map(weights_of, (draft, tmp_path / "more" / "draft", tmp_path / "still" / "draft"))
+    assert all(torch.equal(still[n], begun[n]) for n in begun), "it begins with the draft's own weights"
+    assert not torch.equal(more["fc.weight"], begun["fc.weight"])
 
 
 def test_variants_train(made, fledge, tmp_path):
@@ -107,7 +131,7 @@ def test_variants_train(made, fledge, tmp_path):
             tmp_path / "run" / "draft", "--out", tmp_path / on, *SAME_SHAPE, *flag,
         )  # fmt: skip
         assert more.code == 0, more.err
-        before, after = (load_file(tmp_path / d / "draft" / "model.safetensors") for d in ("run", on))
+        before, after = (weights_of(tmp_path / d / "draft") for d in ("run", on))
         assert torch.equal(before["embed_tokens.weight"], after["embed_tokens.weight"]) == (on == "kept")
 
 
@@ -131,18 +155,23 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
         "--out", tmp_path / "more", *steps,
     )  # fmt: skip
     assert more.code == 0, more.err
+    again = json.loads((tmp_path / "more" / "draft" / "config.json").read_text())
+    assert (again["architectures"], again["bias"]) == (config["architectures"], True)
+    assert not torch.equal(*(weights_of(tmp_path / d / "draft")["fc.weight"] for d in ("run", "more")))
 
 
-def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
+def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeypatch):
+    defined = define_measurements(monkeypatch)
     steps = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu --eval-every 2 --eval-tokens 4".split()
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--method", "peagle"]
     went = fledge(*words, "--out", tmp_path / "run", *steps, "--layers", 2, "--cod-rate", 0.6, "--eval-prompts",
                   made / "prompts.jsonl")  # fmt: skip
     assert went.code == 0, went.err
-    assert "stands for words not known yet" in went.err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["tau_slots"] >= 1 and "tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
-    assert lines[-1]["eval_tau"] >= 1
+    assert "stands for tokens not known yet" in went.err
+    lines = metrics_of(tmp_path / "run")
+    assert all("tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
+    assert [m["tau_slots"] for m in lines] == pytest.approx([1 + sum(m["survive"]) for m in lines])
+    assert [m["eval_tau"] for m in lines if "eval_tau" in m] == defined and len(defined) == 2
     draft = tmp_path / "run" / "draft"
     shown = fledge("inspect", draft, "--target", made / "target")
     assert shown.code == 0 and "A P-EAGLE draft" in shown.out and "parallel_drafting" in shown.out
@@ -155,27 +184,35 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path):
     word = load_target(made / "target").tokenizer.decode([mask])
     with_all.write_text(json.dumps({"text": f"the young bird {word} and the nest"}) + "\n")
     refused = fledge("train", "--target", made / "target", "--data", with_all, "--init-from", draft, *steps[:-4])
-    assert refused.code == 2 and "as a word not known yet" in refused.err, refused.err
+    assert refused.code == 2 and "which is this draft's mask token" in refused.err, refused.err
     more = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", draft]
     went = fledge(*more, "--out", tmp_path / "more", *steps)
     assert went.code == 0, went.err
+    assert json.loads((tmp_path / "more" / "draft" / "config.json").read_text())["mask_token_id"] == mask
+    assert not torch.equal(*(weights_of(tmp_path / d / "draft")["fc.weight"] for d in ("run", "more")))
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--method", "peagle", "--depth", 1], "it is at least 2"),
-        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate and --cod-least: a rate of 1.5"),
-        (["--cod-rate", 0.5], "are P-EAGLE's"),
-        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE, whose depths weigh alike"),
-        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1, which trains one step"),
-        (["--method", "eagle2"], "eagle2 is none of eagle1, eagle3, eagle3.1, peagle"),
-        (["--method", "eagle1", "--draft-vocab", 100], "leave --draft-vocab, --aux-layers and"),
-        (["--method", "eagle1", "--train-embeddings"], "and --train-embeddings out"),
-        (["--feature-noise", 0.5, "--init-from"], "--fc-bias and --feature-noise are EAGLE-1's"),
-        (["--method", "eagle3.1", "--init-from"], "was begun without its norms; leave --method out"),
-        (["--method", "eagle1", "--fc-norm"], "fc_norm: EAGLE-1 has no such thing"),
-        (["--feature-noise", 0.1], "--fc-bias and --feature-noise are EAGLE-1's"),
+        (["--method", "peagle", "--depth", 1], "--depth 1: P-EAGLE needs a depth of at least 2"),
+        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it is above 0 and at most 1"),
+        (["--cod-rate", 0.5], "--cod-rate does nothing with EAGLE-3; use --method peagle, or leave --cod-rate out"),
+        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE: the depths of P-EAGLE have equal"),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1: EAGLE-1 trains one step; leave"),
+        (["--method", "eagle2"], "--method eagle2 is none of eagle3, eagle3.1, peagle, eagle1"),
+        (["--method", "eagle1", "--draft-vocab", 100], "over the target's whole vocabulary; leave --draft-vocab out"),
+        (["--method", "eagle1", "--train-embeddings"], "leave --train-embeddings out"),
+        (["--feature-noise", 0.5, "--init-from"], "--feature-noise does nothing with EAGLE-3; use --method eagle1"),
+        (
+            ["--method", "eagle3.1", "--init-from"],
+            r"was trained without its norms \(fc_norm, norm_output\); leave --method out",
+        ),
+        (
+            ["--method", "eagle1", "--fc-norm", "--qk-norm"],
+            "--fc-norm, --qk-norm do nothing with EAGLE-1: EAGLE-1 has no",
+        ),
+        (["--feature-noise", 0.1, "--fc-bias"], "--fc-bias, --feature-noise do nothing with EAGLE-3; use"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
     ],
 )
@@ -304,17 +341,20 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
     assert given.code == 0, given.err
     went = fledge(*words)
     assert went.code == 0, went.err
-    options = json.loads((tmp_path / "run" / "train.json").read_text())["options"]
-    assert options["max_length"] == context and options["eval_tokens"] == min(64, context // 2)
+    settled = recipe_of(tmp_path / "run")["settled"]
+    assert settled["max_length"] == context and settled["eval_tokens"] == min(64, context // 2)
     draft = tmp_path / "run" / "draft"
     assert json.loads((draft / "config.json").read_text())["fledge"]["max_length"] == context
-    said = fledge("generate", "--target", target, "--draft", draft, "--prompt", "Hello", "--stats")
-    assert said.code == 0, said.err
+    asked = "generate", "--target", target, "--prompt", "Hello"
+    said = fledge(*asked, "--draft", draft, "--stats")
+    assert said.code == 0 and said.out == fledge(*asked).out, said.err
     record = fledge("eval", "--target", target, "--draft", draft, "--prompts", tmp_path / "prompts.jsonl", "--json")
     assert json.loads(record.out)["max_new_tokens"] == min(128, context // 2)
     (tmp_path / "short.jsonl").write_text('{"messages": [{"role": "user", "content": "fly"}]}\n')
     own = fledge("regenerate", "--target", target, "--data", tmp_path / "short.jsonl", "--out", tmp_path / "own.jsonl")
     assert own.code == 0, own.err
+    (row,) = rows_of(tmp_path / "own.jsonl")
+    assert row["messages"][0]["content"] == "fly" and row["messages"][1]["role"] == "assistant"
 
 
 def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
@@ -341,7 +381,7 @@ def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
     words = ["train", "--target", made / "target", "--data", few, "--out", tmp_path / "run", "--steps", 1]
     went = fledge(*words, "--row-length", 100)
     assert went.code == 0, went.err
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["max_length"] == 100
+    assert recipe_of(tmp_path / "run")["settled"]["max_length"] == 100
 
 
 def test_a_run_of_before_is_resumed(fledge, tmp_path):
@@ -350,6 +390,7 @@ def test_a_run_of_before_is_resumed(fledge, tmp_path):
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
     went = fledge(*words)
     assert went.code == 0, went.err
+    as_before(tmp_path / "run")
     file = tmp_path / "run" / "train.json"
     run = json.loads(file.read_text())
     assert run["options"].pop("trust_remote_code") is False
@@ -374,9 +415,7 @@ def test_resuming_takes_no_other_options(made, draft, fledge):
 def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fledge, tmp_path):
     """As older versions took them."""
     run = shutil.copytree(made / "run", tmp_path / "run")
-    begun = json.loads((run / "train.json").read_text())
-    begun["options"]["epochs"] = 2.0
-    (run / "train.json").write_text(json.dumps(begun))
+    as_before(run, epochs=2.0)
     went = fledge("train", "--resume", run)
     assert went.code == 0 and "this run was finished" in went.err, went.err
 
@@ -394,11 +433,12 @@ def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatc
     held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
     assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
     assert f"a row of 1,000,000,000 tokens would hold more than the data's {held:,}" in went.err
-    monkeypatch.setattr(train_job, "_memory", lambda device: 400_000)
+    monkeypatch.setattr("fledge.jobs.training.data.memory_of", lambda device: 400_000)
     went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
     shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
     assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
     assert fledge(*words, "--out", tmp_path / "more", "--row-length", shorter).code == 0
+    assert len(metrics_of(tmp_path / "more")) == 2
 
 
 def test_held_out_records_are_counted(made, fledge, tmp_path):
@@ -410,7 +450,7 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
     assert went.code == 0 and f"\n{400 - 16 - copies} records, " in went.err, went.err
     said = [{r: f"{i} " + "bird " * (3 if i % 2 else 600) for r in ("user", "assistant")} for i in range(160)]
     rows = [{"messages": [{"role": r, "content": c} for r, c in each.items()]} for each in said]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_rows(tmp_path / "long.jsonl", rows)
     words[3] = tmp_path / "long.jsonl"
     went = fledge("train", *words, "--out", tmp_path / "run2")
     (tmp_path / "one.jsonl").write_text(200 * (json.dumps(rows[1]) + "\n"))
@@ -423,13 +463,13 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
 def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
     """τ is of rounds, and an answer of one token, asked for or not, has none: the draft is then the last one."""
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
-    for name, tokens, reason in (("a", 1, "a token alone needs no draft"), ("b", 8, "there is no decoded τ")):
+    for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
         monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("no round has no τ"))
         with monkeypatch.context() as m:
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
         assert went.code == 0 and reason in went.err and "τ 0.0" not in went.err, went.err
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(tmp_path / name)
         assert len(lines) == 3 and not any("eval_tau" in m for m in lines)
         saved, last = (load_file(tmp_path / name / d / "model.safetensors") for d in ("draft", "checkpoint"))
         assert all(torch.equal(saved[n], last[n]) for n in last)
@@ -471,7 +511,7 @@ def test_regenerate_tells_of_each_answer(made, tmp_path):
     [
         (["--draft-vocab", 900], "has 900 tokens and the target's only"),
         (["--fc-norm", "--norm-before-fc"], "exclude each other"),
-        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such thing"),
+        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such norm"),
         (["--method", "peagle"], "nowhere.jsonl does not exist"),
     ],
 )
@@ -493,20 +533,20 @@ def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge
 
 def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeypatch):
     """EAGLE-1's noise moves the loss, P-EAGLE's depths weigh alike, and both draw the same again."""
-    planned, schedules = train_job._schedule, []
-    monkeypatch.setattr(train_job, "_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
+    planned, schedules = schedule.make_schedule, []
+    monkeypatch.setattr(schedule, "make_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
 
     def losses(name: str, *flags: object) -> list[float]:
         went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,
                       *SAME_SHAPE, "--eval-tokens", 1, *flags)  # fmt: skip
         assert went.code == 0, went.err
-        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [m["loss"] for m in metrics_of(tmp_path / name)]
 
     noisy = losses("a", "--method", "eagle1", "--feature-noise", 0.5)
     assert noisy == losses("b", "--method", "eagle1", "--feature-noise", 0.5) != losses("c", "--method", "eagle1")
     dropped = losses("d", "--method", "peagle")
     assert dropped == losses("e", "--method", "peagle")
-    assert [s.objective.gamma for s in schedules] == [0.8] * 3 + [1.0] * 2
+    assert [s.objective.gamma for s in schedules] == [1.0] * 5
 
 
 def test_generate_says_what_the_target_alone_says(made, draft, fledge):
@@ -543,6 +583,7 @@ def test_no_held_out_chat_fits(made, fledge, tmp_path):
     words = "--data", tiny_chats(tmp_path / "many.jsonl", 200), "--out", tmp_path / "run", "--eval-tokens", 511
     went = fledge("train", "--target", made / "target", *words, *SAME_SHAPE)
     assert went.code == 0 and "no held-out chat fits the target with --eval-tokens" in went.err, went.err
+    assert not any("eval_tau" in m for m in metrics_of(tmp_path / "run"))
 
 
 def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
@@ -551,10 +592,10 @@ def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
     refusal = "{% for m in messages %}{% if 'nest' in m['content'] %}{{ raise_exception('no nests') }}{% endif %}"
     template = (target / "chat_template.jinja").read_text()
     (target / "chat_template.jinja").write_text(refusal + "{% endfor %}" + template)
-    rows = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    rows = rows_of(made / "chats.jsonl")
     for i, row in enumerate(rows):
         row["messages"][0]["content"] += f" {i}" + " nest" * (i % 2)
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "chats.jsonl", rows)
     words = ["train", "--target", target, "--data", tmp_path / "chats.jsonl", *TRAIN, "--eval-tokens", 4]
     refused = fledge(*words, "--out", tmp_path / "a")
     assert refused.code == 2 and "no nests" in refused.err
@@ -572,7 +613,15 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     record = json.loads(shown.out)
     assert record == json.loads((tmp_path / "r.json").read_text())
     assert record["prompts"] == record["identical"] == 3  # two turns and one
-    assert record["different"] == 0 and record["tau"] >= 1 and len(record["alpha"]) == 3
+    assert record["different"] == 0 and len(record["alpha"]) == 3
+    chains = load(made / "target", draft)
+    asked = [[{"role": "user", "content": "the young bird"}], [{"role": "user", "content": "it can fly"}]]
+    answer = chains.generate(asked[0], max_new_tokens=16, speculate=False).text
+    answered = {"role": "assistant", "content": answer}
+    asked.insert(1, [*asked[0], answered, {"role": "user", "content": "tries again"}])
+    asked = [chains.template.prompt_ids(chat) for chat in asked]
+    assert record["tau"] == tau_by_definition(chains, asked, 16) == pytest.approx(tau_of_alpha(record["alpha"]))
+    assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["baseline_tokens_per_s"])
     assert record["template_kwargs"] == {"enable_thinking": False}
     for key in ("tokens_per_s", "baseline_tokens_per_s", "speedup", "round", "environment", "repeated_8grams"):
         assert record[key] is not None, key
@@ -582,6 +631,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert any("over τ cannot be" in line for line in _sentences(record | {"speedup": speedup})) == disturbed
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
+    assert trees["tau"] == tau_by_definition(load(made / "target", draft, mode="tree", nodes=20, width=4), asked, 16)
     assert (trees["mode"], trees["nodes"], trees["width"], trees["depth"]) == ("tree", 20, 4, 3)
     batched = json.loads(fledge(*words, "--json", "--batch", 3).out)
     assert batched["identical"] == 3 and batched["batch"] == 3 and "baseline_over_transformers" not in batched
@@ -603,7 +653,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     for more, reason in (
         (["--draft", other], "different template arguments"),
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
-        (["--draft-mode", "chain", "--draft-mode", "parallel"], "is for drafts of P-EAGLE"),
+        (["--draft-mode", "chain", "--draft-mode", "parallel"], "needs a draft of P-EAGLE"),
         (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
         (["--draft", tmp_path / "none"], "holds no config.json"),
         (["--prompts", made / "prompts.jsonl"], "two would have one name"),
@@ -621,7 +671,7 @@ def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
         ({"turns": ["the young bird " * 400]}, "line 2: the prompt has"),
         ({"turns": ["the young bird", "it can fly " * 400]}, "line 2, turn 2: the prompt has"),
     ):
-        (tmp_path / "p.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ({"turns": ["it can fly"]}, line)))
+        write_rows(tmp_path / "p.jsonl", [{"turns": ["it can fly"]}, line])
         went = fledge(*words, "--prompts", tmp_path / "p.jsonl")
         assert went.code == 2 and f"p.jsonl, {where}" in went.err and "reads at most" in went.err, went.err
 
@@ -750,8 +800,10 @@ def test_closed_streams_are_read_and_written_as_nothing(made, draft, fledge, mon
     """`>&- 2>&- <&-`"""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
+    said, generate = [], generate_job.run
+    monkeypatch.setattr(generate_job, "run", lambda *given: said.append(generate(*given)))
     assert fledge("generate", "--target", made / "target", "--prompt", "bird", "--max-new-tokens", 4).code == 0
-    assert fledge("inspect", draft / "none").code == 2
+    assert len(said) == 1 and fledge("inspect", draft / "none").code == 2
 
 
 def test_a_full_standard_output_is_a_sentence(made, draft, fledge, monkeypatch):
@@ -828,9 +880,7 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     for more in (["--draft", draft, *kwargs], ["--batch", 1]):
         again = tmp_path / "again.jsonl"
         assert fledge(*words[:-1], again, *more).code == 0
-        assert [json.loads(line)["messages"] for line in again.read_text().splitlines()] == [
-            r["messages"] for r in rows
-        ]
+        assert [row["messages"] for row in rows_of(again)] == [r["messages"] for r in rows]
         again.unlink()
     sampled = [*words[:-1], tmp_path / "sampled.jsonl", "--temperature", 1]
     assert fledge(*sampled).code == 0
@@ -850,7 +900,7 @@ def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
     assert went.code == 2 and "choose another --out" in went.err and prompts.read_text() == before
     out = tmp_path / "own.jsonl"
     assert fledge(*words, out).code == 0
-    made_rows = [json.loads(line) for line in out.read_text().splitlines()]
+    made_rows = rows_of(out)
     assert [m["role"] for m in made_rows[0]["messages"]] == ["user", "assistant"] and made_rows[1]["text"]
     written = out.read_text()
     out.write_text(written.splitlines(keepends=True)[0])

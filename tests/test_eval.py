@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import functools
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.propose import Proposer
 from fledge.decode.verify import TargetSampler
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
-from fledge.eval.prompts import read_prompts, spread
-from fledge.eval.run import _bytes_drafting, _gaps, _round_split, near_ties
-from fledge.types import Round, Sampling, Trace
-from support.targets import tiny_draft, tiny_target
+from fledge.eval.prompts import EvalPrompt, read_prompts, spread
+from fledge.eval.run import _bytes_drafting, _gaps, _round_split, evaluate, near_ties
+from fledge.models.draft import Draft
+from fledge.targets.transformers import TransformersTarget
+from fledge.types import Round, Sampling, Trace, Tree
+from support.acceptance import rounds_by_definition, tau_of_alpha
+from support.decoding import fit_head, spoken
+from support.files import write_rows
+from support.mutations import replace_function
+from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
 
 
 def test_tau_and_alpha_are_sums_divided_once():
@@ -23,6 +32,58 @@ def test_tau_and_alpha_are_sums_divided_once():
     assert tau(traces) == (1 + 4 + 2) / 3
     assert alpha(traces) == [2 / 3, 1 / 2, 1.0]
     assert tau([]) == 0.0 and alpha([]) == []
+
+
+TEXTS = ["wings", "it can fly", "tries again until it can fly"]
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": dict(depth=3),
+    "tree": dict(mode="tree", depth=3, nodes=12, width=3),
+    "parallel": dict(depth=3),
+}
+
+
+@functools.cache
+def practised(way: str) -> tuple[TransformersTarget, Draft]:
+    """A target and a draft that half knows what it says after the texts."""
+    target = exact_target()
+    draft = tiny_draft(target, hidden_size=256, intermediate_size=256, **(P_EAGLE if way == "parallel" else {}))
+    plain = Engine(target)
+    fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 40)[0] for text in TEXTS], 3)
+    return target, draft
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tau_and_alpha_are_those_of_rounds_drafted_anew(way: str) -> None:
+    """A record's figures, by the definition: what is drafted from nothing and what the target says of it."""
+    engine = Engine(*practised(way), **WAYS[way])
+    record = evaluate({way: engine}, [EvalPrompt(text=text) for text in TEXTS], sampling=Sampling(), max_new_tokens=25)
+    record = record[way]
+    rounds = [r for text in TEXTS for r in rounds_by_definition(engine, engine.template.prompt_ids(text), 25)]
+    assert record["tau"] == sum(r + 1 for r in rounds) / len(rounds) and 1.2 < record["tau"] < 4
+    reached = [sum(r >= k for r in rounds) for k in range(5)]
+    assert record["alpha"] == [b / a if a else 0.0 for a, b in pairwise(reached)][: len(record["alpha"])]
+    assert way == "tree" or record["tau"] == pytest.approx(tau_of_alpha(record["alpha"]))
+
+
+@pytest.mark.parametrize("right", range(4))
+def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first `right` of three drafted tokens are the target's and the others are not: τ is one more, exactly."""
+    target = exact_target()
+    engine = Engine(target, tiny_draft(target), depth=3)
+    truth = engine.template.prompt_ids(TEXTS[0])
+    truth = [*truth, *engine.generate(truth, max_new_tokens=60, speculate=False).tokens]
+
+    def knowing(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
+        tokens = propose(proposer, *taken_in).token_BN.tolist()[0]
+        following = truth[proposer.source.cache.longest + 1 :]
+        tokens[1:] = [t if k < right else (t + 1) % 400 for k, t in enumerate(following[:3])]
+        return Tree(torch.tensor([tokens]), None, 3)
+
+    replace_function(monkeypatch, Proposer, "propose", knowing)
+    prompts = [EvalPrompt(text=TEXTS[0])]
+    record = evaluate({"known": engine}, prompts, sampling=Sampling(), max_new_tokens=40)["known"]
+    assert record["tau"] == right + 1 and record["alpha"] == [float(k < right) for k in range(3)]
+    assert record["identical"] == 1
 
 
 def test_repeated_ngrams_counts_what_was_said_before():
@@ -42,7 +103,7 @@ def test_prompts_of_every_kind(tmp_path):
     read = {}
     for kind, lines in rows.items():
         file = tmp_path / f"{kind}.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(file, lines)
         (read[kind],) = read_prompts(file)
     assert read["turns"].turns == ("a", "b") and read["prompt"].text == "def f" and read["text"].text == "01234"
     assert [m["content"] for m in read["messages"].messages] == ["1", "2", "3"]
@@ -87,7 +148,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
     prefix = engine.template.prompt_ids("the young bird")
-    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.verified), 1)
+    ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.drafting.verified), 1)
     assert ties == 0 and noise is not None
 
 

@@ -14,7 +14,7 @@ import fledge
 from fledge.config import DraftConfig, llama_names
 from fledge.targets.interface import UNLIMITED
 from support.chats import tiny_chats
-from support.targets import tiny_tokenizer
+from support.targets import greedy_by_transformers, tiny_tokenizer
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -92,13 +92,6 @@ def saved(model: transformers.PreTrainedModel, parent: Path) -> Path:
     return parent / "target"
 
 
-def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What transformers' own generate says, before fledge has the model."""
-    ids = torch.tensor([prompt])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-    return found[0, len(prompt) :].tolist()
-
-
 PROMPT = [5, 200, 77, 31, 9, 350, 44, 12]
 
 
@@ -117,7 +110,7 @@ def test_the_draft_has_the_targets_sizes(name: str) -> None:
 def test_it_decodes_trains_and_decodes_alike(name: str, tmp_path: Path) -> None:
     family, sizes, _ = FAMILIES[name]
     model = model_of(family, sizes)
-    theirs = greedy(model, PROMPT)
+    theirs = greedy_by_transformers(model, PROMPT, 40)
     assert len(set(theirs)) > 3
     directory = saved(model, tmp_path)
     alone = fledge.load(directory, dtype=dtype_of(family))
@@ -134,7 +127,7 @@ def test_it_decodes_trains_and_decodes_alike(name: str, tmp_path: Path) -> None:
 
 def test_what_shows_no_final_norm_decodes_and_trains_no_draft(tmp_path: Path) -> None:
     model = model_of(*OPT_350M)
-    theirs = greedy(model, PROMPT)
+    theirs = greedy_by_transformers(model, PROMPT, 40)
     directory = saved(model, tmp_path)
     engine = fledge.load(directory, dtype=torch.float64)
     assert engine.generate(PROMPT, max_new_tokens=40).tokens == theirs

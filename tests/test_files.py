@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,20 +14,10 @@ import pytest
 
 from fledge import files
 from fledge.files import beside, held, mend, reading, replace_text, replacing
-
-
-def listing(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir())
-
+from support.commands import python
+from support.files import listing
 
 # -- whole or not at all ----------------------------------------------------------------------------------------------
-
-
-def python(script: str, *words: object) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
-    )
 
 
 class Killed(BaseException):

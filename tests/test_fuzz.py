@@ -21,10 +21,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from support.chats import tiny_chats
+from support.runs import as_before
 from support.targets import tiny_target_directory
 
 CASES = int(os.environ.get("FUZZ_CASES", "12"))  # of each input; continuous integration runs a seeded few
@@ -78,6 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row_length=128, steps=1, depth=2, draft_vocab=100, device="cpu", eval_tokens=2,
     )  # fmt: skip
     run(options, show.say, show)
+    as_before(shutil.copytree(root / "run", root / "before"))
     return root
 
 
@@ -148,6 +151,17 @@ def damage_json(name: str) -> Callable[[Any, Path], None]:
         file = root / name
         text = damage_text(draw, file.read_bytes()) if draw(st.integers(0, 4)) == 0 else None
         file.write_bytes(with_odd_value(draw, json.loads(file.read_text())).encode() if text is None else text)
+
+    return damage
+
+
+def damage_recipe(name: str) -> Callable[[Any, Path], None]:
+    """A YAML file with an odd value (JSON is YAML), or whose bytes are odd."""
+
+    def damage(draw: Any, root: Path) -> None:
+        file = root / name
+        text = damage_text(draw, file.read_bytes()) if draw(st.integers(0, 1)) == 0 else None
+        file.write_bytes(with_odd_value(draw, yaml.safe_load(file.read_text())).encode() if text is None else text)
 
     return damage
 
@@ -242,7 +256,11 @@ INPUTS: dict[str, Input] = {
         (("inspect", "run/draft"), (*GENERATE, "--draft", "run/draft"), (*TRAIN, "--init-from", "run/draft")),
     ),
     "a draft's weights": Input(damage_weights, (("inspect", "run/draft"), (*GENERATE, "--draft", "run/draft"))),
-    "a run's options": Input(damage_json("run/train.json"), (("train", "--resume", "run"),)),
+    "a run's recipe": Input(
+        damage_recipe("run/recipe.yaml"),
+        (("train", "--resume", "run"), ("train", "--config", "run/recipe.yaml", "--out", "new")),
+    ),
+    "a run's options of before": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
     "a run's state": Input(damage_bytes("run/checkpoint/state.pt"), (("train", "--resume", "run"),)),
     "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
     "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),

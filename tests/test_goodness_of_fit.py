@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from fledge.decode import verify
-from fledge.decode.propose import ChainProposer
+from fledge.decode.shapes import Chain
+from fledge.decode.sources import Front
 from fledge.decode.verify import TargetSampler
 from fledge.kernels import sampling as keyed
 from fledge.kernels.sampling import RESIDUAL, gumbel_argmax, uniforms
@@ -137,6 +139,33 @@ class Remembering(TargetSampler):
         return self.known[key]
 
 
+class FunctionSource:
+    """A source of candidates whose draft is the function `draft_logits` of a prefix."""
+
+    sequential = True
+
+    def __init__(self) -> None:
+        self.draft, self.cache = self, SimpleNamespace(lengths=[0])
+        self.numbers, self.prefix = [0], ()
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def begin(self, prefix: tuple[int, ...], request: int) -> Tensor:
+        self.numbers, self.cache.lengths, self.prefix = [request], [len(prefix) - 1], prefix
+        return self._logits()
+
+    def expand(self, front: Front) -> Tensor:
+        self.prefix = (*self.prefix, int(front.token_BF))
+        return self._logits()
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        return DRAFT_IDS[draft_ids]
+
+    def _logits(self) -> Tensor:
+        if self.prefix not in self.known:
+            self.known[self.prefix] = draft_logits(self.prefix)[None, None]
+        return self.known[self.prefix]
+
+
 @dataclass
 class Harness:
     """Decodes sequences as the engine does, with functions for models. What depends on a prefix alone is computed
@@ -145,28 +174,21 @@ class Harness:
     sampling: Sampling
     rounds: Counter[int] = field(default_factory=Counter)
     target: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    draft: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     nodes: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sampler = Remembering(self.sampling)
-        self._proposer = object.__new__(ChainProposer)
-        self._proposer.sampling, self._proposer.draws = self.sampling, self.sampling.draft == "sample"
+        self._chain, self._source = Chain(DEPTH, self.sampling), FunctionSource()
 
     def propose(self, prefix: tuple[int, ...], request: int) -> tuple[list[int], Tensor | None]:
-        """A chain by the proposer's own choice, and its distributions over the target's vocabulary."""
-        self._proposer.numbers = [request]
-        drafted: list[int] = []
-        qs: list[Tensor] = []
-        for _ in range(DEPTH):
-            path = (*prefix, *drafted)
-            if path not in self.draft:
-                self.draft[path] = draft_logits(path)[None]
-            drafted.append(int(DRAFT_IDS[self._proposer._choose(self.draft[path], [len(path)], [qs])]))
-        if not qs:
+        """A drafted chain, and its distributions over the target's vocabulary."""
+        logits = self._source.begin(prefix, request)
+        tree, _ = self._chain.grow(self._source, torch.tensor([prefix[-1]]), logits)
+        drafted = tree.token_BN[0, 1:].tolist()
+        if tree.q_BKW is None:
             return drafted, None
         q_KV = torch.zeros(DEPTH, V, dtype=torch.float64)
-        q_KV[:, DRAFT_IDS] = torch.stack(qs)
+        q_KV[:, DRAFT_IDS] = tree.q_BKW[0]
         return drafted, q_KV
 
     def logits(self, prefix: tuple[int, ...], drafted: Sequence[int]) -> Tensor:

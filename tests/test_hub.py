@@ -82,11 +82,13 @@ def test_drafts_by_hub_id_on_the_command_line(asked, fledge, tmp_path):
         "and nothing in the cache.\n"
     )
     Path("first/draft").rename("snapshot")
-    assert fledge("inspect", "owner/name@v2").code == 0
+    shown = fledge("inspect", "owner/name@v2")
+    assert shown.code == 0 and "An EAGLE-3 draft" in shown.out and "100 of 400 tokens" in shown.out
     asks = ["generate", "--target", "target", "--prompt", "the young bird", "--max-new-tokens", 8]
     assert fledge(*asks, "--draft", "owner/name@v2").out == fledge(*asks).out
     went = fledge(*train, "--out", "second", "--init-from", "owner/name@v2")
     assert went.code == 0, went.err
+    assert read_draft_config("second/draft").draft_vocab_size == 100
     assert {call[:2] for call in asked} == {("owner/name", "v2")}
 
 

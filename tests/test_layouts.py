@@ -12,6 +12,7 @@ from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import read_prompts
 from fledge.targets.loading import load_target
 from support.chats import tiny_chats
+from support.files import write_rows
 from support.targets import tiny_target_directory
 
 ASKED = {"role": "user", "content": "the young bird"}
@@ -37,7 +38,7 @@ def made(tmp_path_factory):
     """A directory with a target and a file of all rows."""
     root = tmp_path_factory.mktemp("layouts")
     tiny_target_directory(root)
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS.values()))
+    write_rows(root / "rows.jsonl", ROWS.values())
     return root
 
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode import batch, verify
-from fledge.decode import engine as engine_module
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.propose import ChainProposer
+from fledge.decode.propose import Proposer
 from fledge.decode.text import TextStream
-from fledge.models.draft import Draft
 from fledge.targets.cache import TargetCache
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
@@ -28,30 +26,30 @@ from fledge.types import Sampling, Tree, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.mutations import replace_function
 from support.rows import row_of
-from support.targets import SLIDING, exact_target, features_for, tiny_draft, tiny_target, tiny_tokenizer
-
-
-def engine_of(target: TransformersTarget, draft: Draft | None, depth: int = 4) -> Engine:
-    """An engine whose prompts are token ids."""
-    engine = Engine(target, draft, depth=depth)
-    engine.template.prompt_ids = list
-    return engine
+from support.targets import (
+    SLIDING,
+    exact_target,
+    features_for,
+    greedy_by_transformers,
+    tiny_draft,
+    tiny_target,
+    tiny_tokenizer,
+)
 
 
 def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
     """Makes the engine's proposer run as ever and then say `truth`, each token replaced with probability `wrong`."""
 
-    class Cheating(ChainProposer):
-        draw = random.Random(seed)
+    draw = random.Random(seed)
 
-        def propose(self, *taken_in: Any) -> Tree:
-            (tokens,) = super().propose(*taken_in).token_BN.tolist()
-            for k, place in enumerate(range(self.cache.longest + 1, len(truth)), start=1):
-                if k <= self.depth and self.draw.random() >= wrong:
-                    tokens[k] = truth[place]
-            return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
+    def cheating(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
+        (tokens,) = propose(proposer, *taken_in).token_BN.tolist()
+        for k, place in enumerate(range(proposer.source.cache.longest + 1, len(truth)), start=1):
+            if k < len(tokens) and draw.random() >= wrong:
+                tokens[k] = truth[place]
+        return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
 
-    monkeypatch.setattr(engine_module, "ChainProposer", Cheating)
+    replace_function(monkeypatch, Proposer, "propose", cheating)
 
 
 def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
@@ -72,7 +70,7 @@ def accepted(completions: Sequence[Completion]) -> list[int]:
 def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
     """An untrained draft, almost always wrong, changes nothing: float64, exactly."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target, draft_vocab_size=vocabulary), depth)
+    engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=depth)
     for prompt in prompts(6, seed=depth):
         assert_same(*both(engine, prompt, max_new_tokens=30))
 
@@ -82,7 +80,7 @@ def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
 def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts right at random places: every number of accepted tokens from none to all occurs, and nothing changes."""
     target = tiny_target(family, dtype=torch.float64)
-    engine = engine_of(target, tiny_draft(target, draft_vocab_size=250), depth)
+    engine = Engine(target, tiny_draft(target, draft_vocab_size=250), depth=depth)
     done = []
     for i, prompt in enumerate(prompts(6, seed=depth)):
         plain = engine.generate(prompt, max_new_tokens=50, speculate=False)
@@ -97,7 +95,7 @@ def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeyp
 def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 too, but where the target's two best logits are as close as the rounding of another batch shape."""
     target = tiny_target()
-    engine = engine_of(target, tiny_draft(target), 4)
+    engine = Engine(target, tiny_draft(target), depth=4)
     same = 0
     for i, prompt in enumerate(prompts(12, seed=7)):
         plain = engine.generate(prompt, max_new_tokens=40, speculate=False)
@@ -117,12 +115,10 @@ def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Without a draft, and with a good one, the engine says what transformers' greedy generate says, on targets with
     sliding windows too: the prompt is longer than the window, and rejected tokens are taken back inside it."""
     target = tiny_target(dtype=torch.float64, **SLIDING[name])
-    engine = engine_of(target, tiny_draft(target), 5)
+    engine = Engine(target, tiny_draft(target), depth=5)
     for i, prompt in enumerate([*prompts(3, seed=3), prompts(1, seed=4)[0] * 20]):
         prompt = prompt[:60]
-        ids = torch.tensor([prompt])
-        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
-        theirs = theirs[0, len(prompt) :].tolist()
+        theirs = greedy_by_transformers(target.model, prompt, 48)
         assert engine.generate(prompt, max_new_tokens=48, speculate=False).tokens == theirs
         cheat(monkeypatch, prompt + theirs, wrong=0.3, seed=i)
         assert engine.generate(prompt, max_new_tokens=48).tokens == theirs
@@ -151,7 +147,7 @@ def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatc
     """With greedy drafts, speculative sampling draws the very tokens that token-by-token sampling draws, and a
     processor with a memory is shown the same prefixes in the same order, once each."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target), 4)
+    engine = Engine(target, tiny_draft(target), depth=4)
     done = []
     for i, prompt in enumerate(prompts(4, seed=8)):
         seen = [(Remembers(),) if memory else () for _ in range(2)]
@@ -170,7 +166,7 @@ def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatc
 
 def test_seeds_and_requests_differ() -> None:
     """Another seed, or another request at the same seed, draws other tokens; the same ones draw the same."""
-    engine = engine_of(exact_target(), None)
+    engine = Engine(exact_target())
     prompt = prompts(1)[0]
 
     def sampled(seed: int, request: int) -> tuple[int, ...]:
@@ -186,7 +182,7 @@ def test_seeds_and_requests_differ() -> None:
 def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the processors leave one token, drafts drawn from the draft's own distribution change nothing."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target, draft_vocab_size=vocabulary), 3)
+    engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=3)
     for i, prompt in enumerate(prompts(5, seed=9)):
         plain = engine.generate(prompt, max_new_tokens=30, speculate=False)
         sampling = Sampling(temperature=1.0, top_k=1, draft="sample", seed=i)
@@ -196,7 +192,7 @@ def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pyt
 def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection sampling with q = p keeps every draft; the engine hands `q` to the rule as it was drawn from."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target, draft_vocab_size=150), 3)
+    engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3)
     seen = []
 
     def spy(rule, sampler, prefix, tokens, q_KV, logits_NV, is_last):
@@ -221,7 +217,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
 def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop token among accepted drafts ends the text there, and it is the last token."""
     target = tiny_target(dtype=torch.float64)
-    engine = engine_of(target, tiny_draft(target), 6)
+    engine = Engine(target, tiny_draft(target), depth=6)
     sampling = Sampling(repetition_penalty=1.0001 if processed else 1.0)
     prompt, done = talkative(engine, 40, sampling=sampling)
     free = done.tokens
@@ -240,13 +236,13 @@ def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.Monkey
 
 def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Angles go on beyond a target's context, as a round's drafts may; positions learnt one by one do not."""
-    engine = engine_of(exact_target(), tiny_draft(exact_target()), 6)
+    engine = Engine(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
-    assert len(engine.generate(prompt, max_new_tokens=12).tokens) <= 12
+    assert_same(*both(engine, prompt, max_new_tokens=12))
     monkeypatch.setattr(TransformersTarget, "rotary", False)
-    with pytest.raises(ValueError, match="knows 512 positions and no more"):
+    with pytest.raises(ValueError, match="has 512 positions, but"):
         engine.generate(prompt, max_new_tokens=12)
-    assert engine.generate(prompt, max_new_tokens=6).tokens
+    assert_same(*both(engine, prompt, max_new_tokens=6))
 
 
 class Ends:
@@ -266,7 +262,7 @@ class Ends:
 def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An accepted run goes on beyond the answer's end, and they are let be there."""
     target = tiny_target(dtype=torch.float64)
-    engine = engine_of(target, tiny_draft(target), 6)
+    engine = Engine(target, tiny_draft(target), depth=6)
     sampling = Sampling(temperature=1.0, draft="sample") if drawn == "sample" else Sampling()
     if drawn == "sample":  # whatever is drafted is accepted
         monkeypatch.setattr(verify, "uniforms", lambda *of: torch.zeros(1, dtype=torch.float64))
@@ -295,7 +291,7 @@ def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, mo
 def test_length_is_kept(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """max_new_tokens cuts a run wherever it falls, after the same tokens."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target), 5)
+    engine = Engine(target, tiny_draft(target), depth=5)
     prompt, free = talkative(engine, 20)
     for n in range(1, 20):
         cheat(monkeypatch, prompt + free.tokens, wrong, seed=n)
@@ -308,7 +304,7 @@ def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece of the text as a stop string, those that straddle tokens included: the text ends before it, the
     tokens with the one that completed it, and the streamed pieces are the text."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target), 5)
+    engine = Engine(target, tiny_draft(target), depth=5)
     prompt, free = talkative(engine, 60)
     tokens, text = free.tokens, free.text
     starts = {len(target.tokenizer.decode(tokens[:i])) for i in range(len(tokens))}
@@ -412,7 +408,7 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     round is cut with the text."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
-    engine = engine_of(target, draft, depth)
+    engine = Engine(target, draft, depth=depth)
     asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
     fit_head(target, draft, [spoken(engine, asked[0], 40)[0]], depth)
     seen: dict[str, Any] = {}
@@ -465,7 +461,7 @@ MUTATIONS = [  # (owner, function, what replaces it)
 def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes in the rule or the rollback show as other tokens, or stop the engine."""
     target = exact_target()
-    engine = engine_of(target, tiny_draft(target), 4)
+    engine = Engine(target, tiny_draft(target), depth=4)
     prompt, done = talkative(engine, 30)
     plain = done.tokens
     replace_function(monkeypatch, owner, name, wrong)
@@ -482,7 +478,7 @@ def test_two_devices() -> None:
     """A target on the accelerator and its draft on the CPU say what the target alone says."""
     made = tiny_target(dtype=torch.float64)
     target = TransformersTarget(made.model.to("cuda"), made.tokenizer)
-    engine = engine_of(target, tiny_draft(made).cpu(), 4)
+    engine = Engine(target, tiny_draft(made).cpu(), depth=4)
     assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
     for prompt in prompts(4, seed=15):
         assert_same(*both(engine, prompt, max_new_tokens=30))

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fledge.data.dataset import Rows
-from fledge.jobs.train import _row_tried
-from fledge.train import memory
+from fledge.jobs.training.implementation import row_tried
+from fledge.kernels.loss import KINDS
+from fledge.models.draft import Draft
+from fledge.models.weights import load_draft
+from fledge.train import memory, trainer
 from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
 from fledge.train.objective import Implementation, Objective, ttt
-from fledge.types import Packed
+from fledge.train.walk import walk
+from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
+from support.dense import Dense, dense
+from support.files import metrics_of
+from support.mutations import replace_function
 from support.rows import document, row_of
 from support.targets import features_for, tiny_draft, tiny_target, tiny_target_directory
 
@@ -192,9 +199,9 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 
 def test_what_is_said_of_a_row_that_was_tried() -> None:
     gib = 2**30
-    assert _row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
-    assert _row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
-    assert _row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
+    assert row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
+    assert row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
+    assert row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
 
 
 def test_no_row_fits(device: Device) -> None:
@@ -244,15 +251,44 @@ print(faults() - before)
     assert (int(found.stdout) < 10) == kept
 
 
-@pytest.mark.parametrize("loss", ["kl", "accept", "mixed"])
-def test_training_with_every_loss(loss: str, fledge, tmp_path) -> None:
+@pytest.mark.parametrize("loss", KINDS)
+def test_training_with_every_loss(loss: str, fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of each step are those of the dense definition with this loss and no other, and every weight that
+    learns has moved."""
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 8)
+    seen: list[dict[str, Dense]] = []
+    begun: dict[str, torch.Tensor] = {}
+
+    def defined(queue: Any, draft: Draft, row: Packed, features: Features, logits: Any, asked: Objective, *how: Any):
+        if not begun:
+            begun.update({n: p.detach().clone() for n, p in draft.named_parameters() if p.requires_grad})
+        with torch.no_grad():
+            taught = logits(features.last_TD)
+            seen.append({kind: dense(draft, row, features, taught, 3, gamma=0.7, kind=kind) for kind in KINDS})
+        return queue(draft, row, features, logits, asked, *how)
+
+    replace_function(monkeypatch, trainer, "ttt_queued", defined)
     ran: Ran = fledge(
         "train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 2, "--max-length", 64,
-        "--loss", loss, "--slots", 16, "--eval-tokens", 4,
+        "--loss", loss, "--slots", 16, "--eval-tokens", 4, "--depth", 3, "--gamma", 0.7,
     )  # fmt: skip
     assert ran.code == 0, ran.err
-    assert (tmp_path / "run" / "draft" / "config.json").is_file()
+    recorded = metrics_of(tmp_path / "run")
+    assert len(recorded) == len(seen) == 2
+    for metrics, step in zip(recorded, seen, strict=True):
+        whole, live = step[loss], metrics["live"]
+        scored = sum(0.7**k * n for k, n in enumerate(whole.scored()))
+        means = {kind: float(step[kind].loss) / scored for kind in KINDS}
+        assert metrics["loss"] == pytest.approx(means.pop(loss), rel=1e-4)
+        assert all(abs(metrics["loss"] - other) > 0.01 for other in means.values())
+        assert live == [slots.numel() for slots in whole.live] and metrics["scored"] == whole.scored()
+        assert metrics["hit"] == pytest.approx([int(h.sum()) / n for h, n in zip(whole.hits(), live, strict=True)])
+        assert metrics["survive"] == pytest.approx([s / n for s, n in zip(whole.survived(), live, strict=True)])
+        assert metrics["accept"] == pytest.approx([float(a) / n for a, n in zip(whole.accepted(), live, strict=True)])
+        committed, rounds = walk(whole.live, whole.hits())
+        assert metrics["tau"] == pytest.approx(committed / rounds)
+    learnt = dict(load_draft(tmp_path / "run" / "checkpoint", dtype=torch.bfloat16).named_parameters())
+    assert begun and not [n for n, p in begun.items() if torch.equal(learnt[n], p.bfloat16())]
 
 
 @pytest.mark.gpu
@@ -277,7 +313,7 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
             "--dtype", "bfloat16", "--rows-per-step", rows,
         )  # fmt: skip
         assert ran.code == 0, ran.err
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(out)
         used = lines[-1]["peak_gib"] * 2**30
         assert abs(said[-1] - used) <= 0.1 * used, (slots, activations)
 

@@ -110,6 +110,7 @@ ROOT = Path(package.__file__).parent
 READERS = {  # who can come to read the messages of a module; all commands, where it is none of these
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # but for what is said of options that every command has
+    **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     "data/dataset.py": ("train",),
     "data/vocab.py": ("train",),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
@@ -139,8 +140,10 @@ def messages() -> list[tuple[str, str]]:
 
 
 def known_to(commands) -> set[str]:
-    """The flags that all these commands have."""
-    return set.intersection(*({flag_of(f.name) for f in flags(OPTIONS[c])} for c in commands))
+    """The flags that all these commands have; train's switches have a negation too."""
+    switches = {flag_of(f"no_{f.name}") for f in flags(TrainOptions) if f.type == "bool"}
+    known = set.intersection(*({flag_of(f.name) for f in flags(OPTIONS[c])} for c in commands))
+    return known | switches if tuple(commands) == ("train",) else known
 
 
 def test_a_message_names_only_flags_that_its_reader_has():

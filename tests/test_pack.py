@@ -17,6 +17,7 @@ from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
 from fledge.types import Document
+from support.rows import live_by_definition
 from support.targets import tiny_tokenizer
 
 
@@ -34,10 +35,7 @@ def some(*lengths: int) -> list[Document]:
 
 def live(d: Document) -> set[int]:
     """First tokens of the slots of a document that are live at step 0, from the definition."""
-    spans = d.spans.tolist()
-    return {
-        int(d.tokens[t]) for t in range(len(spans) - 2) if spans[t + 1] >= 0 and spans[t + 1] == spans[t + 2]
-    }  # fmt: skip
+    return {int(d.tokens[t]) for t, _ in live_by_definition(d, 1)}
 
 
 SPANS = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_size=8).map(
@@ -135,7 +133,7 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
     assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1]
     assert row.documents() == [(0, 3), (3, 5), (5, 10), (10, 13)] and row.without_filler() == [(0, 3), (3, 5), (5, 10)]
-    assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int64}
+    assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int32}
 
 
 def test_filler_is_short_documents():

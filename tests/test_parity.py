@@ -1,8 +1,8 @@
 """The law: what training computes for slot t at step k is what the decoder computes there.
 
 The training side is `ttt` on a packed row with features of the whole row. The decoder's side is the target run on
-that document alone with its cache, in pieces, forgetting wrong tokens in between, and `ChainProposer` with its choices
-forced to the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
+that document alone with its cache, in pieces, forgetting wrong tokens in between, and a proposer of chains whose
+choices are the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.data.pack import make_row
-from fledge.decode.parallel import ParallelDrafter
-from fledge.decode.propose import ChainProposer
 from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
 from fledge.targets import transformers as transformers_target
@@ -31,11 +29,11 @@ from fledge.train import objective
 from fledge.train import plan as plan_module
 from fledge.train.objective import Implementation, Objective, RowPass
 from fledge.train.plan import StepPlan
-from fledge.types import Document, Packed, Sampling, Tree
+from fledge.types import Document, Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
-from support.targets import features_for, tiny_draft, tiny_target
-from support.trees import propose_one
+from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
+from support.trees import propose_one, proposer_of
 
 STEPS = 5
 TOLERANCE = 1e-4
@@ -127,14 +125,14 @@ def decoded(
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
     forced = Forced(draft)
-    proposer = ParallelDrafter(forced, steps) if draft.peagle else ChainProposer(forced, steps, Sampling())
+    proposer = proposer_of(forced, depth=steps)
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
-        if draft.peagle and begin == 0:
+        if draft.family.one_pass and begin == 0:
             proposer.admit([(0, [], aux)])
-        if draft.peagle:  # one pass says all
-            proposer.pass_over([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
+        if draft.family.one_pass:  # of all depths
+            proposer.source.run_pass([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
             forced.outs, forced.said = ([row[None] for row in of[0]] for of in (forced.outs, forced.said))
         else:
             propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
@@ -189,7 +187,6 @@ def rope(**parameters) -> dict[str, Any]:
     return dict(rope_parameters={"rope_theta": 100.0, **parameters})
 
 
-P_EAGLE = dict(method="peagle", mask_token_id=399)
 SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
     "llama": ({}, {}),
     "qwen3": (dict(family="qwen3"), {}),
@@ -260,7 +257,7 @@ def models(name: str) -> tuple[TransformersTarget, Draft]:
 def test_training_is_decoding(name: str) -> None:
     """Every live slot and step, of one document alone in its row and of several packed before a filler."""
     target, draft = models(name)
-    steps = 1 if draft.eagle1 else STEPS
+    steps = draft.family.trained_depth or STEPS
     assert difference(draft, target, ONE, row_of(ONE), [(1, (3,))], steps) <= TOLERANCE
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7), steps=steps) <= TOLERANCE
     assert target.packs, "the packed path was to be tested"

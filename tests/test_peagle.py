@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
-from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
 from fledge.kernels import linear
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
@@ -31,10 +30,9 @@ from support.devices import needs_triton, on_device
 from support.losses import assert_same_gradients, gradients
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, row_of
-from support.targets import exact_target, features_for, tiny_draft, tiny_target, tiny_tokenizer
-from support.trees import SHAPES, paths_of, propose_one, slots_of
+from support.targets import P_EAGLE, exact_target, features_for, tiny_draft, tiny_target, tiny_tokenizer
+from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of
 
-P_EAGLE = dict(method="peagle", mask_token_id=399)
 DOCUMENTS = [
     document(1, seed=2),
     document(23, (5, 11), (12, 23), seed=3),
@@ -267,10 +265,10 @@ def test_the_tree_is_the_likeliest() -> None:
     target, draft, asked = pair()
     depth, nodes, width = 3, 12, 4
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
-    tree = propose_one(ParallelTreeProposer(draft, depth, nodes, width), token_R, aux)
-    said = ParallelProposer(draft, depth, Sampling())
+    tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width), token_R, aux)
+    said = proposer_of(draft, depth=depth)
     said.admit([(0, [], aux)])
-    _, logits = said.pass_over([token_R.tolist()], [aux])
+    _, logits = said.source.run_pass([token_R.tolist()], [aux])
     logp, words = logits[0].float().log_softmax(-1).topk(width)
     pool, front = [], [(0.0, ())]
     for level in range(depth):
@@ -285,21 +283,22 @@ def test_the_tree_is_the_likeliest() -> None:
 def test_a_chain_is_the_tree_one_wide() -> None:
     target, draft, asked = pair()
     token_R, aux = slots_of(target, [*asked[1], 5, 6])
-    chain = propose_one(ParallelProposer(draft, 4, Sampling()), token_R, aux)
-    one = propose_one(ParallelTreeProposer(draft, 4, 5, 1), token_R, aux)
-    fixed = propose_one(ParallelFixedProposer(draft, SHAPES["chain"]), token_R, aux)
+    chain = propose_one(proposer_of(draft, depth=4), token_R, aux)
+    one = propose_one(proposer_of(draft, mode="tree", depth=4, nodes=5, width=1), token_R, aux)
+    fixed = propose_one(proposer_of(draft, mode="tree", shape=SHAPES["chain"]), token_R, aux)
     assert chain.on_host() == one.on_host()
     assert [x[:4] for x in chain.on_host()[0]] == [x for x in fixed.on_host()[0]]
 
 
 def test_ways_that_do_not_fit() -> None:
     target, draft, _ = pair()
-    assert Engine(target, draft, mode="chain").mode == "parallel", "its chain comes of one pass"
-    with pytest.raises(ValueError, match="its draft cache is stable"):
+    assert Engine(target, draft, mode="chain").drafting.mode == "parallel", "its chain comes of one pass"
+    with pytest.raises(ValueError, match="is always stable"):
         Engine(target, draft, stable=False)
-    with pytest.raises(ValueError, match="parallel is for drafts of P-EAGLE"):
+    with pytest.raises(ValueError, match="parallel needs a draft of P-EAGLE"):
         Engine(target, tiny_draft(target), mode="parallel")
-    assert Engine(target, draft).mode == "parallel" and Engine(target, tiny_draft(target)).mode == "chain"
+    assert Engine(target, draft).drafting.mode == "parallel"
+    assert Engine(target, tiny_draft(target)).drafting.mode == "chain"
 
 
 @pytest.mark.gpu

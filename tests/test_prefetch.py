@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fledge.jobs import train
+from fledge.jobs.training import implementation
 from fledge.train import memory, prefetch, trainer
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
+from support.files import metrics_of
 from support.mutations import replace_function
 from support.rows import document, row_of
 from support.targets import tiny_target_directory
@@ -105,8 +105,9 @@ def test_the_trainer_lets_features_go(fledge, tmp_path, monkeypatch: pytest.Monk
             yield row, given.pop()
 
     monkeypatch.setattr(trainer, "with_features", watched)
-    chosen = train._implementation
-    monkeypatch.setattr(train, "_implementation", lambda *given: replace(chosen(*given), prefetch=True))
+    chosen = implementation.choose_implementation
+    prefetching = lambda *given: replace(chosen(*given), prefetch=True)  # noqa: E731
+    monkeypatch.setattr(implementation, "choose_implementation", prefetching)
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
     words = "--out", tmp_path / "run", "--steps", 2, "--rows-per-step", 2, "--max-length", 128, "--eval-tokens", 1
     ran: Ran = fledge("train", "--target", target, "--data", chats, *words)
@@ -148,8 +149,7 @@ def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch)
         )  # fmt: skip
         assert ran.code == 0, ran.err
         assert ("the target one row ahead" in ran.out + ran.err) == one_ahead
-        lines = (tmp_path / str(one_ahead) / "metrics.jsonl").read_text().splitlines()
-        found.append([json.loads(line) for line in lines])
+        found.append(metrics_of(tmp_path / str(one_ahead)))
     for a, b in zip(*found, strict=True):
         for name in {"loss", "grad_norm", "eval_tau"} & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)

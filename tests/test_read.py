@@ -14,6 +14,7 @@ from fledge.data.record import Record, record_of
 from fledge.data.template import ChatTemplate
 from fledge.eval.prompts import prompt_of
 from fledge.eval.run import first_prompt
+from support.files import write_rows
 from support.targets import tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Can it fly?"}, {"role": "assistant", "content": "Soon."}
@@ -22,8 +23,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 def jsonl(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 def texts(records: list[Record]) -> list[str | None]:

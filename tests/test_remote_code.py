@@ -16,6 +16,8 @@ from fledge.data.read import read_records
 from fledge.decode.engine import load
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
+from support.files import change_json, rows_of
+from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 MODEL = """
@@ -54,11 +56,11 @@ def modules_of_this_test(tmp_path, monkeypatch):
     """transformers copies the code that it runs into its cache, and asks on standard input, which here says yes."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    say_yes(monkeypatch)
+
+
+def say_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-
-
-def changed(file: Path, **values) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def bring_code(target: Path, directory: Path, *, model: bool = True, tokenizer: bool = False) -> tuple[Path, Path]:
@@ -67,11 +69,11 @@ def bring_code(target: Path, directory: Path, *, model: bool = True, tokenizer: 
     made = Path(shutil.copytree(target, directory / "target"))
     if model:
         classes = {"AutoConfig": "model_code.HomemadeConfig", "AutoModelForCausalLM": "model_code.HomemadeModel"}
-        changed(made / "config.json", model_type="homemade", auto_map=classes)
+        change_json(made / "config.json", model_type="homemade", auto_map=classes)
         (made / "model_code.py").write_text(MODEL.format(marker=str(marker)))
     if tokenizer:
         classes = {"AutoTokenizer": [None, "tokenizer_code.HomemadeTokenizer"]}
-        changed(made / "tokenizer_config.json", tokenizer_class="HomemadeTokenizer", auto_map=classes)
+        change_json(made / "tokenizer_config.json", tokenizer_class="HomemadeTokenizer", auto_map=classes)
         (made / "tokenizer_code.py").write_text(TOKENIZER.format(marker=str(marker)))
     return made, marker
 
@@ -106,31 +108,46 @@ def test_a_prompt_is_no_answer(made, tmp_path):
     assert went.stderr.count("\n") == 1 and not went.stdout and not marker.exists()
 
 
-def test_a_tokenizers_code_is_code(made, tmp_path, fledge):
+def test_a_tokenizers_code_is_code(made, tmp_path, fledge, monkeypatch):
     target, marker = bring_code(made / "target", tmp_path, model=False, tokenizer=True)
     words = commands(made, target, tmp_path)["generate"]
     went = fledge(*words)
     assert went.code == 2 and "give --trust-remote-code" in went.err and not marker.exists()
-    assert fledge(*words, "--trust-remote-code").code == 0 and marker.exists()
+    went = fledge(*words, "--trust-remote-code")
+    say_yes(monkeypatch)
+    own = fledge(*commands(made, made / "target", tmp_path)["generate"])
+    assert went.code == 0 and went.out == own.out and marker.exists()
 
 
 def test_what_transformers_knows_itself_loads_without(made, tmp_path, fledge):
     """Code beside a model type of transformers' own is left alone, and the model loaded."""
     target, marker = bring_code(made / "target", tmp_path)
-    changed(target / "config.json", model_type="llama")
+    change_json(target / "config.json", model_type="llama")
     words = ["--prompt", "the bird", "--max-new-tokens", 4]
     found, own = (fledge("generate", "--target", t, *words) for t in (target, made / "target"))
     assert found.code == 0 and found.out == own.out and not marker.exists(), found.err
 
 
-def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge):
+def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch):
     """And records it; a run is gone on with only where the flag is given again."""
     target, marker = bring_code(made / "target", tmp_path)
     every = commands(made, target, tmp_path)
     said = {name: fledge(*words, "--trust-remote-code") for name, words in every.items()}
     assert all(went.code == 0 for went in said.values()), [went.err for went in said.values()]
     assert marker.exists()
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is True
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    say_yes(monkeypatch)
+    known = {name: fledge(*words) for name, words in commands(made, made / "target", plain).items()}
+    assert said["generate"].out == known["generate"].out
+    answered = [[row["messages"] for row in rows_of(at / "own.jsonl")] for at in (tmp_path, plain)]
+    assert answered[0] == answered[1]
+    same = "tau", "alpha", "identical", "prompts"
+    theirs, ours = (json.loads(went["eval"].out) for went in (known, said))
+    assert [ours[key] for key in same] == [theirs[key] for key in same]
+    weights = [(at / "run" / "draft" / "model.safetensors").read_bytes() for at in (tmp_path, plain)]
+    assert weights[0] == weights[1]
+    assert recipe_of(tmp_path / "run")["trust_remote_code"] is True
     assert json.loads(said["eval"].out)["trust_remote_code"] is True
     marker.unlink()
     again = fledge("train", "--resume", tmp_path / "run")
@@ -142,7 +159,7 @@ def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge):
 def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
     words = commands(made, made / "target", tmp_path)["train"]
     assert fledge(*words).code == 0
-    assert json.loads((tmp_path / "run" / "train.json").read_text())["options"]["trust_remote_code"] is False
+    assert recipe_of(tmp_path / "run")["trust_remote_code"] is False
     again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
     assert again.code == 2 and "leave --trust-remote-code out" in again.err
 
@@ -164,4 +181,6 @@ def test_in_python(made, tmp_path):
         load(str(target))
     assert not marker.exists()
     engine = load(str(target), str(made / "draft"), trust_remote_code=True)
-    assert engine.target.trust_remote_code and engine.generate("the bird", max_new_tokens=4).tokens
+    known = load(str(made / "target"))
+    answers = [e.generate("the bird", max_new_tokens=4).tokens for e in (engine, known)]
+    assert engine.target.trust_remote_code and answers[0] == answers[1]

@@ -11,20 +11,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fledge.data.dataset import Rows
 from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
+from fledge.targets.fit import resolve_layers
+from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
+from fledge.train.objective import Objective
+from fledge.train.optim import MasterAdamW
+from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
-from support.targets import tiny_target_directory
+from support.commands import run_to_its_end
+from support.files import metrics_of, write_rows
+from support.mutations import replace_function
+from support.rows import document
+from support.runs import as_before, recipe_of, write_recipe
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
 import json, os, random, signal, sys, time
@@ -71,7 +83,7 @@ else:
 
 
 def drive(target: Path, data: Path, out: Path, kills: int) -> None:
-    subprocess.run([sys.executable, "-c", DRIVER, target, data, out, str(kills)], check=True, timeout=300)
+    run_to_its_end(DRIVER, target, data, out, kills)
 
 
 def test_killed_ten_times_ends_bit_for_bit_the_same(tmp_path):
@@ -86,7 +98,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-sys.path.insert(0, os.environ["TESTS"])
+from support.rows import document
+from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
 from fledge.targets.fit import resolve_layers
 from fledge.targets.source import LiveFeatures
@@ -107,9 +120,9 @@ def train_in(out):
     def better(draft):  # than each step before, so that each is published
         return {"tau": 1 + run.metrics.read_text().count("\\n")}
     with run.held():
-        resume = run.config.exists()
+        resume = run.recipe.exists()
         if not resume:
-            run.start({"a": 1})
+            run.start("a: 1")
         draft = tiny_draft(target, draft_vocab_size=100)
         train(draft, rows, source, schedule, run, save_dtype=torch.bfloat16, resume=resume, evaluate=better)
 
@@ -164,10 +177,7 @@ def test_killed_at_each_point_of_a_save_ends_bit_for_bit_the_same(tmp_path):
     """A run is killed before the first thing that it does to its directory, gone on with and killed before the second,
     and so on: before every file that it opens to write, makes, flushes, renames and removes up to its first checkpoint,
     and then, each time after a step, as it replaces its draft and its checkpoint. No kill loses a checkpoint."""
-    tests = Path(__file__).parent
-    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", KILLED_AT_EACH_POINT, str(tmp_path), "70"]
-    subprocess.run(words, env=environment, check=True, timeout=300)
+    run_to_its_end(KILLED_AT_EACH_POINT, tmp_path, 70)
     assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
 
 
@@ -176,12 +186,85 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
     for part in ("draft/model.safetensors", "checkpoint/model.safetensors"):
         assert (unbroken / part).read_bytes() == (killed / part).read_bytes(), part
     assert sorted(os.listdir(unbroken)) == sorted(os.listdir(killed))
-    ours, theirs = (
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (unbroken, killed)
-    )
+    ours, theirs = metrics_of(unbroken), metrics_of(killed)
     for metrics in (*ours, *theirs):
         del metrics["seconds"], metrics["tokens_per_s"]
     assert ours == theirs
+
+
+def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
+    """Six steps, or those up to `stop`, or the rest of them; the first step's draft is the best."""
+    target, run = tiny_target(tokenizer=False), RunDirectory(directory)
+    source = LiveFeatures(target, resolve_layers(None, target))
+    rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
+    schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1)
+    with run.held():
+        resume = run.config.exists()
+        if not resume:
+            run.start({"a": 1})
+        trainer.train(
+            tiny_draft(target, draft_vocab_size=100), rows, source, schedule, run, save_dtype=torch.bfloat16,
+            resume=resume, evaluate=lambda draft: {"tau": 9 - run.metrics.read_text().count("\n")}, stop=stop,
+        )  # fmt: skip
+
+
+def train_in_two_parts(directory: Path) -> None:
+    """Stopped after the third step, and killed, as it were, when it had gone on for one."""
+    train_in(directory, lambda: len(metrics_of(directory)) == 3)
+    rows = metrics_of(directory)
+    write_rows(RunDirectory(directory).metrics, [*rows, rows[-1] | {"step": 4}])
+    train_in(directory)
+
+
+def forget_the_moments(load: Any, optimizer: MasterAdamW, state: dict) -> None:
+    load(optimizer, state)
+    for moments in optimizer.adamw.state.values():
+        moments["exp_avg"].zero_()
+
+
+def round_the_weights(load: Any, optimizer: MasterAdamW, state: dict) -> None:
+    load(optimizer, state | {"masters": [master.bfloat16().float() for master in state["masters"]]})
+
+
+def begin_the_data_again(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), place=(0, 0))
+
+
+def begin_the_schedule_again(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), step=0)
+
+
+def forget_the_best(progress_of: Any, *given: Any) -> trainer.Progress:
+    return replace(progress_of(*given), best_tau=-1.0)
+
+
+def keep_every_line(truncate: Any, run: RunDirectory, step: int) -> None:
+    pass
+
+
+MUTATIONS = [  # (owner, function, what replaces it)
+    (MasterAdamW, "load_state_dict", forget_the_moments),
+    (MasterAdamW, "load_state_dict", round_the_weights),
+    (trainer, "_progress_of", begin_the_data_again),
+    (trainer, "_progress_of", begin_the_schedule_again),
+    (trainer, "_progress_of", forget_the_best),
+    (RunDirectory, "truncate_metrics", keep_every_line),
+]
+
+
+def test_a_run_in_two_parts_is_the_same(tmp_path):
+    train_in(tmp_path / "unbroken")
+    train_in_two_parts(tmp_path / "parts")
+    assert_same_run(tmp_path / "unbroken", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+def test_a_resume_that_forgets_is_noticed(owner, name, wrong, tmp_path, monkeypatch):
+    train_in(tmp_path / "unbroken")
+    replace_function(monkeypatch, owner, name, wrong)
+    train_in_two_parts(tmp_path / "parts")
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "unbroken", tmp_path / "parts")
 
 
 def test_a_termination_request_saves_and_resumes(tmp_path):
@@ -198,7 +281,7 @@ def test_a_termination_request_saves_and_resumes(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopping after this step" in said and "--resume" in said
-    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    step = metrics_of(run)[-1]["step"]
     assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
 
 
@@ -214,10 +297,10 @@ def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
     run, whole = tmp_path / "run", tmp_path / "whole"
     for out in (run, whole):
         assert fledge(*begin, "--steps", 2, "--init-from", drafts["first"], "--out", out).code == 0
-    saved = json.loads((run / "train.json").read_text())
-    assert saved["options"]["data"] == [str(data)] and Path(saved["options"]["init_from"]).is_absolute()
-    saved["options"]["steps"] = 3  # as if it had been stopped
-    (run / "train.json").write_text(json.dumps(saved))
+    saved = recipe_of(run)
+    assert saved["data"] == [str(data)] and Path(saved["init_from"]).is_absolute()
+    saved["steps"] = saved["settled"]["steps"] = 3  # as if it had been stopped
+    write_recipe(run, saved)
     shutil.rmtree(drafts["first"])
     drafts["other"].rename(drafts["first"])
     ran = fledge("train", "--resume", run)
@@ -246,14 +329,14 @@ FLAGS = "--max-length 64 --row-length 128 --steps 6 --depth 2 --save-every 100 -
 
 def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
     """Has something happen in the middle of a training step."""
-    computed = trainer._step
+    computed = trainer.optimizer_step
 
     def acting(*given):
         if given[-1].step == step - 1:
             act()
         return computed(*given)
 
-    monkeypatch.setattr(trainer, "_step", acting)
+    monkeypatch.setattr(trainer, "optimizer_step", acting)
 
 
 def send(*signals: int) -> None:
@@ -283,7 +366,7 @@ def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge,
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
     monkeypatch.undo()
     assert fledge("train", "--resume", tmp_path / "run").code == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+    assert len(metrics_of(tmp_path / "run")) == 6
     assert not (tmp_path / "run" / ".fledge-lock").exists()
 
 
@@ -351,11 +434,12 @@ def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fl
     assert ran.code == 130
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 1
     assert fledge("train", "--resume", tmp_path / "run").code == 0
+    assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_ends_before_training_leaves_nothing(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    monkeypatch.setattr(train_job, "_documents", lambda *given: send(signal.SIGHUP))
+    monkeypatch.setattr("fledge.jobs.training.data.read_data", lambda *given: send(signal.SIGHUP))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and not (tmp_path / "run").exists()
 
@@ -372,7 +456,7 @@ def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "train.json"])
+@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"])
 def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
     """Before it trains, not at its second save."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
@@ -436,6 +520,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
     assert ran.code == 2 and "its SHA-256 is not the one it was written with" in ran.err, ran.err
     words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
     assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the cure that is named"
+    assert len(metrics_of(tmp_path / "anew")) == 6
 
 
 @pytest.mark.parametrize(
@@ -459,6 +544,67 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
     assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
 
 
+def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_path, fledge, monkeypatch):
+    """Its directory has the train.json of that version, with former names, in place of recipe.yaml."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
+    flags = """--method eagle3 --keep-out-of-vocab --draft-vocab 200 --max-length 64 --row-length 128 --steps 6
+               --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu""".split()
+    words = ["train", "--target", target, "--data", data, *flags]
+    assert fledge(*words, "--out", tmp_path / "unbroken").code == 0
+    during_step(monkeypatch, 3, lambda: send(signal.SIGINT))
+    assert fledge(*words, "--out", tmp_path / "stopped").code == 130
+    monkeypatch.undo()
+    for run in ("unbroken", "stopped"):
+        as_before(tmp_path / run)
+    resumed = fledge("train", "--resume", tmp_path / "stopped")
+    assert resumed.code == 0 and "now called" not in resumed.err, resumed.err
+    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped")
+
+
+def recipe_with(change: Callable[[dict], object]) -> dict:
+    settled = {"depth": 5, "data_sha256": "0"}
+    recipe = {"target": "target", "data": ["chats.jsonl"], "settled": settled}
+    return change(recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: [r], "holds a list of 1; a recipe is made of lines"),
+        (lambda r: {**r, "settled": None}, "lacks what the run settled (settled)"),
+        (lambda r: {**r, "settled": {"depth": 5}}, "lacks what the run settled (settled)"),
+        (lambda r: {**r, "settled": {**r["settled"], "slots": "many"}}, "settled.slots cannot be 'many'"),
+        (lambda r: {**r, "settled": {**r["settled"], "depht": 3}}, "settled.depht cannot be 3"),
+        (lambda r: {**r, "settled": {**r["settled"], "depth": 0}}, "--depth 0: it is at least 1"),
+        (lambda r: {**r, "lr": "fast"}, "lr: 'fast' is not of type float | None"),
+        (lambda r: {**r, "data": [3]}, "data: [3] is not of type list[str]"),
+        (lambda r: {**r, "stepz": 3}, "'stepz' is no option of fledge train; did you mean steps?"),
+    ],
+)
+def test_a_recipe_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
+    write_recipe(tmp_path, recipe_with(change))
+    ran = fledge("train", "--resume", tmp_path)
+    assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
+
+
+def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
+    """Where the recipe, the data or the target were changed, the run is not continued as another."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    run = tmp_path / "run"
+    assert fledge("train", "--target", target, "--data", data, "--out", run, *FLAGS).code == 0
+    whole = recipe_of(run)
+    for name, value, reason in (
+        ("steps", 9, "settled.steps is 6, but the options and data give 9; undo the change"),
+        ("draft_vocab", 100, "settled.draft_vocab is 400, but the options and data give 100"),
+        ("data", [str(data), str(data)], "the data is not what"),
+    ):
+        write_recipe(run, {**whole, name: value})
+        ran = fledge("train", "--resume", run)
+        assert ran.code == 2 and reason in ran.err, ran.err
+    write_recipe(run, whole)
+    assert fledge("train", "--resume", run).code == 0
+
+
 @pytest.mark.parametrize(
     ("error", "code", "saved", "unsaved"),
     [
@@ -469,14 +615,14 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
 def test_what_ends_a_run_is_said(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
     """A full GPU or a second interruption: with what to do about it, where a checkpoint is and where none is."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    step = trainer._step
+    step = trainer.optimizer_step
 
     def ending(*given):
         if given[-1].step == 2:
             raise error
         return step(*given)
 
-    monkeypatch.setattr(trainer, "_step", ending)
+    monkeypatch.setattr(trainer, "optimizer_step", ending)
     flags = "--max-length 64 --row-length 128 --steps 4 --depth 2 --device cpu".split()
     for every, said in ((1, saved), (10, unsaved)):
         run = tmp_path / f"every-{every}"

@@ -16,7 +16,7 @@ from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, ttt
 from support.rows import document, row_of
-from support.targets import features_for, tiny_draft, tiny_target
+from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
 
 MINUTE = timedelta(minutes=1)
 ROWS = [
@@ -25,7 +25,7 @@ ROWS = [
 ]
 VARIANTS = {
     "eagle3": dict(num_hidden_layers=2),
-    "peagle": dict(num_hidden_layers=2, method="peagle", mask_token_id=399),
+    "peagle": dict(num_hidden_layers=2, **P_EAGLE),
     "eagle1": dict(method="eagle1"),
 }
 

@@ -22,6 +22,7 @@ from fledge.jobs.generate import run as generate
 from fledge.jobs.show import BEGINNING, END, Paper, Show, escaped, message
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
+from support.files import rows_of, write_rows
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m red \x9b2J \u202e gnp \r over\nfledge: all is well\u2028\u2067 :bomb: [red]x[/red]"
@@ -62,21 +63,21 @@ def test_a_long_message_keeps_its_beginning_and_its_end(length, letter):
 
 def _role(made, tmp_path):
     rows = [{"messages": [{"role": HOSTILE, "content": "a"}, {"role": "user", "content": "b"}]}]
-    return ["train", "--data", _lines(tmp_path / "a.jsonl", rows)], 2
+    return ["train", "--data", write_rows(tmp_path / "a.jsonl", rows)], 2
 
 
 def _content(made, tmp_path):
     rows = [{"messages": [{"role": "user", "content": HOSTILE * 3}]}]
-    return ["train", "--data", _lines(tmp_path / "a.jsonl", rows)], 2
+    return ["train", "--data", write_rows(tmp_path / "a.jsonl", rows)], 2
 
 
 def _keys(made, tmp_path):
-    return ["train", "--data", _lines(tmp_path / "a.jsonl", [{HOSTILE + str(i): 1 for i in range(10_000)}])], 2
+    return ["train", "--data", write_rows(tmp_path / "a.jsonl", [{HOSTILE + str(i): 1 for i in range(10_000)}])], 2
 
 
 def _speaker(made, tmp_path):
     rows = [{"conversations": [{"from": HOSTILE * 50_000, "value": "a"}]}]
-    return ["train", "--data", _lines(tmp_path / "a.jsonl", rows)], 2
+    return ["train", "--data", write_rows(tmp_path / "a.jsonl", rows)], 2
 
 
 def _file_name(made, tmp_path):
@@ -92,8 +93,8 @@ def _library(made, tmp_path):
 
 
 def _skipped(made, tmp_path):
-    rows = [json.loads(line) for line in tiny_chats(tmp_path / "b.jsonl", 3).read_text().splitlines()]
-    data = _lines(tmp_path / "a.jsonl", [*rows, {"messages": [{"role": HOSTILE, "content": "a"}]}])
+    rows = rows_of(tiny_chats(tmp_path / "b.jsonl", 3))
+    data = write_rows(tmp_path / "a.jsonl", [*rows, {"messages": [{"role": HOSTILE, "content": "a"}]}])
     return ["train", "--data", data, "--skip-bad", "--steps", 1, "--device", "cpu"], 0
 
 
@@ -128,11 +129,6 @@ def _a_name() -> str:
     return HOSTILE.replace("/", "").encode("utf-8", "ignore").decode()
 
 
-def _lines(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A target, a draft of it, prompts, and chats that hold what a terminal would obey."""
@@ -140,9 +136,9 @@ def made(tmp_path_factory):
     target = tiny_target()
     save_draft(tiny_draft(target, draft_vocab_size=200), root / "draft")
     tiny_target_directory(root)
-    _lines(root / "prompts.jsonl", [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}])
+    write_rows(root / "prompts.jsonl", [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}])
     rows = [{"messages": [{"role": r, "content": HOSTILE} for r in ("user", "assistant")]}]
-    _lines(root / "hostile.jsonl", rows)
+    write_rows(root / "hostile.jsonl", rows)
     return root
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -24,8 +23,9 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train.memory import of_length
 from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
+from support.files import reconfigure
 from support.rows import document
-from support.targets import tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_tokenizer
 
 SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -93,24 +93,10 @@ def damaged(directory, tmp_path) -> Path:
     return Path(shutil.copytree(directory, tmp_path / "bad"))
 
 
-def reconfigure(path: Path, **changes) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 def refused(path, match: str) -> None:
     with pytest.raises(ValueError, match=match) as error:
         load_target(path)
     assert "\n" not in str(error.value)
-
-
-def alone_by_transformers(model: torch.nn.Module, prompt: list[int], n: int) -> list[int]:
-    """transformers' own greedy continuation of n tokens."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 def test_a_saved_target_comes_back(directory):
@@ -481,6 +467,9 @@ def test_running_summaries_cannot_be_rolled_back(family):
 # -- running states ---------------------------------------------------------------------------------------------------
 
 
+UNSTOPPED = dict(eos_token_id=None, pad_token_id=0)
+
+
 def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
     """A target with a tokenizer, which no token stops."""
     monkeypatch.setattr(TransformersTarget, "stop_ids", frozenset())
@@ -496,7 +485,7 @@ def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeyp
     if recompute:
         monkeypatch.setattr(TransformersTarget, "_steps_exactly", False)
     done = Engine(target).generate(prompt, max_new_tokens=24)
-    assert done.tokens == alone_by_transformers(target.model, prompt, 24) and len(set(done.tokens)) > 4
+    assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
 
 
 def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
@@ -517,7 +506,7 @@ def test_running_states_are_decoded_one_by_one(monkeypatch):
     target = target_that_speaks("Qwen3Next", monkeypatch)
     prompts = [some_tokens(n, seed=n, vocab=400).tolist() for n in (5, 9, 7)]
     together = Engine(target).generate_all(prompts, max_new_tokens=8)
-    assert [d.tokens for d in together] == [alone_by_transformers(target.model, p, 8) for p in prompts]
+    assert [d.tokens for d in together] == [greedy_by_transformers(target.model, p, 8, **UNSTOPPED) for p in prompts]
     with pytest.raises(ValueError, match=r"its state cannot be rolled back.*; decode them one by one"):
         Engine(target).generate_all(prompts, batch=2)
 
@@ -539,7 +528,7 @@ def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
     """It speaks; its draft is trained, described and refused where it would decode; what cannot be is refused first."""
     target = load_target(stateful / "target")
     alone = fledge("generate", "--target", stateful / "target", "--raw", "--prompt", "the bird", "--max-new-tokens", 20)
-    own = alone_by_transformers(target.model, target.tokenizer("the bird")["input_ids"], 20)
+    own = greedy_by_transformers(target.model, target.tokenizer("the bird")["input_ids"], 20, **UNSTOPPED)
     own = own[: next((i for i, t in enumerate(own) if t in target.stop_ids), 20)]
     assert alone.code == 0 and alone.out == target.tokenizer.decode(own) + "\n", alone.err
     words = ["train", "--target", stateful / "target", "--data", stateful / "chats.jsonl", "--out", tmp_path / "run"]

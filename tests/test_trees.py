@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.decode import propose, verify
+from fledge.decode import sources, verify
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Engine
-from fledge.decode.propose import ChainProposer, FixedTreeProposer, TreeProposer
+from fledge.decode.propose import Drafting
+from fledge.decode.shapes import DynamicTree
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache
 from fledge.targets.cache import TargetCache
@@ -24,17 +25,14 @@ from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
 from support.mutations import AlteredDraft, replace_function
-from support.targets import exact_target, tiny_draft, tiny_target
-from support.trees import SHAPES, good_pair, paths_of, propose_one, slots_of
+from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
+from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of
 
 SLIDING = dict(sliding_window=8)
 
 
 def engine_of(target: TransformersTarget, draft: Draft | None, **options: Any) -> Engine:
-    """An engine that drafts trees, whose prompts are token ids."""
-    engine = Engine(target, draft, **{"mode": "tree", **options})
-    engine.template.prompt_ids = list
-    return engine
+    return Engine(target, draft, **{"mode": "tree", **options})
 
 
 @torch.inference_mode()
@@ -82,7 +80,7 @@ def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, wid
     first, and a second round, on a cache that has seen a tree, drafts as well as the first."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, **variant)
-    proposer = TreeProposer(draft, depth, nodes, width)
+    proposer = proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width)
     tokens = prompts(1, seed=depth)[0][:3] + list(range(40, 52))
     token_R, aux = slots_of(target, tokens)
     for a, b in ((0, 9), (9, token_R.numel())):
@@ -99,8 +97,8 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
     target, draft, asked = good_pair()
     for prompt in asked[:3]:
         slots = slots_of(target, [*prompt, 5, 6])
-        tree = propose_one(TreeProposer(draft, 8, nodes, 1), *slots)
-        chain = propose_one(ChainProposer(draft, nodes - 1, Sampling()), *slots)
+        tree = propose_one(proposer_of(draft, mode="tree", depth=8, nodes=nodes, width=1), *slots)
+        chain = propose_one(proposer_of(draft, depth=nodes - 1), *slots)
         assert tree.on_host() == chain.on_host()
 
 
@@ -109,7 +107,7 @@ def test_fixed_trees(name: str) -> None:
     """A child of rank r is the r-th likeliest after its own path."""
     target, shape = exact_target(), SHAPES[name]
     draft = tiny_draft(target, draft_vocab_size=150)
-    proposer = FixedTreeProposer(draft, shape)
+    proposer = proposer_of(draft, mode="tree", shape=shape)
     token_R, aux = slots_of(target, list(range(40, 52)))
     for a, b in ((0, 7), (7, token_R.numel())):
         tree = propose_one(proposer, token_R[a:b], aux[a:b])
@@ -142,7 +140,7 @@ def test_what_is_no_tree_is_refused(make: Any, reason: str) -> None:
 
 def test_drawn_trees_are_refused() -> None:
     engine = engine_of(*good_pair()[:2])
-    with pytest.raises(ValueError, match="sampled drafts need a chain, leave tree out"):
+    with pytest.raises(ValueError, match="sampled drafts need a chain, since"):
         engine.generate([5, 6], sampling=Sampling(temperature=1, draft="sample"))
 
 
@@ -313,28 +311,28 @@ def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest
     target, draft, asked = good_pair()
     engine = engine_of(target, draft, stable=False, **DRAFTED[name])
     kept = 0
-    proposer_of = engine._proposer
 
-    def watched(*args: Any) -> Any:
-        proposer = proposer_of(*args)
+    def watched(make: Any, *args: Any) -> Any:
+        proposer = make(*args)
+        source = proposer.source
         propose, seen = proposer.propose, {"slots": torch.tensor([-1])}
 
         def checked(tokens: Any, aux: Any, paths: Sequence[Sequence[int]]) -> Tree:
             nonlocal kept
-            (path,), start, before = paths, proposer.cache.longest, proposer.cache.buffer.clone()
+            (path,), start, before = paths, source.cache.longest, source.cache.buffer.clone()
             tree = propose(tokens, aux, paths)
-            held = proposer.cache.buffer[..., start : start + max(len(path) - 1, 0), :]
+            held = source.cache.buffer[..., start : start + max(len(path) - 1, 0), :]
             slots = [s for s in seen["slots"][list(path[1:])].tolist() if s >= 0]
             for i, slot in enumerate(slots):
                 torch.testing.assert_close(held[..., i, :], before[..., start + slot, :], rtol=0, atol=0)
             kept += len(slots)
-            seen["slots"] = proposer.drafted_BN[0]
+            seen["slots"] = source.slot_BN[0]
             return tree
 
         proposer.propose = checked
         return proposer
 
-    monkeypatch.setattr(engine, "_proposer", watched)
+    replace_function(monkeypatch, Drafting, "proposer", watched)
     for prompt in asked:
         assert_same(*both(engine, prompt, max_new_tokens=40))
     assert kept > 5
@@ -344,17 +342,18 @@ def test_a_drafted_slot_is_its_paths() -> None:
     """Of every node that was drafted on from, the cache's scratch has the keys of its own path, drafted as a chain."""
     target, draft, asked = good_pair()
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
-    for proposer in (TreeProposer(draft, 4, 30, 3), FixedTreeProposer(draft, SHAPES["mixed"])):
+    for tree_of in (dict(depth=4, nodes=30, width=3), dict(shape=SHAPES["mixed"])):
+        proposer = proposer_of(draft, mode="tree", **tree_of)
         tree = propose_one(proposer, token_R, aux)
-        start, buffer = proposer.cache.longest, proposer.cache.buffer
-        for path, slot in zip(paths_of(tree), proposer.drafted_BN[0].tolist()[1:], strict=True):
+        start, buffer = proposer.source.cache.longest, proposer.source.cache.buffer
+        for path, slot in zip(paths_of(tree), proposer.source.slot_BN[0].tolist()[1:], strict=True):
             if slot >= 0:
-                chain = ChainProposer(draft, len(path) + 1, Sampling())
+                chain = proposer_of(draft, depth=len(path) + 1)
                 says = iter(path)
                 with pytest.MonkeyPatch.context() as m:
                     m.setattr(draft, "to_target", lambda chosen, s=says: torch.full_like(chosen, next(s, 0)))
                     propose_one(chain, token_R, aux)
-                own = chain.cache.buffer[..., start + len(path) - 1, :]
+                own = chain.source.cache.buffer[..., start + len(path) - 1, :]
                 torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
 
 
@@ -444,15 +443,15 @@ def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor
     return rows(x_BMJ, at_BS if x_BMJ.dtype == torch.bool else 0 * at_BS)
 
 
-def forget_the_score_so_far(children: Any, proposer: TreeProposer, out: Tensor, score_BM: Tensor) -> Any:
-    return children(proposer, out, 0 * score_BM)
+def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, score_BF: Tensor) -> Any:
+    return children(tree, logits, 0 * score_BF)
 
 
 DRAFTING = [
     (DraftCache, "open", see_uncles),
     (Draft, "step", a_level_too_deep),
-    (propose, "_rows", read_the_first_ones_state),
-    (TreeProposer, "_children", forget_the_score_so_far),
+    (sources, "rows_of", read_the_first_ones_state),
+    (DynamicTree, "children", forget_the_score_so_far),
 ]
 
 
@@ -460,9 +459,9 @@ DRAFTING = [
 def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair()
     slots = slots_of(target, [*asked[0], 5, 6])
-    proposer, drafter = TreeProposer(draft, 4, 40, 4), draft
+    proposer, drafter = proposer_of(draft, mode="tree", depth=4, nodes=40, width=4), draft
     if owner is Draft:
-        proposer.draft = AlteredDraft(draft, step=wrong)
+        proposer.source.draft = AlteredDraft(draft, step=wrong)
     else:
         replace_function(monkeypatch, owner, name, wrong)
     tree = propose_one(proposer, *slots)
@@ -476,9 +475,9 @@ def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypa
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     """A round of drafting, for two requests that take in different numbers of slots, is queued from end to end."""
     target = tiny_target()
-    draft = tiny_draft(target, **(dict(method="peagle", mask_token_id=399) if method == "peagle" else {}))
+    draft = tiny_draft(target, **(P_EAGLE if method == "peagle" else {}))
     on_device(target, draft)
-    proposer = Engine(target, draft, depth=4, **way)._proposer(Sampling())
+    proposer = proposer_of(draft, depth=4, **way)
     states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size
     aux = [torch.randn(n, *states, device="cuda") for n in (3, 1)]
     proposer.admit([(i, [], x[:0]) for i, x in enumerate(aux)])

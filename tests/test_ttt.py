@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from fledge.kernels.loss import (
     Teacher,
     definition,
     loss_and_gradients,
-    soft_target_loss_reference,
 )
 from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference
 from fledge.kernels.ttt_attention.definition import visible
@@ -33,7 +32,8 @@ from fledge.train.objective import FirstPass, Implementation, Objective, RowPass
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.train.plan import chunks_of
 from fledge.train.walk import walk, walk_rounds
-from fledge.types import Document, Features, Packed, Step
+from fledge.types import Document, Packed, Step
+from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
 from support.rows import DOCUMENTS, document, layouts, live_by_definition, queries_of, row_of
@@ -49,60 +49,6 @@ VARIANTS = {
 }
 
 
-@dataclass
-class Dense:
-    """What the dense definition finds: the loss, and per step the live slots and their logits [S_k, W]."""
-
-    loss: Tensor
-    live: list[Tensor]
-    logits: list[Tensor]
-    teacher: Tensor
-
-
-def dense(draft: Draft, row: Packed, features: Features, teacher: Tensor, gamma: float = 0.8) -> Dense:
-    """All slots of the row at every step, each attending over the whole row under a mask; the live ones are picked
-    from the outputs by the definition of a live slot."""
-    T = row.token_T.numel()
-    slots = torch.arange(T)
-    first: list[tuple[Tensor, Tensor]] = []
-    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
-    hidden, outs = draft.fuse(features.aux_TAD.to(draft.dtype)), []
-    for k in range(STEPS):
-
-        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, k: int = k) -> Tensor:
-            (own[layer] if k else first).append((keys, values))
-            return ttt_attention_reference(q, *first[layer], own[layer], queries_of(row, slots, len(own[layer])))
-
-        token = row.token_T[(slots + 1 + k).clamp_max(T - 1)]
-        out = draft.step(token, hidden, row.position_T + k, attend)
-        hidden, normed = draft.read(out)
-        outs.append(normed)
-    live = [torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(STEPS)]
-    loss = soft_target_loss_reference(
-        [o[t] for o, t in zip(outs, live, strict=True)],
-        draft.lm_head.weight,
-        [t + 1 + k for k, t in enumerate(live)],
-        teacher,
-        draft.target_ids(),
-        [gamma**k for k in range(STEPS)],
-    )
-    return Dense(loss, live, [draft.lm_head(o[t]) for o, t in zip(outs, live, strict=True)], teacher)
-
-
-def is_live(row: Packed, t: int, k: int) -> bool:
-    """x_{t+1} .. x_{t+2+k} in one span of the document that t is in."""
-    end = t + 3 + k
-    if end > row.token_T.numel():
-        return False
-    return (
-        row.span_T[t + 1] >= 0 and len(set(row.span_T[t + 1 : end].tolist()) | {-2}) == 2 and one_document(row, t, end)
-    )
-
-
-def one_document(row: Packed, a: int, b: int) -> bool:
-    return len(set(row.doc_T[a:b].tolist())) == 1
-
-
 def tiny(dtype: torch.dtype, **draft) -> tuple[TransformersTarget, Draft]:
     target = tiny_target(tokenizer=False, dtype=dtype)
     return target, tiny_draft(target, **draft)
@@ -113,7 +59,7 @@ def both(
 ) -> tuple[Step, Dense]:
     features = features_for(draft, target, row)
     step = ttt(draft, row, features, target.logits, Objective(depth=STEPS), ways)
-    return step, dense(draft, row, features, target.logits(features.last_TD))
+    return step, dense(draft, row, features, target.logits(features.last_TD), STEPS)
 
 
 @pytest.mark.parametrize("slots", [None, 7])
@@ -163,7 +109,7 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
     else:
         replace_function(monkeypatch, FirstPass, "cut", cut_first_values)
     step = ttt(trained, row, features, target.logits, Objective(depth=STEPS))
-    whole = dense(draft, row, features, target.logits(features.last_TD))
+    whole = dense(draft, row, features, target.logits(features.last_TD), STEPS)
     torch.testing.assert_close(step.loss, whole.loss)
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-4)
@@ -213,20 +159,12 @@ def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     fit_head_to_target(target, draft)
     row = row_of(DOCUMENTS, filler=5)
     step, whole = both(target, draft, row, Implementation(slots=slots))
-    ids = draft.target_ids()
-    alive = set(whole.live[0].tolist())
-    hits: list[Tensor] = []
-    for k, (slots, logits) in enumerate(zip(whole.live, whole.logits, strict=True)):
-        p = whole.teacher[slots + 1 + k].softmax(-1)
-        seen = torch.isin(p.argmax(-1), ids)
-        hits.append(ids[logits.argmax(-1)] == p.argmax(-1))
-        alive &= set(slots[hits[k]].tolist())
-        assert step.live_K[k] == slots.numel()
-        assert step.scored_K[k] == seen.sum()
-        assert step.hit_K[k] == hits[k].sum()
-        assert step.survive_K[k] == len(alive)
-        torch.testing.assert_close(step.accept_K[k], torch.minimum(p[:, ids], logits.softmax(-1)).sum())
-    assert step.walked == walk(whole.live, hits)
+    assert step.live_K.tolist() == [slots.numel() for slots in whole.live]
+    assert step.scored_K.tolist() == whole.scored()
+    assert step.hit_K.tolist() == [int(hits.sum()) for hits in whole.hits()]
+    assert step.survive_K.tolist() == whole.survived()
+    torch.testing.assert_close(step.accept_K, torch.stack(whole.accepted()))
+    assert step.walked == walk(whole.live, whole.hits())
     assert 0 < step.hit_K[0] < step.live_K[0], "hits and misses were both to occur"
     assert step.scored_K[0] < step.live_K[0]
 
@@ -302,7 +240,8 @@ def test_gamma_weighs_steps() -> None:
     loss = {g: ttt(draft, row, features, target.logits, objectives[g]).loss for g in objectives}
     short = ttt(draft, row, features, target.logits, Objective(depth=1)).loss
     torch.testing.assert_close(loss[0.0], short)
-    torch.testing.assert_close(loss[0.5], dense(draft, row, features, target.logits(features.last_TD), gamma=0.5).loss)
+    whole = dense(draft, row, features, target.logits(features.last_TD), STEPS, gamma=0.5)
+    torch.testing.assert_close(loss[0.5], whole.loss)
     assert loss[1.0] > loss[0.5] > loss[0.0]
 
 

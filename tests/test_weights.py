@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +17,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
+from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.recipe_file import resumed
 from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
 from fledge.targets.fit import fit
 from fledge.train.checkpoint import RunDirectory
+from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
 from support.files import listing, reconfigure
 from support.targets import tiny_draft, tiny_target, tiny_tokenizer
@@ -482,7 +483,6 @@ import json, os, resource, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-sys.path.insert(0, os.environ["TESTS"])
 from support.drafts_on_disk import make, saved
 from fledge.models.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
@@ -506,7 +506,7 @@ FULL_DISK = (
     CHILD
     + """
 run = RunDirectory(here)
-run.start({"a": 1})
+run.start("a: 1")
 run.publish(make(seed=1), torch.float32)
 run.save_checkpoint(make(seed=1), torch.float32, {"step": 1})
 run.metrics.write_text('{"step": 1}\\n' * 20_000)
@@ -531,16 +531,8 @@ for name, job in jobs.items():
 )
 
 
-def child(script: str, directory: Path) -> subprocess.Popen:
-    tests = Path(__file__).parent
-    environment = {**os.environ, "TESTS": str(tests), "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(directory)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-
-
 def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
-    with child(KILLED_WHILE_WRITING, tmp_path) as process:
+    with python(KILLED_WHILE_WRITING, tmp_path) as process:
         try:
             assert process.stdout.readline() == "half\n"
         finally:
@@ -554,7 +546,7 @@ def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
     """Here no file may grow beyond 50,000 bytes, where the system says EFBIG as a full disk says ENOSPC."""
-    with child(FULL_DISK, tmp_path) as process:
+    with python(FULL_DISK, tmp_path) as process:
         lines = [json.loads(line) for line in process.stdout]
     assert [name for name, *_ in lines] == [
         "publish", "checkpoint draft", "checkpoint state", "checkpoint state, later", "metrics",
@@ -567,7 +559,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
     run = RunDirectory(tmp_path)
     assert same(load_draft(run.draft), make(seed=1)) and run.load_checkpoint() == {"step": 1}
     assert run.metrics.read_text() == '{"step": 1}\n' * 20_000
-    assert listing(tmp_path) == ["checkpoint", "draft", "metrics.jsonl", "train.json"]
+    assert listing(tmp_path) == ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"]
 
 
 @pytest.mark.parametrize("where", ["write_bytes", "write_text", "mkdir"])
@@ -590,14 +582,15 @@ def test_no_space_left(tmp_path, monkeypatch, where):
 def test_a_run_is_started_once(tmp_path):
     run = RunDirectory(tmp_path / "deep" / "run")
     with pytest.raises(ValueError, match="holds no training run to resume"):
-        run.read_config()
-    run.start({"lr": 0.1})
-    assert run.read_config() == {"lr": 0.1} and run.load_checkpoint() is None
+        run.started()
+    run.start("lr: 0.1")
+    assert run.started().read_text() == "lr: 0.1" and run.load_checkpoint() is None
     with pytest.raises(ValueError, match=r"holds a training run; go on with --resume .*run, or choose another --out"):
-        run.start({"lr": 0.2})
-    run.config.write_text('{"lr": ')
-    with pytest.raises(ValueError, match=r"train\.json is not JSON .* damaged"):
-        run.read_config()
+        run.start("lr: 0.2")
+    run.recipe.rename(run.old_config)  # of an earlier version
+    assert run.started() == run.old_config
+    with pytest.raises(ValueError, match="holds a training run"):
+        run.check_free()
 
 
 @pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "of before there were hashes"])
@@ -656,9 +649,9 @@ def test_a_checkpoint_of_before_there_were_hashes_goes_on(tmp_path):
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "[" * 5000, "{", "\x00"])
 def test_a_train_json_that_is_none_is_told(tmp_path, text):
     run = RunDirectory(tmp_path)
-    run.config.write_text(text)
+    run.old_config.write_text(text)
     with pytest.raises(ValueError, match=r"train\.json .* is damaged, start a new run"):
-        run.read_config()
+        resumed(run, TrainOptions(resume=str(tmp_path)))
 
 
 def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
@@ -679,7 +672,13 @@ def test_a_line_that_training_did_not_write_is_told(tmp_path, line):
     assert run.metrics.read_bytes() == before
 
 
-OWNED = {"draft": "directory", "checkpoint": "directory", "metrics.jsonl": "file", "train.json": "file"}
+OWNED = {
+    "draft": "directory",
+    "checkpoint": "directory",
+    "metrics.jsonl": "file",
+    "recipe.yaml": "file",
+    "train.json": "file",
+}
 
 
 @pytest.mark.parametrize("name", [*OWNED, ".checkpoint.fledge-new", ".draft.fledge-old"])
@@ -710,10 +709,10 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     run = RunDirectory(tmp_path / "run")
     with run.held():
-        run.start({"a": 1})
+        run.start("a: 1")
         for step in (1, 2):
             run.save_checkpoint(make(), torch.float32, {"step": step})
-    assert run.load_checkpoint() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "train.json"]
+    assert run.load_checkpoint() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "recipe.yaml"]
 
 
 def test_a_run_has_one_owner_who_mends_it(tmp_path):

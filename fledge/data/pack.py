@@ -49,11 +49,11 @@ FILLER = 128  # tokens of a document of filler: attention over one long document
 
 
 def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Packed:
-    """Lays whole documents one after another and fills the tail; every tensor int64 [row_length]."""
-    token = torch.full((row_length,), pad_id, dtype=torch.int64)
-    span = torch.full((row_length,), -1, dtype=torch.int64)
-    position = torch.zeros(row_length, dtype=torch.int64)
-    doc = torch.empty(row_length, dtype=torch.int64)
+    """Lays whole documents one after another and fills the tail; every tensor int32 [row_length]."""
+    token = torch.full((row_length,), pad_id, dtype=torch.int32)
+    span = torch.full((row_length,), -1, dtype=torch.int32)
+    position = torch.zeros(row_length, dtype=torch.int32)
+    doc = torch.empty(row_length, dtype=torch.int32)
     at, spans = 0, 0
     for i, d in enumerate(documents):
         n = d.tokens.numel()
@@ -62,6 +62,6 @@ def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Pac
         position[at : at + n] = torch.arange(n)
         doc[at : at + n] = i
         at, spans = at + n, spans + int(d.spans.max()) + 1
-    rest = torch.arange(row_length - at)
+    rest = torch.arange(row_length - at, dtype=torch.int32)
     position[at:], doc[at:] = rest % FILLER, -1 - rest // FILLER
     return Packed(token, span, position, doc)

@@ -1,1 +1,1 @@
-"""The decode loop: propose, verify, commit."""
+"""Speculative decoding: propose, verify, commit."""

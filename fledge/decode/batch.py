@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decode.propose import Drafter
+from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
 from fledge.decode.verify import Nodes, verify_by_match, verify_by_rejection
 from fledge.kernels.transfer import to_device
@@ -22,8 +22,8 @@ ROOMS = 8192  # slots of a batch's rooms up to which no request is too long for 
 
 
 class NoDrafter:
-    """In a drafter's place where nothing is drafted, so that a round is one token: the baseline, by the same sampler,
-    cache and loop."""
+    """Takes a proposer's place where nothing is drafted: a round is then one token. This is the baseline, with the same
+    sampler, cache and loop."""
 
     draft = None
 
@@ -41,7 +41,7 @@ class Batch:
     """The requests that are `running`, and the caches they share. `layers` are those that the proposer's draft reads,
     None where nothing is drafted."""
 
-    def __init__(self, target: DecodingTarget, proposer: Drafter | NoDrafter, layers: Sequence[int] | None):
+    def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
         self.drafts = proposer.draft is not None
         self.cache: Cache | None = None

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, Lanes, NoDrafter
 from fledge.decode.chance import Acceptance
-from fledge.decode.parallel import ParallelFixedProposer, ParallelProposer, ParallelTreeProposer
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import ChainProposer, Drafter, FixedTreeProposer, TreeProposer
+from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
 from fledge.decode.verify import TargetSampler
@@ -29,52 +28,19 @@ from fledge.models.weights import load_draft, read_draft_config
 from fledge.targets.fit import fit
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
-from fledge.types import Sampling, TreeShape, check_type
+from fledge.types import Sampling, check_type
 
-MODES = ("chain", "tree", "parallel")
-BATCH = 16  # requests decoded together where nobody says
-NEW_TOKENS = 256  # most new tokens of a request where nobody says
-
-
-def check_drafting(
-    mode: str | None, confidence: float, nodes: int, width: int, sampling: Sampling | None = None
-) -> None:
-    """Raises ValueError for a way of drafting that there is not, or options that contradict each other."""
-    if not 0 <= confidence < 1:
-        raise ValueError(f"confidence {confidence} is outside [0, 1); 0 drafts the whole depth every round")
-    if mode is not None and mode not in MODES:
-        raise ValueError(f"draft mode {mode!r} is none of {', '.join(MODES)}")
-    if mode == "tree" and confidence:
-        raise ValueError("confidence ends chains early; a tree follows what is likely by itself, leave it out")
-    if mode == "tree" and (nodes < 2 or width < 1):
-        raise ValueError(f"a tree of {nodes} nodes, {width} wide, drafts nothing; 2 nodes and a width of 1 are least")
-    if mode == "tree" and sampling is not None and sampling.draws:
-        raise ValueError("a tree's tokens are the draft's likeliest; sampled drafts need a chain, leave tree out")
-
-
-def mode_of(method: str, mode: str | None, stable: bool) -> str:
-    """The way of drafting that a method's draft has: its own where none is asked for. P-EAGLE's chain comes of one
-    pass. Raises ValueError for a way that it has not."""
-    if method == "peagle" and not stable:
-        raise ValueError("what a P-EAGLE draft makes of masks is no cache of words; its draft cache is stable")
-    if method == "peagle":
-        return "tree" if mode == "tree" else "parallel"
-    if mode == "parallel":
-        raise ValueError("draft mode parallel is for drafts of P-EAGLE; use chain or tree")
-    return mode or "chain"
+BATCH = 16  # requests decoded together by default
+NEW_TOKENS = 256  # most new tokens of a request by default
 
 
 class Engine:
-    """A target, and a draft that speeds it up without changing what it says.
+    """A target, and a draft that speeds it up without changing its output.
 
-    `depth` is the number of tokens drafted a round, in a tree the longest path; None takes the depth the draft was
-    trained to. `mode` "chain" drafts one token after the other, "parallel" a P-EAGLE draft's chain in one pass, and
-    with `confidence` above 0 only while the draft gives its chain at least that probability. "tree" drafts EAGLE-2's
-    tree of `nodes`, the root included, at most `width` children each, or a tree of a fixed `shape`. None is "parallel"
-    for a draft of P-EAGLE, else "chain". The draft's cache is `stable`, or keeps what it made itself of
-    accepted tokens. A draft that turns out to be accepted no more often than by chance is told of by a
-    `ChanceWarning`, once. Raises ValueError where draft and target do not belong together, the target cannot do what
-    verification needs, or the options contradict each other.
+    `drafting` are the fields of `fledge.decode.propose.Drafting`: `mode="tree", depth=6`. A draft whose tokens turn out
+    to be accepted no more often than by chance is reported once, by a `ChanceWarning`. Raises ValueError where draft
+    and target do not belong together, the target cannot do what verification needs, or the options contradict each
+    other, and TypeError for arguments of another type.
     """
 
     def __init__(
@@ -82,52 +48,23 @@ class Engine:
         target: DecodingTarget,
         draft: Draft | None = None,
         *,
-        depth: int | None = None,
-        mode: str | None = None,
-        confidence: float = 0.0,
-        nodes: int = 60,
-        width: int = 10,
-        shape: TreeShape | None = None,
-        stable: bool = True,
         template_kwargs: dict[str, Any] | None = None,
+        **drafting: Any,
     ):
         check_type("target", target, DecodingTarget, "a loaded fledge.Target (fledge.load makes an engine of a path)")
         check_type("draft", draft, Draft | None, "a loaded draft (fledge.load makes an engine of paths)")
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
-        check_drafting(mode, confidence, nodes, width)
-        if shape is not None and mode != "tree":
-            raise ValueError("a shape is a tree's; use mode tree with it")
-        if depth is not None and depth < 1:
-            raise ValueError(f"a depth of {depth} drafts nothing; 1 is least")
-        self.mode, self.confidence, self.nodes, self.width, self.shape = mode, confidence, nodes, width, shape
-        self.stable = stable
+        self.drafting = Drafting(**drafting)
         self.target, self.draft = target, draft
         if draft is not None:
-            self.mode = mode_of(draft.config.method, mode, stable)
+            self.drafting = self.drafting.for_draft(draft.config)
             self.layers = fit(draft, target)
             target.check_rollback()
-            if self.mode == "tree":
+            if self.drafting.tree:
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self._acceptance = Acceptance()
-        self.depth = depth or (draft.config.provenance.depth if draft else None) or 5
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
-
-    @property
-    def verified(self) -> int:
-        """Most tokens that go through the target together."""
-        if self.mode != "tree":
-            return self.depth + 1
-        return self.nodes if self.shape is None else len(self.shape.parents)
-
-    def drafting(self) -> dict[str, Any]:
-        """How it drafts, for a record."""
-        how = {"mode": self.mode, "draft_cache": "stable" if self.stable else "unstable"}
-        if self.mode != "tree":
-            return how | {"depth": self.depth, "confidence": self.confidence}
-        if self.shape is not None:
-            return how | {"shape": asdict(self.shape)}
-        return how | {"depth": self.depth, "nodes": self.nodes, "width": self.width}
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Completion | list[Completion]:
         """Decodes to the end of the turn: one prompt with the options of `stream`, or a list of prompts with those of
@@ -177,7 +114,7 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
         places = {asked: place for place, asked in enumerate(requests)}
         for asked in self._decode(requests, batch or BATCH, speculate):
-            asked.say()
+            asked.hand_out()
             if asked.over:
                 answered(places[asked])
         for asked in requests:
@@ -223,7 +160,7 @@ class Engine:
 
     def _pieces(self, asked: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([asked], 1, speculate):
-            if piece := asked.say():
+            if piece := asked.hand_out():
                 yield piece
         rest = asked.close()
         self._watch([asked])
@@ -276,7 +213,7 @@ class Engine:
     def _positions(self) -> int:
         """Most tokens of a request: the target's context, less the drafts that go beyond a text where its positions
         are a table."""
-        beyond = self.depth if self.draft is not None and not self.target.rotary else 0
+        beyond = self.drafting.depth if self.draft is not None and not self.target.rotary else 0
         return self.target.context - beyond
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
@@ -288,34 +225,21 @@ class Engine:
         most = max(len(r.prefix) + r.limit for r in requests)
         if drafts and most > self._positions:
             raise ValueError(
-                f"{self.target.name or 'the target'} knows {self.target.context} positions and no more, and drafts of "
-                f"{self.depth} may go as many beyond the {most} tokens asked for; ask for fewer, or draft fewer"
+                f"{self.target.name or 'the target'} has {self.target.context} positions, but the prompt, the new "
+                f"tokens and a draft of {self.drafting.depth} need {most + self.drafting.depth}; ask for fewer new "
+                "tokens, or draft fewer"
             )
 
         def new_batch() -> Batch:
             if not drafts:
                 return Batch(self.target, NoDrafter(), None)
-            return Batch(self.target, self._proposer(sampling), self.layers)
+            return Batch(self.target, self.drafting.proposer(self.draft, sampling), self.layers)
 
         together, waiting = Lanes(new_batch), deque(requests)
         while waiting or together.running:
             free = min(batch - together.running, len(waiting))
             yield from together.enter([waiting.popleft() for _ in range(free)])
             yield from together.round()
-
-    def _proposer(self, sampling: Sampling) -> Drafter:
-        if self.mode == "chain":
-            return ChainProposer(self.draft, self.depth, sampling, self.confidence, stable=self.stable)
-        if self.mode == "parallel":
-            return ParallelProposer(self.draft, self.depth, sampling, self.confidence)
-        check_drafting(self.mode, self.confidence, self.nodes, self.width, sampling)
-        if self.draft.peagle and self.shape is not None:
-            return ParallelFixedProposer(self.draft, self.shape)
-        if self.draft.peagle:
-            return ParallelTreeProposer(self.draft, self.depth, self.nodes, self.width)
-        if self.shape is not None:
-            return FixedTreeProposer(self.draft, self.shape, stable=self.stable)
-        return TreeProposer(self.draft, self.depth, self.nodes, self.width, stable=self.stable)
 
 
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:

@@ -1,4 +1,4 @@
-"""A prompt on its way: what is committed of its answer, and what of that has been said."""
+"""A request: a prompt, the tokens committed after it, and the text handed out so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fledge.types import Trace
 
 @dataclass
 class Completion:
-    """What was generated: `tokens` through the stop, its `text` without it, why it `finish`ed (stop or length)."""
+    """The result of a request: `tokens`, a stop token included, the `text` without it, and `finish`, the reason why it
+    ended ("stop" or "length")."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -26,8 +27,11 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """`prefix` is all that is committed, the prompt first. `fresh` of it, at its end, the draft has not taken in, nor
-    the target's states before each of them, `aux_RAD`; they were committed along the `path` of the last tree's nodes.
+    """A prompt that is being answered.
+
+    `prefix` is the prompt and every committed token. `fresh` are its last R tokens, which the draft has not read yet;
+    `aux_RAD` are the target's hidden states at the token before each of them, and `path` the nodes of the last tree
+    along which they were committed. `limit` is the most tokens to generate. Results go to `done`.
     """
 
     number: int
@@ -43,12 +47,12 @@ class Request:
     began: float = field(default_factory=time.perf_counter)
 
     def commit(self, tokens: list[int]) -> None:
-        """Adds what was accepted in a round."""
+        """Adds the tokens of a verdict."""
         self.prefix.extend(tokens)
         self.fresh = tokens
 
-    def say(self) -> str:
-        """The text that what was committed last adds; cuts it at a stop or at the limit."""
+    def hand_out(self) -> str:
+        """The text that the last committed tokens add, cut at a stop token, stop string or the limit."""
         done = self.done
         tokens = self.fresh[: self.limit - len(done.tokens)]
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
@@ -56,14 +60,14 @@ class Request:
         piece = self.text.add(tokens[:end])
         done.tokens += self.text.tokens[seen:]
         if end < len(tokens) and not self.text.stopped:
-            done.tokens.append(tokens[end])  # the stop token is said, but is no text
+            done.tokens.append(tokens[end])  # the stop token counts as generated, but adds no text
             done.finish = "stop"
         done.trace.t_total = time.perf_counter() - self.began
         return piece
 
     def is_last(self) -> Callable[[int], bool]:
-        """Returns a predicate for the tokens that may be committed next, called with them in order: True at the
-        answer's last token."""
+        """Returns a predicate for the tokens that may be committed next. Called with them in order, it returns True at
+        the answer's last token."""
         text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
 
         def ends(token: int) -> bool:
@@ -74,16 +78,16 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens that the prompt and the answer may come to."""
+        """The most tokens that prompt and answer can have together."""
         return len(self.prefix) + self.limit - len(self.done.tokens)
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be said."""
+        """Whether the answer is complete."""
         return self.text.stopped or self.done.finish == "stop" or len(self.done.tokens) >= self.limit
 
     def close(self) -> str:
-        """The rest of the text."""
+        """Finishes the text and returns what of it was not handed out."""
         rest = self.text.finish()
         self.done.text = self.text.text
         if self.text.stopped:

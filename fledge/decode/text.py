@@ -1,4 +1,4 @@
-"""From tokens to text as they come: whole characters only, and nothing that a stop string might still swallow."""
+"""Incremental detokenization: hands out complete characters only, and no text that may still become a stop string."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class TextStream:
         self.tokenizer, self.stop = tokenizer, tuple(s for s in stop if s)
         self.tokens: list[int] = []
         self.text = ""  # decoded so far
-        self.given = 0  # characters handed out
+        self.given = 0  # number of characters handed out
         self.stopped = False
-        self._start = self._end = 0  # tokens[start:end] are decoded; start is kept for their context
+        self._start = self._end = 0  # tokens[start:end] are decoded already, and again as context of later ones
 
     def copy(self) -> TextStream:
-        """One that goes on from here by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other.tokens = list(self.tokens)
         return other
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Takes tokens in and returns the text that is now certain. Sets `stopped` at a stop string."""
+        """Adds tokens and returns the text that is now certain. Sets `stopped` at a stop string."""
         for token in tokens:
             self.tokens.append(token)
             before = self._decode(self._start, self._end)
@@ -38,11 +38,11 @@ class TextStream:
         return self._hand_out(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """The rest, once no more tokens come."""
+        """The remaining text, after the last token."""
         if not self.stopped:
             before = self._decode(self._start, self._end)
             self.text += self._decode(self._start, len(self.tokens))[len(before) :]
-            self._find_stop()  # one may stand before half a character
+            self._find_stop()  # the stop string may precede an incomplete character
         return self._hand_out(len(self.text))
 
     def _decode(self, a: int, b: int) -> str:
@@ -55,7 +55,7 @@ class TextStream:
         return self.stopped
 
     def _held_back(self) -> int:
-        """Length of the longest tail that could yet become a stop string."""
+        """Length of the longest tail that may still become a stop string."""
         if self.stopped:
             return 0
         longest = max((len(s) for s in self.stop), default=1) - 1

@@ -1,9 +1,9 @@
-"""Lossless verification of chains and trees: what is committed is distributed as the target alone would have it.
+"""Lossless verification of chains and trees: committed tokens have the distribution of the target's own decoding.
 
-Two rules. By match (greedy targets, and sampled ones with greedy drafts): the target chooses its own token at each
-node, and verification goes on from the child that has this token, if there is one. By rejection (sampled drafts;
-Leviathan et al. 2023, Chen et al. 2023): a draft token x ~ q is accepted with probability min(1, p(x)/q(x)), and the
-first one rejected is replaced by a draw from (p - q)+.
+There are two rules. By match (greedy decoding, and sampling with greedy drafts): the target chooses its own token at
+each node, and verification continues at the child with this token, if there is one. By rejection (sampled drafts;
+Leviathan et al. 2023, Chen et al. 2023): a drafted token x ~ q is accepted with probability min(1, p(x)/q(x)), and the
+first rejected one is replaced by a draw from (p - q)+.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argm
 from fledge.types import Sampling, Verdict
 
 Nodes = tuple[Sequence[int], Sequence[int]]  # tokens and parents of a tree's nodes, the root (parent -1) first
-IsLast = Callable[[int], bool]  # told a request's tokens one by one: whether one is its answer's last
+IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
 
 
 class TargetSampler:
@@ -33,7 +33,7 @@ class TargetSampler:
         )
 
         self.sampling, self.request = sampling, request
-        self.by_prefix = LogitsProcessorList()  # these read the prefix, so each node is processed on its own
+        self.by_prefix = LogitsProcessorList()  # they read the prefix, so each node is processed by itself
         if sampling.repetition_penalty != 1.0:
             self.by_prefix.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         self.by_prefix.extend(sampling.processors)
@@ -48,12 +48,12 @@ class TargetSampler:
 
     @property
     def plain(self) -> bool:
-        """Greedy with nothing that changes the scores: the argmax of the logits."""
+        """Whether the chosen token is the argmax of the unprocessed logits."""
         return self.sampling.greedy and not self.by_prefix
 
     def scores(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
-        """Processed scores [V] at the node that follows `prefix`. Called once a node, in order, along one path, so
-        that processors with a memory see what token-by-token decoding would show them."""
+        """Processed scores [V] of the token after `prefix`. Called once per node, in order along one path, so that
+        stateful processors see what token-by-token decoding would show them."""
         scores = logits_V[None].clone()
         if self.by_prefix or self.by_score:
             ids = torch.tensor([list(prefix)], device=logits_V.device)
@@ -61,11 +61,11 @@ class TargetSampler:
         return scores[0]
 
     def choose(self, prefix: Sequence[int], logits_V: Tensor) -> int:
-        """The target's own token after `prefix`; a sampled one is keyed by its absolute position."""
+        """The target's own token after `prefix`. Sampling draws by a key of the absolute position."""
         return int(self.ranking(prefix, logits_V).argmax())
 
     def ranking(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
-        """What the chosen token is the argmax of [V]: the scores, and where it samples their Gumbel noise on top."""
+        """The values [V] whose argmax is the chosen token: the scores, plus Gumbel noise where it samples."""
         return rankings([self], [prefix], logits_V[None])[0]
 
     def key(self, position: int, purpose: int) -> tuple[int, int, int, int]:
@@ -73,14 +73,14 @@ class TargetSampler:
 
 
 def processed(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """`TargetSampler.scores` [B, V] of several requests that sample alike, each processed on its own prefix."""
+    """`TargetSampler.scores` [B, V] of requests with equal sampling options, each processed on its own prefix."""
     if len(samplers) == 1 or samplers[0].by_prefix:
         return torch.stack([s.scores(*of) for s, *of in zip(samplers, prefixes, logits_BV, strict=True)])
     return samplers[0].by_score(None, logits_BV.clone())
 
 
 def rankings(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """What each request's chosen token is the argmax of, [B, V]; see `TargetSampler.ranking`."""
+    """`TargetSampler.ranking` of each request, [B, V]."""
     scores = processed(samplers, prefixes, logits_BV)
     if samplers[0].sampling.greedy:
         return scores
@@ -92,11 +92,11 @@ def verify_by_match(
     samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], nodes: Sequence[Nodes], logits_BNV: Tensor,
     is_last: Sequence[IsLast] | None = None,
 ) -> list[Verdict]:  # fmt: skip
-    """Commits each request's target's own tokens for as long as its draft has them; the last one is never redrawn.
+    """Commits the target's own tokens: those that each request's tree contains, and the first that it does not.
 
-    `prefixes` are all that is committed, the root's token included; `logits_BNV` the target's after each node. With
-    `is_last`, a request ends with the token that it says is the last: token-by-token decoding would call processors no
-    further.
+    `prefixes` are the committed tokens, the root's included; `logits_BNV` are the target's logits after each node. With
+    `is_last`, verification of a request stops after its answer's last token, where token-by-token decoding would stop
+    calling processors.
     """
     following = [children(*of) for of in nodes]
     own = logits_BNV.argmax(-1).tolist() if samplers[0].plain else None
@@ -121,7 +121,7 @@ def verify_by_match(
 
 
 def children(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
-    """For each node of a tree, its children by their tokens."""
+    """For each node of a tree, its children by token."""
     following: list[dict[int, int]] = [{} for _ in tokens]
     for node in range(1, len(tokens)):
         following[parents[node]][tokens[node]] = node
@@ -132,12 +132,12 @@ def verify_by_rejection(
     sampler: TargetSampler, prefix: Sequence[int], tokens: Sequence[int], q_KV: Tensor, logits_NV: Tensor,
     is_last: IsLast | None = None,
 ) -> Verdict:  # fmt: skip
-    """Accepts a chain's drafted tokens with probability min(1, p/q); a rejected one is replaced by a draw from the
-    residual, and after the last a token of the target's own is drawn.
+    """Accepts each drafted token of a chain with probability min(1, p/q). The first rejected token is replaced by a
+    draw from the residual; if all are accepted, the next token is drawn from the target.
 
-    `tokens` are the chain's, the root first. q_KV holds exactly the distributions that the drafted ones were drawn
-    from, zero outside the draft's vocabulary; logits_NV the target's after each node. `is_last` is as in
-    `verify_by_match`.
+    `tokens` are the chain's, the root first. `q_KV` are the distributions that the drafted tokens were drawn from, zero
+    outside the draft's vocabulary; `logits_NV` are the target's logits after each node. `is_last` is as in
+    `verify_by_match`. (Leviathan et al. 2023, algorithm 1.)
     """
     text = list(prefix)
 
@@ -158,6 +158,6 @@ def verify_by_rejection(
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """(p - q)+ up to its sum, or p where that sum rounds to zero."""
+    """(p - q)+, not normalised, or p where its sum rounds to zero."""
     left = (p_V - q_V).clamp_min(0)
     return left if float(left.sum()) > 0 else p_V

@@ -67,7 +67,7 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = (0, None)
     if promised:
-        shapes = (1, engine.verified), batch
+        shapes = (1, engine.drafting.verified), batch
         ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, *shapes)
     fast, slow = ways.speed(name), ways.speed(BASELINE)
     return {
@@ -86,7 +86,7 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
         "round": _round_split(engine, with_draft, without, fast / slow, ways.seconds[name]) if batch == 1 else None,
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
-        **engine.drafting(),
+        **engine.drafting.record(),
         "target": engine.target.name,
         "trust_remote_code": engine.target.trust_remote_code,
         "draft_for": engine.draft.config.provenance.target,
@@ -219,12 +219,18 @@ def _round_split(
 
 
 def _bytes_drafting(draft: Draft) -> tuple[int, int]:
-    """Bytes of the weights that are read once a round, and for every token drafted: EAGLE-3's fc joins what the target
-    said, EAGLE-1's every token; the head that EAGLE-1 borrows is read like one of its own; P-EAGLE has one pass."""
-    whole, fc = weight_bytes(draft), draft.fc.weight.numel() * draft.fc.weight.element_size()
-    if draft.peagle:
+    """Bytes of the weights that drafting reads once a round, and once more for every drafted token.
+
+    A one-pass draft reads all of them once a round. Otherwise `fc` is read once a round where it fuses the target's
+    states, and every token where it fuses the embedding. A head borrowed from the target counts like an own one.
+    """
+    whole = weight_bytes(draft)
+    if draft.family.borrows_head:
+        whole += draft.head.numel() * draft.head.element_size()
+    if draft.family.one_pass:
         return whole, 0
-    return (0, whole + draft.head.numel() * draft.head.element_size()) if draft.eagle1 else (fc, whole - fc)
+    once = 0 if draft.family.fuses_embedding else draft.fc.weight.numel() * draft.fc.weight.element_size()
+    return once, whole - once
 
 
 def near_ties(

@@ -43,7 +43,7 @@ def run(
     """
     from pathlib import Path
 
-    from fledge.decode.engine import check_drafting, mode_of
+    from fledge.decode.propose import Drafting
     from fledge.eval.prompts import read_prompts
     from fledge.eval.run import evaluate
     from fledge.jobs.options import new_tokens, place_of_record, write_json
@@ -62,12 +62,13 @@ def run(
     ):  # fmt: skip
         if len(set(values)) < len(values):
             raise ValueError(f"{flag} has {', '.join(values)}: two would have one name in the table")
-    for mode in modes:
-        check_drafting(mode, options.confidence, options.tree_nodes, options.tree_width, sampling)
+    drafting = {mode: Drafting(**options.drafting(mode)) for mode in modes}
+    for how in drafting.values():
+        how.check_sampling(sampling)
     if options.batch < 1:
         raise ValueError(f"--batch {options.batch} decodes nothing; 1 is least")
     for draft, mode in itertools.product(options.draft, modes):
-        mode_of(read_draft_config(draft).method, mode, options.draft_cache == "stable")
+        drafting[mode].for_method(read_draft_config(draft).family)
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
     varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
     engines: dict[tuple[str, str | None], Engine] = {}

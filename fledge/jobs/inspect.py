@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fledge.jobs.options import Options, opt, trust_option
+from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -70,10 +71,8 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
 def describe(config: DraftConfig) -> list[str]:
     """Sentences about a `DraftConfig`."""
     known = config.provenance
-    eagle1 = config.method == "eagle1"
-    kind = "EAGLE-1" if eagle1 else "EAGLE-3.1" if config.fc_norm or config.norm_output else "EAGLE-3"
-    kind = "P-EAGLE" if config.method == "peagle" else kind
-    article = "A" if config.method == "peagle" else "An"
+    kind = _title(config)
+    article = "An" if kind.startswith("E") else "A"
     switches = [n for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
                 if getattr(config, n)]  # fmt: skip
     layers = f"{config.num_hidden_layers} layer" + ("s" if config.num_hidden_layers > 1 else "")
@@ -85,8 +84,8 @@ def describe(config: DraftConfig) -> list[str]:
         + (f" ({known.target_layers} layers," if known.target_layers else " (")
         + f" hidden states {config.target_hidden_size} wide).",
     ]
-    if eagle1:
-        lines.append("It reads the target's last hidden state, and speaks through its head.")
+    if not config.family.reads_layers:
+        lines.append("It reads the target's final hidden state and uses the target's head.")
     elif config.aux_layers:
         read = ", ".join(map(str, config.aux_layers))
         lines.append(
@@ -107,6 +106,14 @@ def describe(config: DraftConfig) -> list[str]:
     return lines
 
 
+def _title(config: DraftConfig) -> str:
+    """The method's name for people: that of a variant where the draft has one of its switches."""
+    variants = [
+        c for c in CHOICES.values() if c.method is config.family and any(getattr(config, s) for s in c.switches)
+    ]
+    return variants[-1].title if variants else config.family.title
+
+
 def remarks(config: DraftConfig) -> list[str]:
     """What an engine would not do with it."""
     found = []
@@ -120,14 +127,12 @@ def remarks(config: DraftConfig) -> list[str]:
         found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
     if config.provenance.target_layers in (config.aux_layers or ()):
         found.append("SGLang cannot read the output of the target's last layer; serve it with vLLM.")
-    if config.method == "eagle1":
-        return [*found, "vLLM drops the bias of its fc in silence."] if config.fc_bias else found
-    if config.method == "peagle":
-        found.append(
-            "SGLang knows no P-EAGLE and would draft a word at a time with it; vLLM serves it with parallel_drafting."
-        )
-        found.append("SpecForge reads this file as a one-layer EAGLE-3 draft: train it on with fledge.")
-    elif config.draft_vocab_size == config.vocab_size:
+    if config.fc_bias:
+        found.append("vLLM drops the bias of its fc in silence.")
+    found += config.family.notes
+    if not config.family.reads_layers:
+        return found
+    if config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
         found.append(
             "SpecForge leaves its t2d and d2t uninitialised where a file has none, and fledge writes none for a whole "
             "vocabulary, since vLLM refuses them there: set them to ones and zeros before you train it on in SpecForge."

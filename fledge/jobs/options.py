@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -23,12 +25,17 @@ if TYPE_CHECKING:
 LARGEST_RECORD = 2**26  # bytes; what is larger is not read to find out that it is none
 
 
+class RenamedOption(FutureWarning):
+    """An option was given by a name that it no longer has."""
+
+
 def opt(
     help: str, default: Any = MISSING, *, many: bool = False, flag: str | None = None, least: float | None = None,
-    above: float | None = None, most: float | None = None,
+    above: float | None = None, most: float | None = None, formerly: str | None = None,
 ) -> Any:  # fmt: skip
-    """A field that is a command-line flag: required without a default, repeatable with `many`; a number in bounds."""
-    metadata = {"help": help, "flag": flag, "least": least, "above": above, "most": most}
+    """A field that is a command-line flag: required without a default, repeatable with `many`; a number in bounds.
+    `formerly` is the field's previous name, which is still accepted (see `by_current_names`)."""
+    metadata = {"help": help, "flag": flag, "least": least, "above": above, "most": most, "formerly": formerly}
     if many:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -48,18 +55,9 @@ class Options:
     given: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
         for f in flags(self):
-            if not _is_a(hints[f.name], getattr(self, f.name)):
-                raise ValueError(f"{flag_of(f.name)} {getattr(self, f.name)!r:.60} is not of type {f.type}")
-            value, (least, above, most) = getattr(self, f.name), (f.metadata[k] for k in ("least", "above", "most"))
-            if value is None or least is above is most is None:
-                continue
-            inside = (least is None or value >= least, above is None or value > above, most is None or value <= most)
-            if not (all(inside) and (isinstance(value, int) or math.isfinite(value))):
-                wanted = ((least, "at least"), (above, "above"), (most, "at most"))
-                bounds = " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
-                raise ValueError(f"{flag_of(f.name)} {value}: it is {bounds}")
+            if problem := problem_with(type(self), f.name, getattr(self, f.name)):
+                raise ValueError(f"{flag_of(f.name)} {problem}")
 
     def was_given(self, name: str) -> bool:
         """Whether an option was asked for."""
@@ -90,12 +88,46 @@ def default_of(f: Field) -> Any:
     return f.default if f.default_factory is MISSING else f.default_factory()
 
 
-def _is_a(hint: Any, value: Any) -> bool:
-    """Whether a value has the type that an option is annotated with."""
+def problem_with(kind: type[Options], name: str, value: Any) -> str | None:
+    """Why an option of a command cannot have this value: the value and the type or bounds that it should have. None
+    where it can."""
+    f = next(f for f in flags(kind) if f.name == name)
+    if not is_a(_hints(kind)[name], value):
+        return f"{value!r:.60} is not of type {f.type}"
+    least, above, most = (f.metadata[k] for k in ("least", "above", "most"))
+    if value is None or least is above is most is None:
+        return None
+    inside = (least is None or value >= least, above is None or value > above, most is None or value <= most)
+    if all(inside) and (isinstance(value, int) or math.isfinite(value)):
+        return None
+    wanted = ((least, "at least"), (above, "above"), (most, "at most"))
+    return f"{value}: it is " + " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def by_current_names(
+    kind: type[Options], values: Mapping[str, Any], written: Callable[[str], str] = flag_of
+) -> dict[str, Any]:
+    """The values of options that were given, with former names replaced by current ones. `written` turns a name into
+    what the user wrote, for messages. Warns (RenamedOption) of each former name. Raises ValueError where an option is
+    given by both names."""
+    current = {f.metadata["formerly"]: f.name for f in flags(kind) if f.metadata["formerly"]}
+    for old in current.keys() & values.keys():
+        if current[old] in values:
+            raise ValueError(f"{written(old)} is the former name of {written(current[old])}; give only the latter")
+        notice = f"{written(old)} is now called {written(current[old])}; the next release will not know the old name"
+        warnings.warn(notice, RenamedOption, stacklevel=3)
+    return {current.get(name, name): value for name, value in values.items()}
+
+
+def is_a(hint: Any, value: Any) -> bool:
+    """Whether a value has an annotated type: a class, a union, or a list of one of these."""
     if isinstance(hint, UnionType):
-        return any(_is_a(kind, value) for kind in get_args(hint))
+        return any(is_a(kind, value) for kind in get_args(hint))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(_is_a(get_args(hint)[0], x) for x in value)
+        return isinstance(value, list) and all(is_a(get_args(hint)[0], x) for x in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -247,16 +279,21 @@ class DecodeOptions(Options):
             self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed, self.draft_sampling
         )
 
-    def engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
-        """A loaded pair, of a target that may be loaded already."""
-        from fledge.decode.engine import load
-
+    def drafting(self, mode: str | None) -> dict[str, Any]:
+        """The fields of `fledge.decode.propose.Drafting`. Raises ValueError for an unknown --draft-cache."""
         if self.draft_cache not in ("stable", "unstable"):
             raise ValueError(f"--draft-cache {self.draft_cache} is neither stable nor unstable")
+        return dict(
+            mode=mode, depth=self.depth, confidence=self.confidence, nodes=self.tree_nodes, width=self.tree_width,
+            stable=self.draft_cache == "stable",
+        )  # fmt: skip
+
+    def engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
+        """An engine of a target, which may be loaded already, and a draft."""
+        from fledge.decode.engine import load
 
         return load(
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
-            dtype=dtype_named(self.dtype), depth=self.depth, confidence=self.confidence, mode=mode,
-            nodes=self.tree_nodes, width=self.tree_width, stable=self.draft_cache == "stable",
+            dtype=dtype_named(self.dtype), **self.drafting(mode),
             template_kwargs=template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

@@ -1,6 +1,5 @@
-"""The drafts of EAGLE-3 (Li et al. 2025, arXiv:2503.01840) with its 3.1 norms, of P-EAGLE (Hui et al. 2026,
-arXiv:2602.01469), which drafts in one pass, and of EAGLE-1 (Li et al. 2024, arXiv:2401.15077): where training and
-decoding meet."""
+"""The draft model of every method in `fledge.methods`. Training and decoding both call it, so that a draft computes in
+decoding what it was trained to compute."""
 
 from __future__ import annotations
 
@@ -45,17 +44,16 @@ class Draft(nn.Module):
             self.input_norm = RMSNorm(A * D, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(D, eps) for _ in range(A))
-        self.eagle1 = config.method == "eagle1"
-        self.peagle = config.method == "peagle"
-        if self.peagle:  # what stands for the target's states that are not known yet
+        family = self.family = config.family
+        if family.one_pass:  # read in place of the target's hidden states that are not known yet
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, A * D))
-        self.fc = Linear(2 * E, E, bias=config.fc_bias) if self.eagle1 else Linear(A * D, E, bias=False)
+        self.fc = Linear(2 * E, E, bias=config.fc_bias) if family.fuses_embedding else Linear(A * D, E, bias=False)
         self.midlayer = Layer(config, first=True)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleDict(
                 {str(i): Layer(config, first=False) for i in range(1, config.num_hidden_layers)}
             )
-        if not self.eagle1:
+        if not family.borrows_head:
             self.norm = RMSNorm(E, eps)
             self.lm_head = Linear(E, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, E) if config.own_embeddings else None
@@ -102,10 +100,10 @@ class Draft(nn.Module):
         return draft_id if self.d2t is None else draft_id + self.d2t[draft_id]
 
     def share(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
-        """Uses the target's embedding where it has none of its own, and for EAGLE-1 its head; the tensors are shared
-        where the device allows."""
+        """Uses the target's embedding where the draft has none of its own, and the target's head where the method
+        borrows it. The tensors are shared, not copied, where device and dtype allow."""
         wanted = {"embedding": embedding_VE} if self.embed_tokens is None else {}
-        wanted |= {"head": head_VE} if self.eagle1 else {}
+        wanted |= {"head": head_VE} if self.family.borrows_head else {}
         self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in wanted.items()}
 
     def embed(self, token_S: Tensor) -> Tensor:
@@ -116,23 +114,24 @@ class Draft(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The head's weight, [W, E]: a parameter, or in EAGLE-1 the target's."""
-        return self._shared["head"] if self.eagle1 else self.lm_head.weight
+        """The head's weight, [W, E]: the draft's own parameter, or the target's weight where the method borrows it."""
+        return self._shared["head"] if self.family.borrows_head else self.lm_head.weight
 
     def logits(self, read_SE: Tensor) -> Tensor:
-        """Of what `read` says the head reads: [S, W]."""
-        return linear(read_SE, self.head) if self.eagle1 else self.lm_head(read_SE)
+        """Logits [S, W] of the head's input, which is the second result of `read`."""
+        return linear(read_SE, self.head) if self.family.borrows_head else self.lm_head(read_SE)
 
     # -- the computation ----------------------------------------------------------------------------------------
 
     def reads(self, features: Features) -> Tensor:
-        """The target's states that this draft reads, [T, A, D]: the captured layers, or in EAGLE-1 the last state."""
-        return features.last_TD[:, None] if self.eagle1 else features.aux_TAD
+        """The target's hidden states that this draft reads, [T, A, D]: the captured layers, or the final state alone
+        (A = 1)."""
+        return features.aux_TAD if self.family.reads_layers else features.last_TD[:, None]
 
     def fuse(self, aux_TAD: Tensor, compute: Compute = EAGER) -> Tensor:
-        """Target features to the draft's hidden state, [T, E]: g = fc(concat of A states), or in EAGLE-1 the state
-        itself."""
-        if self.eagle1:
+        """The draft's hidden state [T, E] from the target's: fc(concatenation of the A layers' states), or the final
+        state itself."""
+        if not self.family.reads_layers:
             return aux_TAD[:, 0]
         if self.config.fc_norm:
             aux_TAD = torch.stack([norm(aux_TAD[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
@@ -140,7 +139,8 @@ class Draft(nn.Module):
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat, compute)
 
     def masked(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
-        """What a P-EAGLE draft reads where neither token nor state is known: int64 [1] and [1, E], for every depth."""
+        """The token and hidden state that a one-pass draft reads at depths whose token and state are not known: int64
+        [1] and [1, E], the same at every depth."""
         states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
         return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states, compute)
 
@@ -180,27 +180,28 @@ class Draft(nn.Module):
     def _embedded(
         self, token_T: Tensor | EmbeddingRows, hidden_TE: Tensor, compute: Compute
     ) -> tuple[Tensor | EmbeddingRows | None, Tensor]:
-        """The first layer's embedding and state; EAGLE-1's `fc` has joined them."""
+        """The first layer's embedding and hidden state; no embedding where `fc` fuses it into the state."""
         if isinstance(token_T, EmbeddingRows):
             return token_T, hidden_TE
         embedded = self.embed(token_T)
-        if self.eagle1:
+        if self.family.fuses_embedding:
             return None, self.fc(torch.cat((embedded, hidden_TE), dim=-1), compute)
         return embedded, hidden_TE
 
     def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedEmbedding | None:
-        """The embeddings of tokens that many slots read, whose share of the first layer's projections is computed
-        once; None where that is not supported: "eager" layers, biases, or EAGLE-1, which has one step."""
-        if self.eagle1 or not compute.fused or self.config.attention_bias:
+        """The embeddings of tokens that many slots read; the first layer projects them once for all steps. None where
+        that is not supported: "eager" layers, biases, or an embedding that `fc` fuses."""
+        if self.family.fuses_embedding or not compute.fused or self.config.attention_bias:
             return None
         return SharedEmbedding(self.embed(token_N))
 
     def read(self, out_SE: Tensor, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
-        """Splits a step's output into what is fed back as the next hidden state and what `lm_head` reads.
+        """Splits a step's output into the hidden state of the next step and the head's input, each [S, E].
 
-        EAGLE-3 feeds back the output itself; 3.1's `norm_output` feeds back the normed one; EAGLE-1 knows no norm.
+        EAGLE-3 feeds back the output itself, and with 3.1's `norm_output` the normed output. A borrowed head reads the
+        output without a norm.
         """
-        if self.eagle1:
+        if self.family.borrows_head:
             return out_SE, out_SE
         normed, out_SE = self.norm.with_input(out_SE, compute)
         return (normed if self.config.norm_output else out_SE), normed

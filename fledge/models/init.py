@@ -33,10 +33,10 @@ def start_from_target(draft: Draft, last_layer: Mapping[str, Tensor], head_VD: T
     for module in draft.modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(0, 0.02)
-    if draft.peagle:
+    if draft.family.one_pass:
         draft.mask_hidden.normal_()
     E, layer = draft.config.hidden_size, draft.midlayer
-    if draft.eagle1:
+    if draft.family.fuses_embedding:
         draft.fc.weight[:, E:] += torch.eye(E)
         if draft.fc.bias is not None:
             draft.fc.bias.zero_()

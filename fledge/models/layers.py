@@ -243,15 +243,15 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A draft's decoder layer.
 
-    The first layer reads [norm(embedding) ; norm(hidden)], 2E wide; EAGLE-1's first layer reads what `fc` made of both,
-    without a norm; further layers are plain decoder layers.
+    The first layer reads [norm(embedding) ; norm(hidden)], 2E wide; where the method fuses both by `fc` (EAGLE-1), it
+    reads the result, E wide, without a norm. Further layers are plain decoder layers.
     """
 
     def __init__(self, config: DraftConfig, first: bool):
         super().__init__()
-        E, eps, eagle1 = config.hidden_size, config.rms_norm_eps, config.method == "eagle1"
-        self.reads_embedding = first and not eagle1
-        self.norms_input = not (first and eagle1)
+        E, eps, fused = config.hidden_size, config.rms_norm_eps, config.family.fuses_embedding
+        self.reads_embedding = first and not fused
+        self.norms_input = not (first and fused)
         self.norm_before_residual = config.norm_before_residual
         if self.norms_input:
             self.input_layernorm = RMSNorm(E, eps)

@@ -63,16 +63,15 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
     tensors = {}
     for name, tensor in draft.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-        if draft.eagle1:
-            name = name.replace("midlayer.", "layers.0.")  # as every engine and the authors name it
+        name = name.replace("midlayer.", f"{draft.family.first_layer}.")  # as the engines name it for this method
         tensors[name] = tensor.contiguous()
-        if not draft.eagle1 and name.startswith("layers.") and name.endswith("input_layernorm.weight"):
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and draft.family.reads_layers:
             tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
     if draft.d2t is not None:
         t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
         t2d[draft.target_ids().cpu()] = True
         tensors["t2d"] = t2d
-    if draft.eagle1 and draft.fc.bias is None:  # SGLang's draft has one, which would be left to chance
+    if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang would leave its own bias uninitialised
         tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
     (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -218,7 +217,7 @@ def _as_in_file(config: DraftConfig, tensors: dict[str, Tensor], ours: bool) -> 
     kind of attention in it (AutoModel)."""
     if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
         config = replace(config, own_embeddings=True)
-    if config.method == "eagle1":
+    if config.family.fuses_embedding:
         if not config.fc_bias and "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]  # there for SGLang alone
         config = replace(config, fc_bias="fc.bias" in tensors)

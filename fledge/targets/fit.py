@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fledge.config import DraftConfig, default_aux_layers, engine_layers
-from fledge.methods import METHODS
 from fledge.models.draft import Draft
 from fledge.models.weights import tokenizer_sha256
 from fledge.targets.interface import Target
@@ -23,7 +22,7 @@ def fit(draft: Draft, target: Target) -> tuple[int, ...]:
 
 def layers_of(config: DraftConfig, target: Target) -> tuple[int, ...]:
     """The target's layers that a draft reads, ascending; () for a method that reads the final state alone."""
-    return resolve_layers(config.aux_layers if METHODS[config.method].reads_layers else (), target)
+    return resolve_layers(config.aux_layers if config.family.reads_layers else (), target)
 
 
 def resolve_layers(asked: Sequence[int] | None, target: Target) -> tuple[int, ...]:
@@ -37,7 +36,7 @@ def resolve_layers(asked: Sequence[int] | None, target: Target) -> tuple[int, ..
 
 def mismatch(config: DraftConfig, target: Target) -> str | None:
     """Why a draft cannot serve a target, in words, or None."""
-    known, method = config.provenance, METHODS[config.method]
+    known, method = config.provenance, config.family
     vocabulary, width = target.embedding.shape
     if config.target_hidden_size != width:
         return f"it reads hidden states {config.target_hidden_size} wide and the target's are {width}"
@@ -54,7 +53,10 @@ def mismatch(config: DraftConfig, target: Target) -> str | None:
     if other and known.tokenizer_sha256 != tokenizer_sha256(target.tokenizer):
         return "it was trained with another tokenizer, so its tokens mean other text; use the target it was made for"
     if method.borrows_head and not target.plain_head:
-        return "it speaks through the target's head, whose logits are not its weight's product alone; use EAGLE-3"
+        return (
+            "it uses the target's head, but the target's logits are more than the product with that head's weight (a "
+            "bias, scaling or cap); train an EAGLE-3 draft instead"
+        )
     if config.rope.rope_type == "longrope" and config.rope.for_length(target.max_length).long != config.rope.long:
         used = "long" if config.rope.long else "short"
         return f"it was trained with longrope's {used} factors; load the target with max_length={known.max_length}"

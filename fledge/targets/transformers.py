@@ -141,7 +141,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     @torch.no_grad()
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
         """See `TrainingTarget.features`. Many documents go through in one pass where `packs`, else one at a time."""
-        token, position = to_device([row.token_T, row.position_T], self.device)
+        # transformers' models are written for int64
+        token, position = to_device([row.token_T.long(), row.position_T.long()], self.device)
         documents, whole = row.without_filler(), None
         for a, b in group_documents(documents, PIECE[self.device.type]) if self.packs else documents:
             lengths = {end - start for start, end in documents if a <= start < b}

@@ -1,4 +1,4 @@
-"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `train.json` and `metrics.jsonl`."""
+"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml` and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ SUMS = "SHA256SUMS"  # of a checkpoint's files, as the program sha256sum writes 
 
 
 class RunDirectory:
-    """Where a training run keeps what it makes. Every piece is replaced whole or left as it was."""
+    """Where a training run keeps what it makes. Every piece is replaced whole or left as it was.
+
+    `recipe` says what the run does; `old_config` is the file that earlier versions wrote instead.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
-        self.config, self.metrics = self.path / "train.json", self.path / "metrics.jsonl"
+        self.recipe, self.old_config = self.path / "recipe.yaml", self.path / "train.json"
+        self.metrics = self.path / "metrics.jsonl"
 
     def check_free(self) -> None:
         """Raises ValueError where a run has already been, or something else that a run would replace."""
-        if self.config.is_file():
+        if self.recipe.is_file() or self.old_config.is_file():
             raise ValueError(
                 f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
             )
-        for taken in (self.config, self.draft, self.checkpoint, self.metrics):
+        for taken in (self.recipe, self.old_config, self.draft, self.checkpoint, self.metrics):
             if os.path.lexists(taken):
                 raise ValueError(f"{taken} is there, and a run in {self.path} would replace it; choose another --out")
 
@@ -64,27 +68,23 @@ class RunDirectory:
         for directory in (self.draft, self.checkpoint):
             for path in (directory, beside(directory, "old"), beside(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
-        for file in (self.config, self.metrics):
+        for file in (self.recipe, self.old_config, self.metrics):
             _check_kind(file, Path.is_file, "file")
 
-    def start(self, config: dict[str, Any]) -> None:
-        """Makes the directory for a new run. Raises ValueError where one has already been."""
+    def start(self, recipe: str) -> None:
+        """Makes the directory of a new run and writes its recipe (the text of recipe.yaml). Raises ValueError where a
+        run has already been."""
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
-        replace_text(self.config, json.dumps(config, indent=2) + "\n")
+        replace_text(self.recipe, recipe)
 
-    def read_config(self) -> dict[str, Any]:
-        """What `start` wrote. Raises ValueError where there is no run, or its file is damaged."""
-        if not self.config.is_file():
-            raise ValueError(f"{self.path} holds no training run to resume (no {self.config.name})")
-        try:
-            config = json.loads(self.config.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{self.config} is not JSON ({e}); it is damaged, start a new run") from e
-        if not isinstance(config, dict):
-            kind = type(config).__name__
-            raise ValueError(f"{self.config} holds a {kind}, not an object; it is damaged, start a new run")
-        return config
+    def started(self) -> Path:
+        """The file that says what the run does: recipe.yaml, or train.json of a run that an earlier version started.
+        Raises ValueError where there is no run."""
+        found = next((file for file in (self.recipe, self.old_config) if file.is_file()), None)
+        if found is None:
+            raise ValueError(f"{self.path} holds no training run to resume (no {self.recipe.name})")
+        return found
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
         """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""

@@ -50,7 +50,7 @@ class DropTokens:
             shuffled = pool[torch.randperm(pool.numel(), generator=generator)]
             by_document = shuffled[row.doc_T[shuffled].argsort(stable=True)]
             doc = row.doc_T[by_document]
-            first = torch.searchsorted(doc, torch.arange(documents))
+            first = torch.searchsorted(doc, torch.arange(documents, dtype=doc.dtype))
             rank = torch.arange(doc.numel()) - first[doc]
             kept.append(by_document[rank < wanted[doc]].sort().values)
         return kept

@@ -133,7 +133,7 @@ def of_length(row: Packed, tokens: int) -> Packed:
     token, span, position, doc = (
         x.repeat(times)[:tokens] for x in (row.token_T, row.span_T, row.position_T, row.doc_T)
     )
-    again = torch.arange(times).repeat_interleave(row.token_T.numel())[:tokens]
+    again = torch.arange(times, dtype=torch.int32).repeat_interleave(row.token_T.numel())[:tokens]
     doc = torch.where(doc >= 0, doc + again * (1 + int(row.doc_T.max())), doc)
     if tokens < row.token_T.numel():
         share = (row.span_T >= 0).float().mean().item()

@@ -1,7 +1,7 @@
 """Training-time test on live slots: a draft's K steps as the decoder would take them (EAGLE-3, section 3.2).
 
-EAGLE-1 is its first step alone, with another loss. P-EAGLE's depths are its steps with a mask in place of what came
-before, for fewer slots at greater depths.
+EAGLE-1 is its first step alone, with another loss. P-EAGLE's depths are its steps with a mask token and a learned state
+in place of the previous step's output, for fewer slots at greater depths.
 
 Slots meet only in the keys of step 0. So a first pass computes those for the whole row; then the slots go by in
 chunks, each through all its steps, its loss and its backward pass before the next, and what is held in memory follows
@@ -24,14 +24,13 @@ from fledge.kernels.precision import at_least_float32
 from fledge.kernels.rows import take_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import OwnSteps, ttt_attention
+from fledge.methods import Method
 from fledge.models.draft import Draft
 from fledge.models.layers import Compute, EmbeddingRows, SharedEmbedding
 from fledge.train.cod import DropTokens
 from fledge.train.plan import chunks_of, plan_steps, reach, step_inputs, teacher_rows
 from fledge.train.walk import walk
 from fledge.types import Features, Packed, Step
-
-EAGLE1_CE = 0.1  # weight of EAGLE-1's soft cross-entropy beside its regression (EAGLE, section 3.2)
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class Objective:
     noise: float = 0.0
     drop: DropTokens | None = None
 
-    def weights(self, eagle1: bool) -> list[float]:
-        """Each step's weight in the loss."""
-        return [EAGLE1_CE] if eagle1 else [self.gamma**k for k in range(self.depth)]
+    def weights(self, method: Method) -> list[float]:
+        """The weight of each step's distillation loss."""
+        return [method.cross_entropy * self.gamma**k for k in range(self.depth)]
 
 
 def ttt(
@@ -98,10 +97,11 @@ def ttt_queued(
 
     `teacher` maps final hidden states [n, D] to the target's logits [n, V]; slot t's teacher at step k is the target
     after x_{t+1+k}. A row without a live slot gives zeros. `key` is the seed of the row's noise and dropped slots.
-    Raises ValueError where EAGLE-1, which has one step, is given a depth above 1.
+    Raises ValueError for a depth other than the one that the method fixes (EAGLE-1: 1).
     """
-    if draft.eagle1 and objective.depth != 1:
-        raise ValueError(f"EAGLE-1 trains one step, not {objective.depth}; more are for drafting with it")
+    fixed = draft.family.trained_depth
+    if fixed is not None and objective.depth != fixed:
+        raise ValueError(f"{draft.family.title} trains {fixed} step, not {objective.depth}; set the objective's depth")
     row_pass = RowPass(draft, row, features, objective, implementation, key)
     # no name is given to a chunk, so that it is freed before the next one is computed
     parts = [
@@ -122,10 +122,10 @@ def _train_chunk(
     taught = Teacher(lambda s: teacher(states_PD[s]), chunk.rows, draft.target_ids(), draft.config.vocab_size)
     options = LossOptions(objective.loss, objective.keep_out_of_vocab, implementation.chunk, implementation.loss)
     loss, scores, dhidden = loss_and_gradients(
-        chunk.head_inputs, draft.head, taught, objective.weights(draft.eagle1), options,
+        chunk.head_inputs, draft.head, taught, objective.weights(draft.family), options,
         head_sum=gradients.head_sum if gradients else None, gradients=gradients is not None,
     )  # fmt: skip
-    if draft.eagle1:
+    if draft.family.regression:
         loss = loss + _regression(chunk.head_inputs[0], states_PD, chunk.rows[0], dhidden)
     if gradients:
         chunk.backward(dhidden)
@@ -231,7 +231,7 @@ class RowPass:
         """The embeddings of the tokens read, and each step's rows among them: what a slot reads at one step its
         neighbour read at the step before, so their products are computed once for all steps."""
         draft = self.draft
-        shared = draft.shared_embedding(*to_device([self.row.token_T[read_P].int()], draft.device), self.compute)
+        shared = draft.shared_embedding(*to_device([self.row.token_T[read_P]], draft.device), self.compute)
         if shared is None:
             return None, []
         spare = read_P.numel() - 1  # what the rows beyond the slots read; no slot reads it
@@ -246,7 +246,7 @@ class RowPass:
         draft, compute, attention = self.draft, self.compute, self.implementation.attention
         own = [OwnSteps() for _ in draft.blocks]
         last = len(draft.blocks) - 1
-        masked = draft.masked(compute) if draft.peagle else None
+        masked = draft.masked(compute) if draft.family.one_pass else None
         fed_back = first.hidden
         plans = plan_steps(self.row, slots, first.start, draft.device, rounds=self.implementation.rounds)
         for k, plan in enumerate(plans):

@@ -36,19 +36,19 @@ def plan_steps(
     made while the device computes the step before. `rounds`: round the number of rows up."""
     end = int(live[0][-1]) + 1 if live[0].numel() else start
     documents = [(a - start, min(b, end) - start) for a, b in row.documents() if start <= a < end]
-    begins, ends = torch.tensor(documents, dtype=torch.int64).view(-1, 2).T
+    begins, ends = torch.tensor(documents, dtype=torch.int32).view(-1, 2).T
     begin_of = torch.repeat_interleave(begins, ends - begins)
     places: list[Tensor] = []  # of a step's slots among themselves, by token
     for k, slots in enumerate(live):
-        at = slots - start
-        places.append(torch.zeros(end - start, dtype=torch.int64))
-        places[k][at] = torch.arange(slots.numel())
+        at = (slots - start).int()
+        places.append(torch.zeros(end - start, dtype=torch.int32))
+        places[k][at] = torch.arange(slots.numel(), dtype=torch.int32)
         S = slots.numel()
         fill = torch.arange(rounded(S) if rounds else S).clamp_max(S - 1)
         kept = places[k - 1][at] if k else at
         of_rows = torch.stack([*step_inputs(row, slots, k), kept])[:, fill]
         of_slots = torch.stack([at, begin_of[at], *(p[at] for p in places[1:])])
-        i, j = to_device([of_rows.int(), of_slots.int()], device)
+        i, j = to_device([of_rows, of_slots], device)
         blocks = document_blocks(at, documents, BLOCK[device.type])
         yield StepPlan(i[0], i[1], Queries(j[0], j[1], j[2:], blocks), i[2])
 

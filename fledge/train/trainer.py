@@ -101,7 +101,7 @@ def train(
     with Interruption(say) as interruption, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
             began = time.perf_counter()
-            total, tokens, lr, norm = _step(draft, rows, upcoming, source, schedule, optimizer, progress)
+            total, tokens, lr, norm = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress)
             seconds = time.perf_counter() - began
             progress.step += 1
             progress.seconds += seconds
@@ -149,7 +149,7 @@ def _from(rows: Rows, place: tuple[int, int], count: int) -> Iterator[Packed]:
         place = rows.next(place)
 
 
-def _step(
+def optimizer_step(
     draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
     optimizer: MasterAdamW, progress: Progress,
 ) -> tuple[Step, int, float, float]:  # fmt: skip

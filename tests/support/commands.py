@@ -1,8 +1,14 @@
-"""How a command ended."""
+"""How a command ended, and scripts that run in processes of their own."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
 
 
 @dataclass
@@ -12,3 +18,21 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def python(script: str, *words: object) -> subprocess.Popen[str]:
+    """Runs a script, which may import fledge and support, with its standard output piped."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_to_its_end(script: str, *words: object, seconds: float = 300) -> None:
+    """Runs a script; it is killed where it takes longer."""
+    with python(script, *words) as process:
+        try:
+            process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+    assert process.returncode == 0

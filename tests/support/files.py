@@ -1,17 +1,39 @@
-"""Reading, changing and listing files."""
+"""Reading, writing, changing and listing files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def listing(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.iterdir())
 
 
-def reconfigure(directory: Path, **changes) -> None:
+def write_rows(file: Path, rows: Iterable[Any]) -> Path:
+    """Writes JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def rows_of(file: Path) -> list[Any]:
+    """The rows of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """What a training run recorded, a row a step."""
+    return rows_of(run / "metrics.jsonl")
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Sets keys of an object; None removes one."""
+    changed = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in changed.items() if v is not None}))
+
+
+def reconfigure(directory: Path, **changes: Any) -> None:
     """Changes config.json; None removes a key."""
-    file = directory / "config.json"
-    hf = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
+    change_json(directory / "config.json", **changes)

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -103,6 +104,15 @@ def tiny_target_directory(parent: Path, **config: Any) -> Path:
     target.model.save_pretrained(parent / "target")
     target.tokenizer.save_pretrained(parent / "target")
     return parent / "target"
+
+
+def greedy_by_transformers(model: PreTrainedModel, prompt: list[int], n: int, **options: Any) -> list[int]:
+    """What transformers' own generate says after a prompt."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=n, do_sample=False, **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = None, **overrides) -> Draft:

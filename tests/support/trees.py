@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.decode.engine import Engine
-from fledge.decode.propose import Drafter
+from fledge.decode.propose import Drafting, Proposer
 from fledge.models.draft import Draft
 from fledge.targets.cache import TargetCache
 from fledge.targets.fit import resolve_layers
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Tree, TreeShape
+from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken
 from support.targets import exact_target, tiny_draft
 
@@ -43,9 +44,14 @@ def slots_of(target: TransformersTarget, tokens: Sequence[int]) -> tuple[Tensor,
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
-def propose_one(proposer: Drafter, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
+def proposer_of(draft: Draft, sampling: Sampling = Sampling(), **drafting: Any) -> Proposer:
+    """A proposer as an engine with this drafting makes it."""
+    return Drafting(**drafting).for_draft(draft.config).proposer(draft, sampling)
+
+
+def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
     """What a proposer drafts for a single request, which it admits when it is first asked."""
-    if proposer.cache is None:
+    if proposer.source.cache is None:
         proposer.admit([(0, [], aux_RAD)])
     return proposer.propose([token_R.tolist()], [aux_RAD], [path])
 

@@ -1,0 +1,111 @@
+"""What the benchmarks share: model shapes, rows, timing, the machine's ceiling and profiles."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+
+from fledge.config import DraftConfig
+from fledge.models.draft import Draft
+from fledge.types import Features, Packed
+
+SPAN = 256
+SHAPES = {
+    "8b": dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,
+    ),
+    "tiny": dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
+    ),
+}  # fmt: skip
+
+
+def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
+    """A row of one document with random tokens. A share of `supervised` is covered by evenly spread spans of SPAN
+    tokens; 1 is one span over all of it. Raises ValueError where whole spans cannot make up that share."""
+    span = torch.zeros(tokens, dtype=torch.int32)
+    if supervised < 1:
+        block = torch.arange(tokens, dtype=torch.int32) // SPAN
+        begun = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # spans due before each block
+        span = torch.where((begun[1:] > begun[:-1])[block], block, -1)
+    share = (span >= 0).float().mean().item()
+    if abs(share - supervised) > 0.01:
+        raise ValueError(
+            f"spans of {SPAN} tokens can supervise {share:.0%} of {tokens} tokens, not {supervised:.0%}; choose other "
+            "--tokens or --supervised"
+        )
+    token = torch.randint(vocab, (tokens,), dtype=torch.int32)
+    return Packed(token, span, torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32))
+
+
+def random_draft(
+    config: DraftConfig, tokens: int, device: str, dtype: torch.dtype
+) -> tuple[Draft, Features, torch.Tensor]:
+    """A draft with random weights, features of so many tokens, and a target's head [V, E]."""
+    E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
+    with torch.device(device):
+        draft = Draft(config).to(dtype)
+        for p in draft.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
+        draft.share(table)
+        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
+    draft.set_vocabulary(torch.arange(W) * (V // W))
+    return draft, features, head
+
+
+def peak_tflops(device: str, n: int = 8192) -> float | None:
+    """TFLOP/s of a bf16 product of random matrices; None on a CPU, where nothing is measured against it."""
+    if device == "cpu":
+        return None
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(20)) / 1e12
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Seconds of one call, by device events on a GPU."""
+    if device == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def queued_seconds(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+    """Seconds of each of several calls that are queued without waiting in between. The host's work at the start of each
+    then overlaps with the device's, as in training, where the target's pass comes first."""
+    if device == "cpu":
+        return [seconds(work, device) for _ in range(repeats)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    work()
+    for mark in marks[:-1]:
+        mark.record()
+        work()
+    marks[-1].record()
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def profile(step: Callable[[], object]) -> None:
+    """Prints the kernels that take most of a step's time on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        step()
+        torch.cuda.synchronize()
+    found = [e for e in p.key_averages() if e.self_device_time_total]  # the host's calls stand among them
+    found.sort(key=lambda e: -e.self_device_time_total)
+    for e in found[:28]:
+        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5} x {e.key[:100]}", flush=True)
+    total = sum(e.self_device_time_total for e in found)
+    print(f"    {total / 1e3:8.2f} ms on the GPU in all, {sum(e.count for e in found)} kernels", flush=True)

@@ -1,0 +1,39 @@
+"""Metrics to TensorBoard or wandb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Logger = Callable[[dict[str, Any]], None]
+
+
+def make_logger(name: str | None, run: Path) -> Logger:
+    """A function that logs the metrics of a step to 'tensorboard' or 'wandb', in the run's directory; None: nowhere."""
+    return {"tensorboard": _tensorboard, "wandb": _wandb}[name](run) if name else lambda metrics: None
+
+
+def _tensorboard(run: Path) -> Logger:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run / "tensorboard"))
+
+    def log(metrics: dict[str, Any]) -> None:
+        for name, value in _scalars(metrics).items():
+            writer.add_scalar(name, value, metrics["step"])
+
+    return log
+
+
+def _wandb(run: Path) -> Logger:
+    import wandb
+
+    board = wandb.init(project="fledge", dir=str(run))
+    return lambda metrics: board.log(_scalars(metrics), step=metrics["step"])
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics with each list as one scalar a step: `hit/0`, `hit/1`, .."""
+    lists = {f"{k}/{i}": x for k, v in metrics.items() if isinstance(v, list) for i, x in enumerate(v)}
+    return lists | {k: v for k, v in metrics.items() if not isinstance(v, list)}

@@ -1,0 +1,356 @@
+"""What a training run does: its options resolved once, and contradictions refused before weights or data are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fledge.config import DraftConfig
+from fledge.jobs.options import flag_of, template_kwargs
+from fledge.methods import CHOICES, METHODS, Choice, Method
+
+if TYPE_CHECKING:
+    from fledge.jobs.train import TrainOptions
+
+MAX_LENGTH = 2048  # tokens of the longest document by default
+DEPTH = 5  # steps by default
+COD_RATE, COD_MIN_RATE = 0.8, 0.2
+LOGGERS = ("tensorboard", "wandb")
+ACTIVATIONS = ("keep", "recompute", "auto")
+SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "fc_bias")
+# options that an existing draft has settled
+SHAPE = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
+# why an option has no effect, as `Options.refuse` takes it
+WITH_STEPS = "with --steps, which sets the length of the training;"
+WITH_INIT_FROM = "with --init-from, which keeps the draft's own vocabulary and shape;"
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """The target: a directory or hub id, and how it is loaded. `dtype` None: float32 on a CPU, else the target's."""
+
+    name: str
+    trust_remote_code: bool
+    dtype: str | None
+    compile: bool
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """What is read, and into how long pieces, in tokens (None: settled once target and data are known)."""
+
+    sources: tuple[str, ...]
+    template_kwargs: dict[str, Any] | None
+    skip_bad: bool
+    max_length: int | None
+    row_length: int | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, unless the target's context is shorter."""
+        return self.max_length or min(MAX_LENGTH, self.row_length or MAX_LENGTH)
+
+
+@dataclass(frozen=True)
+class NewDraft:
+    """A draft to be made. `switches` are the fields of its DraftConfig that are turned on; `aux_layers` None: the
+    engines' default; `vocab_size` None: at most 32,000 tokens."""
+
+    vocab_size: int | None
+    layers: int
+    aux_layers: tuple[int, ...] | None
+    switches: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExistingDraft:
+    """A draft to train further: its directory or hub id, and its config, which is read once."""
+
+    name: str
+    config: DraftConfig
+
+
+@dataclass(frozen=True)
+class ObjectiveRecipe:
+    """What is trained for. `depth` is the number of steps trained; step k has weight gamma^k. `drop` is the rate and
+    the least share of conditional drop-token sampling, None for methods without it."""
+
+    depth: int
+    gamma: float
+    loss: str
+    keep_out_of_vocab: bool
+    feature_noise: float
+    drop: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class ScheduleRecipe:
+    """How long and how fast to train. `steps` None: as `epochs` passes take; `lr` None: by the draft's width."""
+
+    epochs: float
+    steps: int | None
+    rows_per_step: int
+    lr: float | None
+    warmup: float
+    weight_decay: float
+    clip: float
+    save_every: int
+
+
+@dataclass(frozen=True)
+class EvaluationRecipe:
+    """τ while training: of these prompts (None: of held-out records), every so many steps (0: at the end), for so many
+    new tokens (None: by the target's context)."""
+
+    prompts: str | None
+    every: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class ComputeRecipe:
+    """How a step is computed: `device` as torch names it, `impl` "eager", "flex" or "triton"; `slots` None: as many as
+    fit."""
+
+    device: str
+    impl: str
+    slots: int | None
+    activations: str
+    longest_row: bool
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run does, as far as it is known without weights and data. `choice` is a key of
+    `fledge.methods.CHOICES`; `depth` is what the draft drafts by default."""
+
+    choice: str
+    depth: int
+    target: TargetRecipe
+    data: DataRecipe
+    draft: NewDraft | ExistingDraft
+    train_embeddings: bool
+    objective: ObjectiveRecipe
+    schedule: ScheduleRecipe
+    evaluation: EvaluationRecipe
+    compute: ComputeRecipe
+    log: str | None
+    seed: int
+
+    @property
+    def method(self) -> Method:
+        return CHOICES[self.choice].method
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What only target, data and device can settle. Lengths are in tokens; `slots` are slots in flight; `mask_token` is
+    None for methods without one; `data_sha256` is the fingerprint of the training documents."""
+
+    depth: int
+    max_length: int
+    row_length: int
+    eval_tokens: int
+    draft_vocab: int
+    mask_token: int | None
+    steps: int
+    lr: float
+    impl: str
+    slots: int
+    activations: str
+    data_sha256: str
+
+
+def resolve(options: TrainOptions) -> Recipe:
+    """The recipe that a run's options make. Reads the config of --init-from and nothing else.
+
+    Raises ValueError, with the flags and the cure, for options that contradict each other, that the method or the
+    device does not have, or that name what is not there.
+    """
+    if not options.target or not options.data:
+        raise ValueError("give --target and --data (or --config FILE that has them, or --resume RUN)")
+    existing = _existing(options)
+    choice = _choice(options, existing)
+    _check_method_options(options, choice.method)
+    depth = _depth(options, existing, choice.method)
+    return Recipe(
+        choice=next(name for name, known in CHOICES.items() if known is choice),
+        depth=depth,
+        target=TargetRecipe(options.target, options.trust_remote_code, options.dtype, options.compile_target),
+        data=_data(options, existing),
+        draft=existing or _new_draft(options, choice),
+        train_embeddings=options.train_embeddings,
+        objective=_objective(options, choice.method, depth),
+        schedule=_schedule(options),
+        evaluation=_evaluation(options),
+        compute=_compute(options),
+        log=_logger(options.log),
+        seed=options.seed,
+    )
+
+
+def without_effect(options: TrainOptions, method: Method) -> dict[str, str]:
+    """Options that the others leave without effect, each with the reason as `Options.refuse` takes it."""
+    found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
+    found |= dict.fromkeys(SHAPE, WITH_INIT_FROM) if options.init_from else {}
+    return found | without_effect_in(method)
+
+
+def without_effect_in(method: Method) -> dict[str, str]:
+    """Options that a method does not have, each with the reason."""
+    found = {}
+    for other in METHODS.values():
+        foreign = [name for name in other.options if name not in method.options]
+        found |= dict.fromkeys(foreign, f"with {method.title}; use --method {other.name}, or")
+    return found | {name: f"with {method.title}: {why};" for name, why in method.without.items()}
+
+
+def method_named(name: str) -> Choice:
+    """What --method names. Raises ValueError for an unknown name."""
+    if name not in CHOICES:
+        raise ValueError(f"--method {name} is none of {', '.join(CHOICES)}")
+    return CHOICES[name]
+
+
+def _existing(options: TrainOptions) -> ExistingDraft | None:
+    if options.init_from is None:
+        return None
+    from fledge.models.weights import read_draft_config
+
+    return ExistingDraft(options.init_from, read_draft_config(options.init_from))
+
+
+def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
+    """The method to train; an existing draft has its own."""
+    name = options.method or (existing.config.method if existing else "eagle3")
+    choice = method_named(name)
+    if existing and choice.method.name != existing.config.method:
+        raise ValueError(
+            f"--method {name}, but {existing.name} is a draft of {existing.config.method}; leave --method out"
+        )
+    if existing and not all(getattr(existing.config, switch) for switch in choice.switches):
+        raise ValueError(
+            f"--method {name}, but {existing.name} was trained without its norms "
+            f"({', '.join(choice.switches)}); leave --method out"
+        )
+    return choice
+
+
+def _check_method_options(options: TrainOptions, method: Method) -> None:
+    reasons = without_effect(options, method)
+    for why in dict.fromkeys(reasons.values()):
+        options.refuse((name for name, reason in reasons.items() if reason == why), why)
+
+
+def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method) -> int:
+    known = existing.config.provenance.depth if existing else None
+    depth = options.depth or known or DEPTH
+    if depth < method.least_depth:
+        raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.least_depth}")
+    return depth
+
+
+def _data(options: TrainOptions, existing: ExistingDraft | None) -> DataRecipe:
+    if options.row_length and options.max_length and options.row_length < options.max_length:
+        raise ValueError(
+            f"--row-length {options.row_length} is shorter than --max-length {options.max_length}; a row has to hold "
+            "the longest document"
+        )
+    kwargs = template_kwargs(options.template_kwargs)
+    if kwargs is None and existing:
+        kwargs = existing.config.provenance.template_kwargs
+    return DataRecipe(tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length)
+
+
+def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
+    switches = tuple(name for name in SWITCHES if getattr(options, name) or name in choice.switches)
+    layers = _layer_ids(options.aux_layers) if choice.method.reads_layers else ()
+    return NewDraft(options.draft_vocab, options.layers, layers, switches)
+
+
+def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+    try:
+        layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
+    except ValueError as e:
+        raise ValueError(f"--aux-layers {text} is not a list of layer numbers such as 2,16,29") from e
+    if layers and len(set(layers)) < len(layers):
+        raise ValueError(f"--aux-layers {text} names a layer twice")
+    return layers
+
+
+def _objective(options: TrainOptions, method: Method, depth: int) -> ObjectiveRecipe:
+    from fledge.kernels.loss import KINDS
+
+    _check_known("loss", options.loss, KINDS)
+    rate = COD_RATE if options.cod_rate is None else options.cod_rate
+    min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
+    return ObjectiveRecipe(
+        depth=method.trained_depth or depth,
+        gamma=options.gamma if method.gamma is None else method.gamma,
+        loss=options.loss,
+        keep_out_of_vocab=options.keep_out_of_vocab,
+        feature_noise=options.feature_noise,
+        drop=(rate, min_rate) if method.drops_slots else None,
+    )
+
+
+def _schedule(options: TrainOptions) -> ScheduleRecipe:
+    return ScheduleRecipe(
+        epochs=options.epochs, steps=options.steps, rows_per_step=options.rows_per_step, lr=options.lr,
+        warmup=options.warmup, weight_decay=options.weight_decay, clip=options.clip, save_every=options.save_every,
+    )  # fmt: skip
+
+
+def _evaluation(options: TrainOptions) -> EvaluationRecipe:
+    from fledge.data.read import check_source
+
+    if options.eval_prompts:
+        check_source(options.eval_prompts, "--eval-prompts")
+    return EvaluationRecipe(options.eval_prompts, options.eval_every, options.eval_tokens)
+
+
+def _compute(options: TrainOptions) -> ComputeRecipe:
+    from fledge.decode.engine import resolve_device
+    from fledge.jobs.options import dtype_named
+    from fledge.kernels.ttt_attention import IMPLS
+
+    if options.impl is not None:
+        _check_known("impl", options.impl, IMPLS)
+    _check_known("activations", options.activations, ACTIVATIONS)
+    dtype_named(options.dtype)
+    device = resolve_device(options.device)
+    gpu, triton = device.startswith("cuda"), importlib.util.find_spec("triton") is not None
+    impl = options.impl or ("triton" if gpu and triton else "eager")
+    if gpu and impl != "eager" and not triton:
+        raise ValueError(
+            f"--impl {impl} needs the package triton, which is not installed; use --impl eager, or an installation of "
+            "torch that comes with triton"
+        )
+    if not gpu and (impl != "eager" or options.longest_row):
+        raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
+    if impl == "eager" and options.activations == "recompute":
+        raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
+    if impl != "eager" and options.dtype == "float64":
+        raise ValueError(f"--impl {impl} computes in float32 at most; use --impl eager for --dtype float64")
+    return ComputeRecipe(device, impl, options.slots, options.activations, options.longest_row)
+
+
+def _logger(name: str | None) -> str | None:
+    if name is None:
+        return None
+    _check_known("log", name, LOGGERS)
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"--log {name} needs a package that is not installed: pip install {name}")
+    return name
+
+
+def _check_known(name: str, value: str, known: Iterable[str]) -> None:
+    known = tuple(known)
+    if value not in known:
+        raise ValueError(f"{flag_of(name)} {value} is none of {', '.join(known)}")

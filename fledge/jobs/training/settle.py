@@ -1,0 +1,28 @@
+"""What only target, data and device can settle of a run, collected for its recipe."""
+
+from __future__ import annotations
+
+from fledge.data.dataset import Rows
+from fledge.jobs.training.data import fingerprint
+from fledge.jobs.training.recipe import Recipe, Settled
+from fledge.jobs.training.target import Prepared
+from fledge.models.draft import Draft
+from fledge.train.trainer import Schedule
+
+
+def settle(recipe: Recipe, prepared: Prepared, draft: Draft, rows: Rows, schedule: Schedule) -> Settled:
+    implementation = schedule.implementation
+    return Settled(
+        depth=recipe.depth,
+        max_length=prepared.max_length,
+        row_length=rows.row_length,
+        eval_tokens=prepared.eval_tokens,
+        draft_vocab=draft.config.draft_vocab_size,
+        mask_token=draft.config.mask_token_id,
+        steps=schedule.steps,
+        lr=schedule.lr,
+        impl=implementation.attention,
+        slots=implementation.slots,
+        activations="recompute" if implementation.recompute else "keep",
+        data_sha256=fingerprint(rows.documents),
+    )

@@ -1,0 +1,66 @@
+"""What acceptance is, by definition: every round drafted anew and compared with the target's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fledge.decode.engine import Engine
+from fledge.eval import run
+from fledge.eval.run import first_prompt
+from fledge.targets.cache import TargetCache
+from fledge.types import Tree
+from support.mutations import replace_function
+from support.trees import paths_of, propose_one
+
+
+@torch.no_grad()
+def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> list[int]:
+    """Tokens accepted in each round of greedy decoding of at most `new` tokens: the longest drafted path that the
+    target says too. Drafts come from an empty cache each time, the target's words from its whole text each time."""
+    target, text = engine.target, list(prompt)
+
+    def up_to(length: int) -> list[int]:
+        while len(text) < length:
+            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+        return text[:length]
+
+    rounds, end = [], len(prompt) + 1  # a round follows the prompt's first answer
+    while end < len(prompt) + new and not target.stop_ids & set(up_to(end)[len(prompt) :]):
+        read = Tree.chain(torch.tensor([up_to(end)[:-1]]))
+        _, features = target.verify(read, TargetCache(), engine.layers)
+        proposer = engine.drafting.proposer(engine.draft)
+        paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), engine.draft.reads(features)))
+        said = tuple(up_to(end + max(map(len, paths)))[end:])
+        rounds.append(max((len(path) for path in paths if path == said[: len(path)]), default=0))
+        end += rounds[-1] + 1
+    return rounds
+
+
+def tau_by_definition(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> float:
+    """Tokens committed per round over the rounds of all prompts."""
+    rounds = [r for prompt in prompts for r in rounds_by_definition(engine, prompt, new)]
+    return sum(r + 1 for r in rounds) / len(rounds)
+
+
+def tau_of_alpha(alpha: Sequence[float]) -> float:
+    """τ of a chain of one depth: 1 + α_0 + α_0 α_1 + .."""
+    reached = torch.tensor(alpha, dtype=torch.float64).cumprod(0)
+    return 1 + float(reached.sum())
+
+
+def define_measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """τ by definition of every measurement that training makes from now on, in order."""
+    found: list[float] = []
+
+    def measured(acceptance: Any, engine: Engine, prompts: Sequence[Any], new: int) -> dict[str, float]:
+        asked = [list(engine.template.prompt_ids(first_prompt(prompt))) for prompt in prompts]
+        measurement = acceptance(engine, prompts, new)
+        found.append(tau_by_definition(engine, asked, new))
+        return measurement
+
+    replace_function(monkeypatch, run, "acceptance", measured)
+    return found

@@ -1,0 +1,91 @@
+"""Training by definition: every slot of a row at every step, with a mask over the whole row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.loss import soft_target_loss_reference
+from fledge.kernels.ttt_attention import ttt_attention_reference
+from fledge.models.draft import Draft
+from fledge.types import Features, Packed
+from support.rows import queries_of
+
+
+@dataclass
+class Dense:
+    """What the dense definition finds: the loss, and per step the live slots, their logits [S_k, W] and the teacher's
+    logits [S_k, V]; `ids` are the target's ids of the draft's tokens."""
+
+    loss: Tensor
+    live: list[Tensor]
+    logits: list[Tensor]
+    taught: list[Tensor]
+    ids: Tensor
+
+    def scored(self) -> list[int]:
+        """Per step, the slots whose teacher's first choice the draft can say."""
+        return [int(torch.isin(taught.argmax(-1), self.ids).sum()) for taught in self.taught]
+
+    def hits(self) -> list[Tensor]:
+        """Per step and slot, whether the draft's first choice is the teacher's."""
+        pairs = zip(self.logits, self.taught, strict=True)
+        return [self.ids[logits.argmax(-1)] == taught.argmax(-1) for logits, taught in pairs]
+
+    def survived(self) -> list[int]:
+        """Per step, the slots that were hit at it and all before."""
+        alive, counts = set(self.live[0].tolist()), []
+        for slots, hits in zip(self.live, self.hits(), strict=True):
+            alive &= set(slots[hits].tolist())
+            counts.append(len(alive))
+        return counts
+
+    def accepted(self) -> list[Tensor]:
+        """Per step, the sum of the probabilities that rejection sampling accepts a slot's draft with."""
+        pairs = zip(self.logits, self.taught, strict=True)
+        return [torch.minimum(t.softmax(-1)[:, self.ids], logits.softmax(-1)).sum() for logits, t in pairs]
+
+
+def dense(
+    draft: Draft, row: Packed, features: Features, teacher: Tensor, steps: int, gamma: float = 0.8, kind: str = "ce"
+) -> Dense:
+    """All slots of the row at every step, each attending over the whole row under a mask; the live ones are picked
+    from the outputs by the definition of a live slot. `teacher` are the target's logits of the row [T, V]."""
+    T = row.token_T.numel()
+    slots = torch.arange(T)
+    first: list[tuple[Tensor, Tensor]] = []
+    own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in draft.blocks]
+    hidden, outs = draft.fuse(features.aux_TAD.to(draft.dtype)), []
+    for k in range(steps):
+
+        def attend(layer: int, q: Tensor, keys: Tensor, values: Tensor, k: int = k) -> Tensor:
+            (own[layer] if k else first).append((keys, values))
+            return ttt_attention_reference(q, *first[layer], own[layer], queries_of(row, slots, len(own[layer])))
+
+        token = row.token_T[(slots + 1 + k).clamp_max(T - 1)]
+        out = draft.step(token, hidden, row.position_T + k, attend)
+        hidden, normed = draft.read(out)
+        outs.append(normed)
+    live = [torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(steps)]
+    read = [o[t] for o, t in zip(outs, live, strict=True)]
+    rows, ids = [t + 1 + k for k, t in enumerate(live)], draft.target_ids()
+    loss = soft_target_loss_reference(
+        read, draft.lm_head.weight, rows, teacher, ids, [gamma**k for k in range(steps)], kind
+    )
+    return Dense(loss, live, [draft.lm_head(x) for x in read], [teacher[r] for r in rows], ids)
+
+
+def is_live(row: Packed, t: int, k: int) -> bool:
+    """x_{t+1} .. x_{t+2+k} in one span of the document that t is in."""
+    end = t + 3 + k
+    if end > row.token_T.numel():
+        return False
+    return (
+        row.span_T[t + 1] >= 0 and len(set(row.span_T[t + 1 : end].tolist()) | {-2}) == 2 and one_document(row, t, end)
+    )
+
+
+def one_document(row: Packed, a: int, b: int) -> bool:
+    return len(set(row.doc_T[a:b].tolist())) == 1

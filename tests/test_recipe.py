@@ -1,0 +1,393 @@
+"""Recipes: what options resolve to, the file that a run writes, and training from a file that flags override."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fledge as api
+from fledge.config import DraftConfig
+from fledge.jobs.options import RenamedOption
+from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.plain_yaml import read_yaml, write_yaml
+from fledge.jobs.training.recipe import NewDraft, resolve
+from fledge.jobs.training.recipe_file import with_config
+from fledge.models import weights
+from support.chats import tiny_chats
+from support.runs import recipe_of
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
+
+ROOT = Path(__file__).parent.parent
+SHORT = "--max-length 64 --row-length 128 --steps 3 --depth 3 --draft-vocab 200 --device cpu --eval-tokens 4".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, chats, prompts and a draft."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 40)
+    prompts = ["the young bird", "it can fly", "tries its wings and", "falls until"]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    weights.save_draft(tiny_draft(tiny_target()), root / "draft")
+    return root
+
+
+def merged(tmp_path: Path, text: str, **flags: Any) -> tuple[TrainOptions, list[str]]:
+    """The options of a file and of flags that were given, and what was said."""
+    file, said = tmp_path / "recipe.yaml", []
+    file.write_text(text, encoding="utf-8")
+    options = TrainOptions(config=str(file), **flags, given=frozenset({"config", *flags}))
+    return with_config(options, said.append), said
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@given(st.dictionaries(st.text(), VALUES))
+def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
+    assert read_yaml(write_yaml(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-4", "yes", "no", "0o17", "12:30", "2024-01-01", "null", "0x1F", ".inf", "=", "<<"]
+)
+def test_other_readers_of_yaml_see_the_same_text(text: str) -> None:
+    assert yaml.safe_load(write_yaml({"a": text})) == read_yaml(write_yaml({"a": text})) == {"a": text}
+
+
+def test_plain_scalars_are_those_of_yaml_1_2() -> None:
+    text = "[1e-4, -2.5E+3, .5, 3., 010, yes, on, 12:30, 2024-01-01, ~, True, 1_000, 2,16, '7']"
+    read = [1e-4, -2500.0, 0.5, 3.0, 10, "yes", "on", "12:30", "2024-01-01", None, True, "1_000", 2, 16, "7"]
+    assert read_yaml(text) == read
+
+
+BAD_YAML = {
+    "steps: 3\nsteps: 4\n": "line 2: steps is there twice; keep one",
+    "a: &x [1]\nb: *x\n": "line 1: anchors (&) and aliases (*) are not allowed; write the value out",
+    "b: *x\n": "anchors (&) and aliases (*) are not allowed",
+    "target: !!python/object/apply:os.system [id]\n": "line 1: tags (!) are not allowed",
+    "steps: [1\n": "it is not YAML: while parsing a flow sequence",
+    "steps: 3\n---\nsteps: 4\n": "it is not YAML: expected a single document",
+    "\tsteps: 3\n": "it is not YAML",
+    "3: steps\n": "line 1: a key has to be a text; put it in quotes",
+    "? [a]\n: 3\n": "line 1: a key has to be a text",
+    "seed: " + "9" * 5000 + "\n": "line 1: a number of 5,000 digits",
+    "[" * 20_000: "it is nested too deeply",
+    "#" * 1_100_000: "has more than 1,048,576 bytes; it is no recipe",
+    "- steps\n": "holds a list of 1; a recipe is made of lines such as `steps: 1000`",
+    "steps\n": "holds 'steps'; a recipe is made of lines",
+    "a: \x00\n": "it is not YAML: unacceptable character",
+}
+
+
+@pytest.mark.parametrize("text", BAD_YAML, ids=lambda text: text[:20])
+def test_what_is_no_recipe_is_told(text: str, tmp_path: Path, fledge) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    ran = fledge("train", "--config", file)
+    assert (ran.code == 2 and f"{file}: " in ran.err) or f"{file} h" in ran.err, ran.err
+    assert BAD_YAML[text] in ran.err, ran.err
+
+
+def test_files_that_cannot_be_recipes(tmp_path: Path, fledge) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"target: caf\xe9\n")
+    for file, reason in (
+        (tmp_path, "is a directory; a recipe is a file, such as"),
+        (tmp_path / "nowhere.yaml", "does not exist or is no plain file"),
+        ("/dev/zero", "does not exist or is no plain file"),
+        (tmp_path / "latin.yaml", "can't decode byte 0xe9"),
+    ):
+        ran = fledge("train", "--config", file)
+        assert ran.code == 2 and str(file) in ran.err and reason in ran.err, ran.err
+
+
+# -- options in a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("stepz: 3", "'stepz' is no option of fledge train; did you mean steps?"),
+        ("xyzzy: 3", "'xyzzy' is no option of fledge train; the keys are the names of its flags"),
+        ("steps: many", "steps: 'many' is not of type int | None; change it or leave it out"),
+        ("steps: 0", "steps: 0: it is at least 1; change it"),
+        ("steps: 1.5", "steps: 1.5 is not of type int | None"),
+        ("fc_norm: yes", "fc_norm: 'yes' is not of type bool"),
+        ("data: {a: 1}", "data: {'a': 1} is not of type list[str]"),
+        ("data: [a.jsonl, 3]", "is not of type list[str]"),
+        ("lr: .nan", "lr: '.nan' is not of type float | None"),
+        ("template_kwargs: [1]", "template_kwargs: [1] is not of type str | None"),
+        ("resume: run", "resume cannot be set in a file; give --resume on the command line"),
+        ("config: other.yaml", "config cannot be set in a file"),
+        ("longest_row: true", "longest_row cannot be set in a file"),
+        ("method: eagle2", "with the flags given: --method eagle2 is none of eagle3, eagle3.1, peagle, eagle1"),
+        ("template_kwargs: {chat_template: x}", "--template-kwargs sets chat_template"),
+        ("gamma: 0.5\nmethod: peagle", "--gamma does nothing with P-EAGLE"),
+        ("epochs: 2\nsteps: 9", "--epochs does nothing with --steps"),
+    ],
+)
+def test_a_wrong_value_is_told_with_file_and_key(line: str, reason: str, tmp_path: Path, fledge) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"target: t\ndata: d\n{line}\n" if "data" not in line else f"target: t\n{line}\n")
+    ran = fledge("train", "--config", file, "--out", tmp_path / "run")
+    assert ran.code == 2 and str(file) in ran.err and reason in ran.err, ran.err
+
+
+def test_a_file_may_leave_out_anything(tmp_path: Path) -> None:
+    options, said = merged(tmp_path, "", target="t", data=["d"])
+    assert (options.target, options.data, options.steps, options.given) == (
+        "t",
+        ["d"],
+        None,
+        {"config", "target", "data"},
+    )
+    assert not said
+    options, _ = merged(
+        tmp_path, "target: t\ndata: d@0.5\ndepth:\naux_layers: [2, 5]\ntemplate_kwargs: {thinking: no}\n"
+    )
+    assert options.data == ["d@0.5"] and options.depth is None and options.aux_layers == "2,5"
+    assert options.template_kwargs == '{"thinking": "no"}' and options.was_given("aux_layers")
+
+
+def test_flags_override_a_file(tmp_path: Path) -> None:
+    text = "target: t\ndata: [a, b]\nsteps: 100\nlr: 1e-4\nfc_norm: true\nskip_bad: true\n"
+    options, said = merged(tmp_path, text, data=["c"], lr=0.5, skip_bad=False, seed=0)
+    assert (options.data, options.lr, options.skip_bad, options.steps, options.fc_norm) == (
+        ["c"],
+        0.5,
+        False,
+        100,
+        True,
+    )
+    assert not said and options.out == "draft-run"
+    assert options.given == {"config", "target", "data", "steps", "lr", "fc_norm", "skip_bad", "seed"}
+
+
+def test_a_switch_of_a_file_is_turned_off(tmp_path: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
+    took = []
+    monkeypatch.setattr("fledge.jobs.train.run", lambda options, *_: took.append(options) or {})
+    fledge("train", "--config", "f", "--no-fc-norm")
+    assert took[0].given == {"config", "fc_norm"} and took[0].fc_norm is False
+    ran = fledge("train", "--config", "f", "--no-fc-norm", "--fc-norm")
+    assert ran.code == 2 and "--fc-norm and --no-fc-norm contradict each other; give one" in ran.err
+    assert "--no-fc-norm" not in fledge("train", "--help").out
+
+
+BASE = "target: t\ndata: d\n"
+
+
+def test_a_flag_replaces_what_it_decides_over(tmp_path: Path) -> None:
+    """The length of training, the shape of an existing draft, and what another method has."""
+    options, said = merged(tmp_path, BASE + "steps: 100\n", epochs=2.0)
+    assert (options.steps, options.epochs) == (None, 2.0) and not said
+    options, said = merged(tmp_path, BASE + "epochs: 3\n", steps=50)
+    assert (options.steps, options.epochs) == (50, 1.0) and not said
+    text = BASE + "method: eagle3\nlayers: 2\ndraft_vocab: 100\nfc_norm: true\ngamma: 0.9\nlr: 1e-4\n"
+    options, said = merged(tmp_path, text, init_from="draft")
+    assert (options.method, options.layers, options.draft_vocab, options.fc_norm) == (None, 1, None, False)
+    assert (options.gamma, options.lr) == (0.9, 1e-4) and len(said) == 4
+    assert f"layers of {tmp_path / 'recipe.yaml'} is not used with --init-from, which keeps" in " ".join(said)
+    options, said = merged(tmp_path, text, method="peagle")
+    assert (options.gamma, options.layers, len(said)) == (0.8, 2, 1) and "gamma of" in said[0]
+    options, said = merged(tmp_path, BASE + "method: peagle\ncod_rate: 0.5\n", method="eagle3")
+    assert options.cod_rate is None and "is not used with EAGLE-3" in said[0]
+
+
+def test_contradictions_of_a_flag_with_a_file_are_refused(made: Path, tmp_path: Path) -> None:
+    for text, flags, reason in (
+        ("init_from: DRAFT\n", {"layers": 2}, "--layers does nothing with --init-from"),
+        ("init_from: DRAFT\n", {"method": "peagle"}, "is a draft of eagle3; leave --method out"),
+        ("method: peagle\n", {"gamma": 0.8}, "--gamma does nothing with P-EAGLE"),
+        ("row_length: 128\n", {"max_length": 256}, "--row-length 128 is shorter than --max-length 256"),
+        ("depth: 1\n", {"method": "peagle"}, "--depth 1: P-EAGLE needs a depth of at least 2"),
+        ("activations: recompute\n", {"impl": "eager"}, "--activations recompute needs a CUDA GPU"),
+    ):
+        options, _ = merged(tmp_path, BASE + text.replace("DRAFT", str(made / "draft")), device="cpu", **flags)
+        with pytest.raises(ValueError, match=reason):
+            resolve(options)
+    with pytest.raises(ValueError, match="--epochs does nothing with --steps"):
+        merged(tmp_path, BASE, steps=3, epochs=1.0)
+
+
+def test_trust_and_the_place_are_not_a_files_to_give(made: Path, tmp_path: Path, fledge) -> None:
+    options, said = merged(tmp_path, BASE + "trust_remote_code: true\nout: elsewhere\n")
+    assert options.trust_remote_code is False and options.out == "draft-run"
+    assert "out of" in said[0] and "--out names the directory" in said[0]
+    assert "trust_remote_code of" in said[1] and "Give --trust-remote-code if" in said[1]
+    options, said = merged(tmp_path, BASE + "trust_remote_code: true\n", trust_remote_code=True)
+    assert options.trust_remote_code is True
+
+
+# -- what options resolve to ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
+def test_ready_recipes_resolve(file: Path) -> None:
+    options = TrainOptions(config=str(file), target="t", data=["d"])
+    said: list[str] = []
+    recipe = resolve(with_config(options, said.append))
+    assert not said and recipe.method.name == file.stem and recipe.target.name == "t"
+    assert f"--config recipes/{file.name}" in file.read_text()
+
+
+def test_a_recipe_is_resolved_from_the_table_of_methods(made: Path) -> None:
+    def recipe(**options: Any):
+        return resolve(TrainOptions(target="t", data=["d"], device="cpu", **options))
+
+    assert recipe().objective.depth == recipe().depth == 5 and recipe().objective.gamma == 0.8
+    assert recipe(method="eagle3.1").draft == NewDraft(None, 1, None, ("fc_norm", "norm_output"))
+    eagle1 = recipe(method="eagle1", depth=4, fc_bias=True)
+    assert (eagle1.depth, eagle1.objective.depth, eagle1.draft.aux_layers) == (
+        4,
+        1,
+        (),
+    ) and eagle1.objective.drop is None
+    peagle = recipe(method="peagle", cod_min_rate=0.5)
+    assert (peagle.objective.gamma, peagle.objective.drop) == (1.0, (0.8, 0.5))
+    with pytest.raises(FrozenInstanceError):
+        peagle.depth = 3
+
+
+def test_the_config_of_the_draft_to_train_further_is_read_once(made: Path, fledge, monkeypatch, tmp_path: Path) -> None:
+    reads, read = [], weights.read_draft_config
+    monkeypatch.setattr(weights, "read_draft_config", lambda name: reads.append(name) or read(name))
+    words = "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", made / "draft"
+    ran = fledge("train", *words, "--out", tmp_path / "run", *SHORT[:6], "--device", "cpu")
+    assert ran.code == 0 and reads == [str(made / "draft")], ran.err
+
+
+def test_nothing_heavy_is_loaded_before_a_contradiction_is_refused(monkeypatch, fledge, tmp_path: Path) -> None:
+    monkeypatch.setattr("fledge.targets.loading.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    words = "--target", tmp_path / "nowhere", "--data", tmp_path / "nowhere.jsonl", "--out", tmp_path / "run"
+    for flags, reason in (
+        (["--method", "eagle1", "--draft-vocab", 9], "--draft-vocab does nothing with EAGLE-1"),
+        (["--loss", "mse"], "--loss mse is none of ce, kl, accept, mixed"),
+        (["--template-kwargs", "["], "--template-kwargs is not JSON"),
+        (["--aux-layers", "a"], "--aux-layers a is not a list of layer numbers"),
+        (["--log", "paper"], "--log paper is none of tensorboard, wandb"),
+        (["--dtype", "int8"], "--dtype int8 is none of"),
+        (["--device", "tpu"], "'tpu' is no device"),
+        (["--eval-prompts", tmp_path / "no.jsonl"], "--eval-prompts"),
+    ):
+        ran = fledge("train", *words, *flags)
+        assert ran.code == 2 and reason in ran.err, ran.err
+
+
+# -- a run's file -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            "--method",
+            "eagle3.1",
+            "--gamma",
+            0.7,
+            "--template-kwargs",
+            '{"enable_thinking": false}',
+            "--aux-layers",
+            "1,4,6",
+        ],
+        ["--method", "peagle", "--layers", 2, "--cod-min-rate", 0.5, "--keep-out-of-vocab"],
+    ],
+    ids=["eagle3.1", "peagle"],
+)
+def test_a_runs_recipe_trains_the_same_draft_again(flags: list, made: Path, tmp_path: Path, fledge) -> None:
+    words = ["--target", made / "target", "--data", f"{made / 'chats.jsonl'}@0.5", *SHORT, "--seed", 7, *flags]
+    first = fledge("train", *words, "--out", tmp_path / "run")
+    assert first.code == 0, first.err
+    recipe = recipe_of(tmp_path / "run")
+    assert recipe["fledge_version"] == api.__version__ and recipe["steps"] == 3 and "epochs" not in recipe
+    assert recipe["settled"]["steps"] == 3 and not {"out", "resume", "config", "longest_row"} & recipe.keys()
+    again = fledge("train", "--config", tmp_path / "run" / "recipe.yaml", "--out", tmp_path / "again")
+    assert again.code == 0 and "is not used" not in again.err, again.err
+    draft, other = tmp_path / "run" / "draft", tmp_path / "again" / "draft"
+    for file in ("model.safetensors", "config.json"):
+        assert (draft / file).read_bytes() == (other / file).read_bytes()
+    assert recipe_of(tmp_path / "again") == recipe
+    taken = fledge("train", "--config", tmp_path / "run" / "recipe.yaml", "--out", tmp_path / "run")
+    assert taken.code == 2 and "holds a training run" in taken.err
+
+
+def test_from_python(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        f"target: {made / 'target'}\ndata: {made / 'chats.jsonl'}\nmax_length: 64\nsteps: 3\ndepth: 2\nepochs: 1\n"
+        "draft_vocab: 200\ndevice: cpu\neval_tokens: 1\n"
+    )
+    trained = api.train_draft(config=tmp_path / "recipe.yaml", out=tmp_path / "run", steps=2, row_length=None)
+    assert trained.metrics["step"] == 2
+    assert weights.read_draft_config(trained.draft).draft_vocab_size == 200
+    recipe = recipe_of(tmp_path / "run")
+    assert recipe["steps"] == 2 and recipe["data"] == [str(made / "chats.jsonl")]
+
+
+# -- former names -----------------------------------------------------------------------------------------------------
+
+
+def test_former_names_still_work(made: Path, tmp_path: Path) -> None:
+    words = ["--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run", *SHORT]
+    command = [sys.executable, "-m", "fledge", "train", *map(str, words), "--keep-unseen", "--method", "peagle"]
+    ran = subprocess.run([*command, "--cod-least", "0.4"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "fledge: --keep-unseen is now called --keep-out-of-vocab; the next release" in ran.stderr
+    assert "--cod-least is now called --cod-min-rate" in ran.stderr
+    recipe = recipe_of(tmp_path / "run")
+    assert recipe["keep_out_of_vocab"] is True and recipe["cod_min_rate"] == 0.4
+    with pytest.warns(RenamedOption, match="recipe.yaml: keep_unseen is now called .*keep_out_of_vocab"):
+        options, _ = merged(tmp_path, BASE + "keep_unseen: true\n")
+    assert options.keep_out_of_vocab is True
+    with (
+        pytest.raises(ValueError, match="give --target"),
+        pytest.warns(RenamedOption, match="^cod_least is now called"),
+    ):
+        api.train_draft(cod_least=0.4, out=tmp_path / "other")
+
+
+def test_former_names_are_not_shown_and_do_not_mix(fledge, tmp_path: Path) -> None:
+    assert "keep-unseen" not in fledge("train", "--help").out
+    ran = fledge("train", "--keep-unseen", "--keep-out-of-vocab")
+    assert ran.code == 2 and "--keep-unseen is the former name of --keep-out-of-vocab; give only" in ran.err
+
+
+# -- τ ----------------------------------------------------------------------------------------------------------------
+
+
+def test_tau_while_training_is_that_of_eval(made: Path, tmp_path: Path, fledge) -> None:
+    """On the same weights, prompts and number of new tokens, exactly.
+
+    Training measures the draft in memory, in the dtype that it computes in; a draft is written in bfloat16. So the
+    weights are the same where training computes in bfloat16. In float32 they differ by the rounding of the file. The
+    draft is trained on the target's own answers, so that some of its guesses are accepted.
+    """
+    engine = api.load(made / "target", device="cpu")
+    texts = [p["prompt"] for p in map(json.loads, (made / "prompts.jsonl").read_text().splitlines())]
+    own = [{"text": text + engine.generate(text, max_new_tokens=24).text} for text in texts]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in own))
+    words = ["--target", made / "target", "--device", "cpu", "--dtype", "bfloat16"]
+    prompts = made / "prompts.jsonl"
+    ran = fledge(
+        "train", *words, "--data", tmp_path / "own.jsonl", "--out", tmp_path / "run", "--max-length", 64, "--steps", 60,
+        "--depth", 4, "--eval-prompts", prompts, "--eval-tokens", 24,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    tau = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["eval_tau"]
+    draft = tmp_path / "run" / "draft"
+    found = fledge("eval", *words, "--draft", draft, "--prompts", prompts, "--max-new-tokens", 24, "--json")
+    record = json.loads(found.out)
+    assert record["prompts"] == 4 and record["tau"] == tau > 1.05
+    assert DraftConfig.from_hf(json.loads((draft / "config.json").read_text())).provenance.depth == 4
