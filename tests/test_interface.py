@@ -107,8 +107,8 @@ def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     """Trains in a new directory. Returns the metrics of every step, without its seconds."""
     run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
-    with run.held(lambda line: None):
-        run.start({})
+    with run.held():
+        run.start("")
         metrics = []
         train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
     return [{k: v for k, v in m.items() if k not in ("seconds", "tokens_per_s")} for m in metrics]
