@@ -107,7 +107,7 @@ def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     """Trains in a new directory. Returns the metrics of every step, without its seconds."""
     run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
-    with run.held(lambda line: None):
+    with run.held():
         run.start("seed: 0\n")
         metrics = []
         train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
@@ -139,7 +139,7 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
 
 def test_a_target_for_training_alone_does_not_decode(on_disk: OnDisk) -> None:
     assert isinstance(on_disk, api.Target)
-    with pytest.raises(TypeError, match=r"target is a loaded fledge\.Target .*not a value of type OnDisk"):
+    with pytest.raises(TypeError, match=r"target must be a loaded fledge\.Target .*not a value of type OnDisk"):
         Engine(on_disk)
 
 

@@ -352,5 +352,5 @@ def test_the_mask_is_a_token_that_nothing_says() -> None:
     assert chosen == max(i for i in tokenizer.added_tokens_decoder if 1 < i < 50)
     plain = tiny_tokenizer(None)
     assert choose_mask_token(documents, vocab, plain, [0, 1, *plain.added_tokens_decoder]) == 49
-    with pytest.raises(ValueError, match="holds the target's whole vocabulary"):
+    with pytest.raises(ValueError, match="the data contains the whole vocabulary"):
         choose_mask_token([Document(torch.arange(400).int(), torch.zeros(400).int())], vocab, tokenizer)

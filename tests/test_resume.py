@@ -106,6 +106,8 @@ from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
 from fledge.train.trainer import Schedule, train
+from support.rows import document
+from support.targets import tiny_draft, tiny_target
 
 here, steps = Path(sys.argv[1]), int(sys.argv[2])
 target = tiny_target()
@@ -197,7 +199,7 @@ def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
     schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1)
     with run.held():
-        resume = run.config.exists()
+        resume = run.recipe.exists()
         if not resume:
             run.start("a: 1")
         trainer.train(

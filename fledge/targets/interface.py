@@ -110,7 +110,7 @@ class Cache(Protocol):
         """After a verification keeps the first `lengths` tokens of each sequence, which were there before, and behind
         them the nodes of its path (ascending node numbers, the root first); forgets the other nodes."""
 
-    def select(self, rooms: Sequence[int]) -> None:
+    def select(self, sequences: Sequence[int]) -> None:
         """Keeps only these sequences, in this order."""
 
     def append(self, others: Sequence[Any]) -> None:

@@ -44,8 +44,8 @@ def _hold_out(records: list[Record], seed: int, say: Say) -> tuple[list[Record],
     be left to train on, all records are trained on."""
     chosen = set(random.Random(seed).sample(range(len(records)), EVAL_RECORDS))
     held_out = [r for i, r in enumerate(records) if i in chosen]
-    kept_out = {r.said() for r in held_out}
-    others = [r for r in records if r.said() not in kept_out]
+    kept_out = {r.content_key() for r in held_out}
+    others = [r for r in records if r.content_key() not in kept_out]
     if not others:
         return records, []
     copies = len(records) - len(others) - len(held_out)
