@@ -382,9 +382,8 @@ def test_parts_in_16_bits(part: str) -> None:
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
 def test_training_step(variant: dict, attention: str, slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, counts and gradients of a whole row are those of the eager way, with products of heights rounded up."""
-    monkeypatch.setattr(
-        linear, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE
-    )  # the interpreter is slow
+    multiple = 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE  # Triton's interpreter is slow
+    monkeypatch.setattr(linear, "ROW_MULTIPLE", multiple)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)

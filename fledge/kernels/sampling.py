@@ -50,9 +50,8 @@ def _state(key: Key) -> int:
 
 def _uniforms(state: int | Tensor, n: int, device: torch.device | str) -> Tensor:
     counter = torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + state
-    bits = (_mix_tensor(counter) >> 12) & (
-        (1 << 52) - 1
-    )  # 52 bits, so that adding 0.5 is exact and the result is below 1
+    # 52 bits, so that adding 0.5 is exact and the result is below 1
+    bits = (_mix_tensor(counter) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) * 2.0**-52
 
 
