@@ -49,7 +49,7 @@ def random_draft(
     """A draft with random weights, features of so many tokens, and a target's head [V, E]."""
     E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
     with torch.device(device):
-        draft = Draft(config).to(dtype)
+        draft = Draft(config).to(device, dtype)
         for p in draft.parameters():
             torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fledge.data.dataset import Rows
+from fledge.jobs.training import implementation
 from fledge.jobs.training.implementation import row_tried
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
@@ -303,7 +304,7 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
         said.append(taken)
         return ways, taken
 
-    monkeypatch.setattr(memory, "choose", chosen)
+    monkeypatch.setattr(implementation, "choose", chosen)
     cases = (1024, "keep", 1), (1024, "recompute", 2), (3000, "keep", 1), (8192, "keep", 2)
     for slots, activations, rows in cases:
         out = tmp_path / f"run-{slots}-{activations}"

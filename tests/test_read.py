@@ -506,6 +506,7 @@ def test_broken_json_names_its_line(tmp_path):
             {"instruction": "a", "history": ["b"], "output": "b"},
             r"line 1: its `history` is not a list of \[instruction, ",
         ),
+        ({"instruction": "a", "history": 5, "output": "b"}, "line 1: its `history` is not a list of .*: 5"),
         ({"conversations": [{"from": "human"}]}, "line 1: a ShareGPT turn needs `from` and `value`"),
     ],
 )

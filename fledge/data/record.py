@@ -149,7 +149,8 @@ def _instruction(row: dict[str, Any], where: str) -> list[Any]:
     Instruction and input are joined by a newline, as in LLaMA-Factory.
     """
     messages: list[Any] = []
-    for pair in row.get("history") or []:
+    history = row.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{where}: its `history` is not a list of [instruction, output] pairs: {_short(pair)}")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]

@@ -83,7 +83,7 @@ def choose_mask_token(
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for d in documents:
         seen[d.tokens] = True
-    seen[[i for i in stop_ids if i < vocab_size]] = True
+    seen[[i for i in stop_ids if 0 <= i < vocab_size]] = True
     free = (~seen).nonzero().squeeze(-1).tolist()
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not free:
