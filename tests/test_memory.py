@@ -17,7 +17,7 @@ from fledge.jobs.training.implementation import row_tried
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft
-from fledge.train import memory, trainer
+from fledge.train import trainer
 from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.train.walk import walk
