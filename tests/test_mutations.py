@@ -10,11 +10,12 @@ TESTS = Path(__file__).parent
 LISTS = {"MUTATIONS", "REPLACED", "ALTERED", "DRAFTING", "BROKEN"}
 
 
-def listed() -> dict[str, set[str]]:
-    """The mutations that the README says each file has."""
+def listed() -> dict[str, dict[str, str]]:
+    """Of each file, the mutations that the README lists and what each replaces."""
     text = (TESTS / "README.md").read_text()
     sections = re.split(r"^### .*`(test_\w+\.py)`$", text.partition("\n### What is checked")[0], flags=re.M)[1:]
-    return {f: set(re.findall(r"^\| `(\w+)` \|", rows, re.M)) for f, rows in zip(*[iter(sections)] * 2, strict=True)}
+    pairs = zip(sections[::2], sections[1::2], strict=True)
+    return {file: dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", rows, re.M)) for file, rows in pairs}
 
 
 def names(tree: ast.AST) -> set[str]:
@@ -22,17 +23,22 @@ def names(tree: ast.AST) -> set[str]:
 
 
 def test_every_mutation_is_listed() -> None:
-    """And every name that is listed is a function, a class or a test of that file."""
+    """With the function that it replaces; and every name that is listed is a function, a class or a test there."""
     found = listed()
-    for file in sorted(TESTS.glob("test_*.py")):
-        body = ast.parse(file.read_text()).body
-        lists = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) and LISTS & names(node)]
-        defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        mutations = set().union(*map(names, lists)) & {n.name for n in body if isinstance(n, ast.FunctionDef)}
-        assert mutations <= found.get(file.name, set()), file.name
-        known = defined | {re.sub(r"^test_|_is_noticed$", "", name) for name in defined}
-        assert found.get(file.name, set()) <= known, file.name
     assert len(found) == 8 and all(found.values())
+    for file in sorted(TESTS.glob("test_*.py")):
+        text, rows = file.read_text(), found.get(file.name, {})
+        body = ast.parse(text).body
+        functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        lists = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) and LISTS & names(node)]
+        mutations = set().union(*map(names, lists)) & functions
+        assert mutations <= rows.keys(), file.name
+        for mutation in mutations:
+            for replaced in re.findall(r"(\w+)`", rows[mutation]):
+                assert f'"{replaced}", {mutation}' in text, (file.name, mutation, replaced)
+        classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+        tests = {re.sub(r"^test_|_is_noticed$", "", name) for name in functions}
+        assert rows.keys() <= functions | classes | tests, file.name
 
 
 def test_every_test_that_is_named_is_there() -> None:

@@ -98,8 +98,6 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-from support.rows import document
-from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
 from fledge.targets.fit import resolve_layers
 from fledge.targets.source import LiveFeatures
