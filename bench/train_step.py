@@ -184,9 +184,9 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     if case.ways.attention == "eager" and case.tokens >= LONG:
-        took = seconds(lambda: found.append(step().to_step()), device)
+        took = seconds(lambda: found.append(step().to_host()), device)
     else:
-        found += [step().to_step() for _ in range(2)]
+        found += [step().to_host() for _ in range(2)]
         took = statistics.median(queued_seconds(step, options.repeats, device))
     if options.profile and device != "cpu" and case.ways.attention != "eager":
         profile(step)

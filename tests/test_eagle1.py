@@ -122,19 +122,22 @@ def test_one_step_is_all_it_trains() -> None:
 def test_noise() -> None:
     """Each document's states move by up to 512 / its length times the scale, the same for the same key; what is to be
     said does not move."""
-    from fledge.train.objective import _with_noise
+    from fledge.train.objective import add_feature_noise
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)
     states = draft.reads(features_for(draft, target, row))
-    moved = _with_noise(states, row, 0.1, "0 7 0") - states
+    moved = add_feature_noise(states, row, 0.1, "0 7 0") - states
     for a, b in row.documents():
         far = 0.1 * 512 / (b - a)
         assert moved[a:b].abs().max() <= far * (1 + 1e-6) and moved[a:b].abs().mean() > 0.4 * far
-    assert torch.equal(_with_noise(states, row, 0.1, "0 7 0") - states, moved)
-    assert not torch.equal(_with_noise(states, row, 0.1, "0 8 0") - states, moved)
-    assert _with_noise(states, row, 0.0, "0 7 0") is states
-    features, objectives = features_for(draft, target, row), [Objective(depth=1, noise=scale) for scale in (0.0, 0.1)]
+    assert torch.equal(add_feature_noise(states, row, 0.1, "0 7 0") - states, moved)
+    assert not torch.equal(add_feature_noise(states, row, 0.1, "0 8 0") - states, moved)
+    assert add_feature_noise(states, row, 0.0, "0 7 0") is states
+    features, objectives = (
+        features_for(draft, target, row),
+        [Objective(depth=1, feature_noise=scale) for scale in (0.0, 0.1)],
+    )
     quiet, loud = (ttt(draft, row, features, target.logits, objective, key="1").loss for objective in objectives)
     assert quiet != loud
 

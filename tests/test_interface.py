@@ -107,7 +107,7 @@ def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     """Trains in a new directory. Returns the metrics of every step, without its seconds."""
     run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
-    with run.held():
+    with run.locked():
         run.start("seed: 0\n")
         metrics = []
         train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)

@@ -397,7 +397,7 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=4), ways)
     torch.testing.assert_close(step.loss.cpu(), plain.loss, rtol=1e-4, atol=0)
     assert torch.equal(step.hit_K, plain.hit_K) and torch.equal(step.scored_K, plain.scored_K)
-    assert step.walked == plain.walked
+    assert step.simulated == plain.simulated
     for name, g in gradients(draft, step.loss).items():
         assert distance(g, expected[name]) < 1e-3, name
 

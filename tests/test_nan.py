@@ -96,9 +96,9 @@ def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, f
 
     monkeypatch.setattr(training_draft, "start_from_target", huge)
     said = train(made, fledge)
-    assert "the gradient of step 1 is nan: nothing has been learnt yet" in said and "--lr" not in said
+    assert "the gradient of step 1 is nan: this is the first step" in said and "--lr" not in said
 
 
 def test_what_goes_wrong_later_is_the_learning_rate(made, fledge):
     said = train(made, fledge, "--lr", 1e30, "--warmup", 0, "--clip", 1e30)
-    assert "the gradient of step 2 is nan: train anew with a lower --lr" in said
+    assert "the gradient of step 2 is nan: train again with a lower --lr" in said

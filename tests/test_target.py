@@ -20,7 +20,7 @@ from fledge.targets.loading import load_target
 from fledge.targets.running import RunningState
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.memory import of_length
+from fledge.train.memory import resize_row
 from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
@@ -359,7 +359,7 @@ def test_filler_is_not_read(monkeypatch):
     row = row_of(9, 7, length=500)
     features = target.features(row, LAYERS)
     assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
-    again = target.features(of_length(row, 1000), LAYERS)
+    again = target.features(resize_row(row, 1000), LAYERS)
     assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
     assert same_features(target.features(row_of(9, length=9), LAYERS), alone(target, row_of(9, length=9)))
 

@@ -584,13 +584,15 @@ def test_no_space_left(tmp_path, monkeypatch, where):
 def test_a_run_is_started_once(tmp_path):
     run = RunDirectory(tmp_path / "deep" / "run")
     with pytest.raises(ValueError, match="holds no training run to resume"):
-        run.started()
+        run.options_file()
     run.start("lr: 0.1")
-    assert run.started().read_text() == "lr: 0.1" and run.load_checkpoint() is None
-    with pytest.raises(ValueError, match=r"holds a training run; go on with --resume .*run, or choose another --out"):
+    assert run.options_file().read_text() == "lr: 0.1" and run.load_checkpoint() is None
+    with pytest.raises(
+        ValueError, match=r"holds a training run; continue it with --resume .*run, or choose another --out"
+    ):
         run.start("lr: 0.2")
     run.recipe.rename(run.old_config)  # of an earlier version
-    assert run.started() == run.old_config
+    assert run.options_file() == run.old_config
     with pytest.raises(ValueError, match="holds a training run"):
         run.check_free()
 
@@ -657,10 +659,10 @@ def test_a_train_json_that_is_none_is_told(tmp_path, text):
 
 
 def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
-    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "place": (3, 4)}
+    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "address": (3, 4)}
     run.save_checkpoint(draft, torch.float32, state)
     loaded = run.load_checkpoint()
-    assert loaded["place"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
+    assert loaded["address"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
     assert same(load_draft(run.checkpoint), draft)
 
 
@@ -669,7 +671,7 @@ def test_a_line_that_training_did_not_write_is_told(tmp_path, line):
     run = RunDirectory(tmp_path)
     before = b'{"step": 1}\n' + line.encode("latin-1").replace(b"]", b"]}") + b'\n{"step": 2}\n'
     run.metrics.write_bytes(before)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is none that training wrote; remove it"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 was not written by training; remove it"):
         run.truncate_metrics(1)
     assert run.metrics.read_bytes() == before
 
@@ -695,14 +697,12 @@ def test_what_a_run_cannot_replace_is_refused_before_it_begins(tmp_path, name, h
         place.symlink_to(elsewhere)
         if how == "link":
             elsewhere.mkdir() if kind == "directory" else elsewhere.write_text("mine")
-    wanted = (
-        f"is no {kind}, so a run" if how == "other kind" else "is a symbolic link.*move what it leads to in its place"
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.held():
+    wanted = f"is not a {kind}, so a run" if how == "other kind" else "is a symbolic link.*move the link's target here"
+    with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.locked():
         pytest.fail("it was begun")
     assert listing(run.path) == [name] and place.is_symlink() == ("link" in how)
     if name in OWNED:
-        with pytest.raises(ValueError, match=r"is there, and a run|holds a training run"):
+        with pytest.raises(ValueError, match=r"exists, and a run|holds a training run"):
             run.check_free()
 
 
@@ -710,7 +710,7 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     run = RunDirectory(tmp_path / "run")
-    with run.held():
+    with run.locked():
         run.start("a: 1")
         for step in (1, 2):
             run.save_checkpoint(make(), torch.float32, {"step": step})
@@ -720,23 +720,26 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
 def test_a_run_has_one_owner_who_mends_it(tmp_path):
     """What was half done when its last owner was killed is put right by the next, and by nobody else."""
     run = RunDirectory(tmp_path / "run")
-    with run.held():
+    with run.locked():
         run.save_checkpoint(make(), torch.float32, {"step": 1})
     run.checkpoint.rename(run.path / ".checkpoint.fledge-old")
     (run.path / ".fledge-new-0123").write_text("half of metrics.json")
     (run.path / ".fledge-lock").write_text("process 1 on another machine")
-    with run.held():
+    with run.locked():
         assert listing(run.path) == [".fledge-lock", "checkpoint"]
-        with pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"), run.held():
+        with (
+            pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"),
+            run.locked(),
+        ):
             pytest.fail("two own it")
     assert listing(run.path) == ["checkpoint"]
 
 
 def test_a_run_that_writes_nothing_leaves_no_directory(tmp_path):
-    with pytest.raises(ValueError, match="no data"), RunDirectory(tmp_path / "run").held():
+    with pytest.raises(ValueError, match="no data"), RunDirectory(tmp_path / "run").locked():
         raise ValueError("no data")
     (tmp_path / "mine").mkdir()
-    with RunDirectory(tmp_path / "mine").held():
+    with RunDirectory(tmp_path / "mine").locked():
         pass
     assert listing(tmp_path) == ["mine"]
 
