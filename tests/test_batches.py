@@ -310,11 +310,11 @@ def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys
 
 
 MUTATIONS = [  # (owner, function, what replaces it)
-    (TargetCache, "open", start_all_at_one_place),
+    (TargetCache, "allocate", start_all_at_one_place),
     (TransformersTarget, "_positions_and_masks", see_everything),
     (Batch, "_remember", remember_the_first_requests_states),
-    (DraftCache, "open", draft_at_one_place),
-    (DraftCache, "_seen", draft_seeing_beyond_its_own),
+    (DraftCache, "allocate", draft_at_one_place),
+    (DraftCache, "_visible_slots", draft_seeing_beyond_its_own),
     (TargetCache, "select", keep_the_first_request),
     (DraftCache, "select", keep_the_first_request),
     (GrowingLayer, "update", write_the_first_requests_states_alone),

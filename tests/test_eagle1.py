@@ -126,7 +126,7 @@ def test_noise() -> None:
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)
-    states = draft.reads(features_for(draft, target, row))
+    states = draft.select_states(features_for(draft, target, row))
     moved = add_feature_noise(states, row, 0.1, "0 7 0") - states
     for a, b in row.documents():
         far = 0.1 * 512 / (b - a)

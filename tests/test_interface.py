@@ -21,7 +21,7 @@ from fledge.eval.prompts import EvalPrompt
 from fledge.eval.run import evaluate
 from fledge.methods import METHODS
 from fledge.models.draft import Draft
-from fledge.models.init import start_from_target
+from fledge.models.init import initialize_from_target
 from fledge.targets.fit import fit, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
@@ -128,7 +128,7 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
     for name, target in (("live", live), ("disk", on_disk)):
         draft = tiny_draft(target, **DRAFTS[method])
         torch.manual_seed(7)
-        start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+        initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
         layers = fit(draft, target)
         assert layers == layers_of(draft.config, live)
         found.append((trained(draft, LiveFeatures(target, layers), tmp_path / name), draft.state_dict()))

@@ -325,7 +325,7 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
     target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
     target.model.to("cuda", torch.bfloat16)
     draft = tiny_draft(target).to("cuda", torch.bfloat16)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     assert target.packs  # found out before memory is measured
     row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(2)])
 

@@ -172,7 +172,7 @@ def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
     if mistake is stay_at_one_position:
         replace_function(monkeypatch, objective, "plan_steps", mistake)
     else:
-        trained = AlteredDraft(draft, masked=mistake)
+        trained = AlteredDraft(draft, mask_inputs=mistake)
     step = ttt(trained, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS, gamma=1.0))
     assert abs(step.loss - by_definition(draft, target, row, row.live(STEPS))).item() > 1e-3
 

@@ -41,16 +41,19 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
     cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
     R = token_R.numel()
     position = torch.arange(R + len(path))
-    cache.open(R)
+    cache.allocate(R)
     out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend)[-1:]
     cache.set_lengths([R])
     for k, token in enumerate(path):
-        cache.open(1)
+        cache.allocate(1)
         out = draft.step(
-            draft.to_target(torch.tensor([token])), draft.read(out)[0], position[R + k : R + k + 1], cache.attend
+            draft.to_target(torch.tensor([token])),
+            draft.split_output(out)[0],
+            position[R + k : R + k + 1],
+            cache.attend,
         )
         cache.scratch += 1
-    return draft.logits(draft.read(out)[1])[0].float().log_softmax(-1)
+    return draft.logits(draft.split_output(out)[1])[0].float().log_softmax(-1)
 
 
 def tree_by_force(
@@ -430,8 +433,8 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
     ]
 
 
-def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, seen_BSJ: Tensor | None = None) -> Tensor:
-    return open_slots(cache, n, *given, seen_BSJ=None if seen_BSJ is None else torch.ones_like(seen_BSJ))
+def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, visible_BSJ: Tensor | None = None) -> Tensor:
+    return open_slots(cache, n, *given, visible_BSJ=None if visible_BSJ is None else torch.ones_like(visible_BSJ))
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
@@ -448,7 +451,7 @@ def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, sc
 
 
 DRAFTING = [
-    (DraftCache, "open", see_uncles),
+    (DraftCache, "allocate", see_uncles),
     (Draft, "step", a_level_too_deep),
     (sources, "rows_of", read_the_first_ones_state),
     (DynamicTree, "children", forget_the_score_so_far),

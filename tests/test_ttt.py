@@ -103,7 +103,7 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
     features = features_for(draft, target, row)
     trained = draft
     if where == "fed back":
-        trained = AlteredDraft(draft, read=cut_fed_back)
+        trained = AlteredDraft(draft, split_output=cut_fed_back)
     elif where == "own keys":
         monkeypatch.setattr(objective, "OwnSteps", CutKeys)
     else:
@@ -141,7 +141,7 @@ def test_many_chunks_lose_nothing() -> None:
     features = features_for(draft, target, row)
     exact = gradients(draft, ttt(draft, row, features, target.logits, Objective(depth=3)).loss)
     draft.to(torch.bfloat16)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
 
     def errors(slots: int | None) -> dict[str, float]:
         step = ttt(draft, row, features, target.logits, Objective(depth=3), Implementation(slots=slots))

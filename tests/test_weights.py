@@ -255,7 +255,7 @@ def test_the_authors_eagle_3(tmp_path):
     assert loaded.config.method == "eagle3" and same(loaded, draft)
     whole = (written / "pytorch_model.bin").read_bytes()
     (written / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
-    refused(written, r"pytorch_model\.bin cannot be read .*; it is cut short or damaged, copy it again")
+    refused(written, r"pytorch_model\.bin cannot be read .*; it is truncated or damaged, copy it again")
 
 
 def test_int32_offsets_and_no_t2d(tmp_path):
@@ -269,7 +269,7 @@ def test_an_embedding_that_is_shipped_is_used(tmp_path):
     draft = saved(tmp_path / "d", own_embeddings=True)
     reconfigure(tmp_path / "d", fledge=None)
     loaded = load_draft(tmp_path / "d")
-    loaded.share(torch.zeros(V, D))
+    loaded.share_target_weights(torch.zeros(V, D))
     assert torch.equal(loaded.embed(torch.arange(V)), draft.embed_tokens.weight)
 
 
@@ -295,7 +295,7 @@ def test_cut_weights(tmp_path, keep):
     file = tmp_path / "d" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
-    refused(tmp_path / "d", r"cannot be read .*; it is cut short or damaged, copy it again")
+    refused(tmp_path / "d", r"cannot be read .*; it is truncated or damaged, copy it again")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"hidden_size": 32', "\x00\x01", "[]", "3", "null", '{"hidden_size": 32}'])
@@ -346,9 +346,9 @@ def move_one(tensors):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda t: t.pop("d2t"), "has no d2t: .* nothing says which"),
-        (move_one, "the vocabulary map in .* is not the one its config.json was written with"),
-        (lambda t: t["d2t"].zero_(), "is not the one its config.json was written with"),
+        (lambda t: t.pop("d2t"), "has no d2t: .* target ids are unknown"),
+        (move_one, "its vocabulary map does not match the hash in its config.json"),
+        (lambda t: t["d2t"].zero_(), "does not match the hash in its config.json"),
         (lambda t: t.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
         (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
         (lambda t: t.update({"foo.weight": torch.ones(2)}), "foo.weight is not part of such a draft"),

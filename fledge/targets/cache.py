@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fledge.kernels.transfer import to_device
-from fledge.models.kv_cache import join_rooms, room_slots, select_rooms
+from fledge.models.kv_cache import buffer_capacity, concatenate_buffers, select_sequences
 
 
 def move_slots(room: Tensor, from_BR: Tensor, to_BR: Tensor) -> None:
@@ -58,7 +58,7 @@ class GrowingLayer(DynamicLayer):
         if self.room is None:
             self.room = [x.new_zeros(*x.shape[:-2], 0, x.shape[-1]) for x in like]
         if length > (there := self.room[0].shape[-2]):
-            self.room = [F.pad(room, (0, 0, 0, room_slots(length) - there)) for room in self.room]
+            self.room = [F.pad(room, (0, 0, 0, buffer_capacity(length) - there)) for room in self.room]
         self.keys, self.values = (room[..., :length, :] for room in self.room)
 
 
@@ -67,7 +67,7 @@ class TargetCache(Cache):
     read, so that nothing a rollback needs is dropped.
 
     It holds one sequence, whose length transformers tracks, or B sequences (after `settle`, `select` or `append`),
-    whose `lengths` are kept here and whose next states go to the slots that `open` gives.
+    whose `lengths` are kept here and whose next states go to the slots that `allocate` gives.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class TargetCache(Cache):
             self._hold(list(lengths))
 
     @torch.inference_mode()
-    def open(self, n: int) -> Tensor:
+    def allocate(self, n: int) -> Tensor:
         """Opens `n` slots behind each of several sequences for the next states. Returns them, int64 [B, n]."""
         start = to_device([torch.tensor(self.lengths)], self.layers[0].keys.device)[0]
         at_BN = start[:, None] + torch.arange(n, device=start.device)
@@ -125,7 +125,7 @@ class TargetCache(Cache):
         lengths = [self.lengths[b] for b in sequences]
         for layer in self.layers:
             at = torch.tensor(sequences, device=layer.keys.device)
-            layer.move_into([select_rooms(room, at, max(lengths)) for room in layer.room], max(lengths))
+            layer.move_into([select_sequences(room, at, max(lengths)) for room in layer.room], max(lengths))
         self._hold(lengths)
 
     @torch.inference_mode()
@@ -134,7 +134,7 @@ class TargetCache(Cache):
         lengths = [*self.lengths, *(n for o in others for n in o.lengths)]
         for i, layer in enumerate(self.layers):
             together = zip(layer.room, *(o.layers[i].room for o in others), strict=True)
-            layer.move_into([join_rooms(rooms, max(lengths)) for rooms in together], max(lengths))
+            layer.move_into([concatenate_buffers(rooms, max(lengths)) for rooms in together], max(lengths))
         self._hold(lengths)
 
     def _hold(self, lengths: list[int]) -> None:

@@ -16,7 +16,7 @@ def fit(draft: Draft, target: Target) -> tuple[int, ...]:
     if problem := mismatch(draft.config, target):
         raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
     layers = layers_of(draft.config, target)
-    draft.share(target.embedding, target.head_weight)
+    draft.share_target_weights(target.embedding, target.head_weight)
     return layers
 
 

@@ -270,7 +270,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         layer."""
         ancestors, lengths = tree.ancestors(), cache.lengths
         B, N = tree.token_BN.shape
-        node_BN = cache.open(N) if B > 1 else torch.arange(lengths[0], lengths[0] + N, device=self.device)[None]
+        node_BN = cache.allocate(N) if B > 1 else torch.arange(lengths[0], lengths[0] + N, device=self.device)[None]
         depth_BN = ancestors.sum(-1) - 1
         key_position = torch.arange(max(lengths) + N, device=self.device).expand(B, -1)
         past = (key_position < node_BN[:, :1])[:, None].expand(-1, N, -1)

@@ -203,7 +203,7 @@ class RowPass:
         fused = implementation.layers == "triton"
         self.compute = Compute(implementation.layers, implementation.recompute, self.gradients if fused else None)
         self.document_starts = torch.tensor([a for a, _ in row.documents()])
-        states_TAD = draft.reads(features).to(draft.device, draft.dtype)
+        states_TAD = draft.select_states(features).to(draft.device, draft.dtype)
         self.first = self._first_pass(add_feature_noise(states_TAD, row, objective.feature_noise, key))
         self.first_gradients: list[Tensor] = []  # summed over the chunks, one for each of `first.tensors()`
 
@@ -256,7 +256,7 @@ class RowPass:
         draft, compute, attention = self.draft, self.compute, self.implementation.attention
         own = [OwnSteps() for _ in draft.blocks]
         last = len(draft.blocks) - 1
-        masked = draft.masked(compute) if draft.family.one_pass else None
+        masked = draft.mask_inputs(compute) if draft.family.one_pass else None
         fed_back = first.state
         plans = plan_steps(self.row, slots, first.start, draft.device, pad_rows=self.implementation.pads_rows)
         for k, plan in enumerate(plans):
@@ -269,14 +269,14 @@ class RowPass:
             token = embedding_rows[k] if embedding_rows else plan.token_P
             if k == 0:
                 state = take_rows(fed_back, plan.previous_P, slots[0].numel())
-                out = draft(token, state, plan.position_P, attend, compute, first=last, part="queries").hidden_SE
+                out = draft(token, state, plan.position_P, attend, compute, first=last, part="queries").state_SE
             elif masked:
                 out = draft.step(*masked, plan.position_P, attend, compute)
             else:
                 if slots[k].numel() < slots[k - 1].numel():
                     fed_back = take_rows(fed_back, plan.previous_P, slots[k].numel())
                 out = draft.step(token, fed_back, plan.position_P, attend, compute)
-            fed_back, head_input = draft.read(out, compute)
+            fed_back, head_input = draft.split_output(out, compute)
             yield out, head_input
 
     def collect(self, first: FirstPass) -> None:

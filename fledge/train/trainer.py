@@ -201,7 +201,7 @@ def _nonfinite_cause(rows: Iterator[Packed], source: FeatureSource, draft: Draft
     initial draft, or the learning rate."""
     for row in rows:
         features = source.features(row)
-        states = (features.last_TD, draft.reads(features))
+        states = (features.last_TD, draft.select_states(features))
         if not all(bool(x.isfinite().all()) for x in states):
             return (
                 f"the target computes NaN or infinite hidden states in {str(features.last_TD.dtype).split('.')[-1]}; "

@@ -12,7 +12,7 @@ from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
 from fledge.jobs.training.target import Prepared
 from fledge.models.draft import Draft
-from fledge.models.init import start_from_target
+from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.fit import fit, mismatch
 from fledge.types import Document
@@ -72,7 +72,7 @@ def _new(recipe: Recipe, prepared: Prepared, documents: list[Document], say: Say
     config = _config(recipe, prepared, mask)
     draft = Draft(config.with_provenance(coverage=coverage, **_known(recipe, prepared)))
     draft.set_vocabulary(ids)
-    start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 
