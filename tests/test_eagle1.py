@@ -18,7 +18,7 @@ from fledge.kernels import linear
 from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document
@@ -191,7 +191,7 @@ def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
     assert config["model_type"] == "llama" and config["bias"] is False
     assert not {"draft_vocab_size", "fc_norm", "num_aux_hidden_states"} & set(config)
     loaded = load_draft(tmp_path / "d", dtype=torch.float32)
-    assert fit(loaded, target) == ()
+    assert connect_draft(loaded, target) == ()
     assert loaded.config.method == "eagle1" and not loaded.config.fc_bias
     for (n, a), (_, b) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a, b), n
@@ -212,7 +212,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     loaded = load_draft(tmp_path / "a", dtype=torch.float32)
-    fit(loaded, target)
+    connect_draft(loaded, target)
     assert loaded.config.fc_bias and loaded.config.own_embeddings
     row = row_of(DOCUMENTS)
     losses = [
@@ -268,8 +268,8 @@ def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
 def test_a_target_that_scales_its_logits_is_refused() -> None:
     target, draft = pair()
     target.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="the target's logits are more than the product"):
-        fit(draft, target)
+    with pytest.raises(ValueError, match="the target also applies a bias, scaling or cap"):
+        connect_draft(draft, target)
 
 
 def test_targets_too_shallow_for_eagle_3() -> None:
@@ -288,7 +288,7 @@ def test_two_drafts_of_one_target() -> None:
     alone = [Engine(target, draft, depth=3) for draft in drafts]
     expected = []
     for engine in alone:
-        fit(engine.draft, target)
+        connect_draft(engine.draft, target)
         expected.append([r.accepted for r in engine.generate([5, 6, 7], max_new_tokens=20).trace.rounds])
     done = [Completion() for _ in engines]
     streams = [e.stream([5, 6, 7], max_new_tokens=20, into=c) for e, c in zip(engines, done, strict=True)]

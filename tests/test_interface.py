@@ -22,7 +22,7 @@ from fledge.eval.run import evaluate
 from fledge.methods import METHODS
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
-from fledge.targets.fit import fit, layers_of
+from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.train.checkpoint import RunDirectory
@@ -129,7 +129,7 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
         draft = tiny_draft(target, **DRAFTS[method])
         torch.manual_seed(7)
         initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
-        layers = fit(draft, target)
+        layers = connect_draft(draft, target)
         assert layers == layers_of(draft.config, live)
         found.append((trained(draft, LiveFeatures(target, layers), tmp_path / name), draft.state_dict()))
     (steps, weights), (same_steps, same_weights) = found
@@ -191,7 +191,7 @@ def test_models_know_nothing_of_targets() -> None:
     names = [f"fledge.models.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
     for modules, heavy in (
         (names, "('transformers', 'fledge.targets')"),
-        (["fledge.targets.fit", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),
+        (["fledge.targets.compatibility", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),
     ):
         code = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -23,7 +23,7 @@ from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
 from fledge.targets import transformers as transformers_target
 from fledge.targets.cache import TargetCache
-from fledge.targets.fit import layers_of
+from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train import plan as plan_module

@@ -199,7 +199,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
 
 def test_rates_outside_their_range_are_refused() -> None:
     for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="the rate is above 0 and at most 1"):
+        with pytest.raises(ValueError, match="the rate must be above 0 and at most 1"):
             DropTokens(rate, least)
 
 

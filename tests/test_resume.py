@@ -22,7 +22,7 @@ from fledge.data.dataset import Rows
 from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
@@ -101,7 +101,7 @@ torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 from support.rows import document
 from support.targets import tiny_draft, tiny_target
 from fledge.data.dataset import Rows
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective

@@ -204,7 +204,7 @@ def test_every_node_sees_its_path(name: str) -> None:
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformersTarget, "_positions_and_masks", lambda self, tree, cache: {})
-    with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; draft chains"):
+    with pytest.raises(ValueError, match=r"each node of a tree must see only its own path; draft chains"):
         tiny_target().check_masks()
 
 
@@ -438,7 +438,7 @@ def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, visible_
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
-    deeper = 0 if "rows" in options else 1  # the pass over what was committed is right
+    deeper = 0 if "query_rows" in options else 1  # the pass over what was committed is right
     return step(token, hidden, position + deeper, attend, **options)
 
 

@@ -22,7 +22,7 @@ from fledge.jobs.training.recipe_file import resumed
 from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.train.checkpoint import RunDirectory
 from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
@@ -354,8 +354,11 @@ def move_one(tensors):
         (lambda t: t.update({"foo.weight": torch.ones(2)}), "foo.weight is not part of such a draft"),
         (lambda t: t.update({"mask_hidden": torch.ones(1, 1, 96)}), "mask_hidden is not part of such a draft"),
         (lambda t: t.update({"fc_norm.0.weight": torch.ones(D)}), "fc_norm.0.weight is not part of such a draft"),
-        (lambda t: t.update({"fc.weight": torch.ones(D, 2 * D)}), r"fc.weight is \[32, 64\] where .* says \[32, 96\]"),
-        (lambda t: t.update({"d2t": torch.zeros(39, dtype=torch.int64)}), r"d2t is \[39\] where .* says \[40\]"),
+        (
+            lambda t: t.update({"fc.weight": torch.ones(D, 2 * D)}),
+            r"fc.weight has shape \[32, 64\], .* requires \[32, 96\]",
+        ),
+        (lambda t: t.update({"d2t": torch.zeros(39, dtype=torch.int64)}), r"d2t has shape \[39\], .* requires \[40\]"),
         (lambda t: [t.pop(n) for n in list(t) if n.startswith("midlayer")], r"is missing; .* \(and 7 more\)"),
     ],
 )
@@ -369,7 +372,7 @@ def test_weights_that_do_not_fit_their_config(tmp_path, change, match):
 def test_maps_that_name_no_tokens_of_the_target(tmp_path, offset):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t.update(d2t=t["d2t"] + offset))
-    refused(tmp_path / "d", "outside the target's 0..119")
+    refused(tmp_path / "d", "outside the target's vocabulary 0..119")
 
 
 def test_maps_that_name_a_token_twice(tmp_path):
@@ -383,17 +386,17 @@ def test_maps_that_name_a_token_twice(tmp_path):
 
 def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
     draft = tiny_draft(target, draft_vocab_size=100, aux_layers=(1, 4, 8))
-    assert fit(draft, target) == (1, 4, 8)
+    assert connect_draft(draft, target) == (1, 4, 8)
     assert draft._shared["embedding"].data_ptr() == target.embedding.data_ptr()
-    assert fit(tiny_draft(target), target) == default_aux_layers(8)
+    assert connect_draft(tiny_draft(target), target) == default_aux_layers(8)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         (dict(vocab_size=399, draft_vocab_size=399), "vocabulary of 399 tokens and the target has 400"),
-        (dict(target_hidden_size=64, own_embeddings=True), "hidden states 64 wide and the target's are 32"),
-        (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers and this one has 8"),
+        (dict(target_hidden_size=64, own_embeddings=True), "hidden states of size 64, and the target's have size 32"),
+        (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers, and this one has 8"),
         (dict(provenance=Provenance(tokenizer_sha256="0" * 64)), "trained with another tokenizer"),
         (dict(aux_layers=(2, 4, 9)), "but the target has layers 0..8"),
     ],
@@ -401,14 +404,14 @@ def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
 def test_a_draft_of_another_target_is_refused(target, changes, match):
     other = Draft(replace(tiny_draft(target).config, **changes))
     with pytest.raises(ValueError, match=match):
-        fit(other, target)
+        connect_draft(other, target)
 
 
 def test_the_right_tokenizer_is_recognised(target):
     known = Provenance(
         target_layers=8, tokenizer_sha256=weights.tokenizer_sha256(tiny_tokenizer()), template_sha256="other"
     )
-    fit(Draft(replace(tiny_draft(target).config, provenance=known)), target)
+    connect_draft(Draft(replace(tiny_draft(target).config, provenance=known)), target)
     smaller = weights.tokenizer_sha256(tiny_tokenizer(vocab_size=300))
     assert smaller != known.tokenizer_sha256
 
@@ -421,7 +424,7 @@ def test_longropes_other_list_is_refused():
     )  # fmt: skip
     draft = tiny_draft(short)
     with pytest.raises(ValueError, match="longrope's short factors; load the target with max_length"):
-        fit(draft, long)
+        connect_draft(draft, long)
 
 
 # -- whole or not at all ----------------------------------------------------------------------------------------------
@@ -624,7 +627,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 is not .*start a new run"
+        ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 differs.*start a new run"
     ):
         run.load_checkpoint()
     (run.checkpoint / "SHA256SUMS").write_text("garbled")

@@ -14,7 +14,7 @@ from fledge.jobs.training.target import Prepared
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
-from fledge.targets.fit import fit, mismatch
+from fledge.targets.compatibility import connect_draft, mismatch
 from fledge.types import Document
 
 DRAFT_VOCAB = 32_000  # most tokens that a draft can propose, by default
@@ -27,7 +27,7 @@ def make_draft(recipe: Recipe, prepared: Prepared, documents: list[Document], sa
     torch.manual_seed(recipe.seed)
     make = _continued if isinstance(recipe.draft, ExistingDraft) else _new
     draft = make(recipe, prepared, documents, say).to(device=prepared.target.device, dtype=prepared.target.dtype)
-    fit(draft, prepared.target)
+    connect_draft(draft, prepared.target)
     return draft
 
 

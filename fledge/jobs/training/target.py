@@ -10,7 +10,7 @@ import torch
 from fledge.data.template import ChatTemplate
 from fledge.jobs.options import dtype_named, new_tokens
 from fledge.jobs.training.recipe import ComputeRecipe, ExistingDraft, Recipe
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
