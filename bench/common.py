@@ -53,7 +53,7 @@ def random_draft(
         for p in draft.parameters():
             torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share(table)
+        draft.share_target_weights(table)
         features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
     draft.set_vocabulary(torch.arange(W) * (V // W))
     return draft, features, head

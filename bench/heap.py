@@ -44,7 +44,7 @@ def main() -> None:
 def measure(kept: bool, options: argparse.Namespace) -> dict:
     """Some steps of training as the demo does, with a larger vocabulary."""
     if not kept:
-        heap.keep_freed = lambda: False
+        heap.retain_freed_memory = lambda: False
     faults: list[int] = []
     show = Show(quiet=True)
     show.step = lambda steps, metrics: faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)

@@ -71,7 +71,7 @@ def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
-            first = step().to_step()
+            first = step().to_host()
         took = statistics.median(queued_seconds(step, options.repeats, device))
     except torch.OutOfMemoryError:
         return row | {"error": "out of memory"}

@@ -184,9 +184,9 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     if case.ways.attention == "eager" and case.tokens >= LONG:
-        took = seconds(lambda: found.append(step().to_step()), device)
+        took = seconds(lambda: found.append(step().to_host()), device)
     else:
-        found += [step().to_step() for _ in range(2)]
+        found += [step().to_host() for _ in range(2)]
         took = statistics.median(queued_seconds(step, options.repeats, device))
     if options.profile and device != "cpu" and case.ways.attention != "eager":
         profile(step)
@@ -220,7 +220,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     """Tokens a second of the trainer's own step, the target's forward pass included."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fledge.targets.fit import fit
+    from fledge.targets.compatibility import connect_draft
     from fledge.targets.source import LiveFeatures
     from fledge.targets.transformers import TransformersTarget
     from fledge.train.optim import MasterAdamW
@@ -241,7 +241,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     W = config.draft_vocab_size
     draft = Draft(config).to(device, dtype)
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
-    layers = fit(draft, target)
+    layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
     schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.ways)
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)

@@ -110,12 +110,12 @@ class Features:
 
 
 @dataclass
-class Step:
+class RowSums:
     """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
 
     `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of live
     slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier steps, and
-    the sum of the acceptance rates α (float32). `walked` is (tokens committed, rounds) of a decoding simulated on the
+    the sum of the acceptance rates α (float32). simulated is (tokens committed, rounds) of a decoding simulated on the
     row, as if its text were the target's output.
     """
 
@@ -125,13 +125,13 @@ class Step:
     hit_K: Tensor
     survive_K: Tensor
     accept_K: Tensor
-    walked: tuple[int, int]
+    simulated: tuple[int, int]
 
-    def __add__(self, other: Step) -> Step:
-        return Step(
+    def __add__(self, other: RowSums) -> RowSums:
+        return RowSums(
             self.loss.detach() + other.loss.detach(),
             *(getattr(self, f) + getattr(other, f) for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K")),
-            walked=(self.walked[0] + other.walked[0], self.walked[1] + other.walked[1]),
+            simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
         )
 
 

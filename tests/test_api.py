@@ -218,17 +218,17 @@ def test_a_loaded_model_is_taken(made: Path) -> None:
 
 def test_models_that_cannot_be_taken(made: Path, tmp_path: Path) -> None:
     model = tiny_target().model
-    with pytest.raises(ValueError, match=r"no tokenizer can be loaded since the model does not say where it is from; "):
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded since the model.s config has no name_or_path; "):
         api.load(model)
     model.save_pretrained(tmp_path / "alone")
     with pytest.raises(
-        ValueError, match=r"no tokenizer can be loaded in .*alone, .*; give load\(model, tokenizer=\.\.\)"
+        ValueError, match=r"no tokenizer can be loaded from .*alone, .*; pass one with load\(model, tokenizer=\.\.\)"
     ):
         api.load(hugging_face_model(tmp_path / "alone"))
     for more in (dict(device="cpu"), dict(dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"this model is loaded already: move it with model\.to"):
             api.load(model, tokenizer=tiny_tokenizer(), **more)
-    with pytest.raises(ValueError, match="LlamaModel is no causal language model; load one by AutoModelForCausalLM"):
+    with pytest.raises(ValueError, match="LlamaModel is not a causal language model; load one by AutoModelForCausalLM"):
         api.load(model.model, tokenizer=tiny_tokenizer())
     with pytest.raises(ValueError, match="tokenizer= goes with a loaded model; a target's directory has its own"):
         api.load(made / "target", tokenizer=tiny_tokenizer())

@@ -9,8 +9,8 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fledge.decode.engine import Engine
-from fledge.kernels.attention import additive_rows, grouped_attention, heads_as_rows, prepare_mask
-from fledge.targets.attention import QUERIES, attend
+from fledge.kernels.attention import additive_mask, grouped_attention, heads_as_rows, prepare_mask
+from fledge.targets.attention import MAX_QUERIES, attend
 from fledge.types import Tree
 from support.targets import tiny_draft, tiny_target
 
@@ -48,7 +48,7 @@ def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
         expected = by_definition(q, k, v, mask, scale)
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         for given in (mask, added):
-            assert torch.allclose(attend(q, k, v, additive_rows(given, times, q.dtype), scale), expected)
+            assert torch.allclose(attend(q, k, v, additive_mask(given, times, q.dtype), scale), expected)
     everything = by_definition(q, k, v, torch.ones_like(mask), 8**-0.5)
     assert torch.allclose(attend(q, k, v, None), everything)
 
@@ -79,7 +79,7 @@ def test_a_mask_made_for_other_layers_is_prepared_again() -> None:
     q, k, v, mask = case(1, 3, 9, 4, 2)
     expected = by_definition(q, k, v, mask, 8**-0.5)
     for times in (1, 2, 4):
-        given = additive_rows(mask, times, q.dtype)
+        given = additive_mask(mask, times, q.dtype)
         assert torch.allclose(attend(GROUPED, q, k, v, given)[0], expected)
         assert torch.allclose(attend(GROUPED, q, k, v, given, softcap=None, cache=0)[0], expected)
 
@@ -102,7 +102,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
     return "theirs"
 
 
-@pytest.mark.parametrize("queries", [1, 5, QUERIES + 1])
+@pytest.mark.parametrize("queries", [1, 5, MAX_QUERIES + 1])
 def test_it_is_what_transformers_computes(queries: int) -> None:
     """Few queries or many, with a mask or without."""
     q, k, v, mask = case(2, queries, queries + 20, 6, 2)

@@ -151,7 +151,7 @@ def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPa
     def watched(self: Batch) -> None:
         dismiss(self)
         if self.running:
-            seen.append((self.cache.layers[0].room[0].shape[-2], self.proposer.source.cache.buffer.shape[-2]))
+            seen.append((self.cache.layers[0].buffers[0].shape[-2], self.proposer.source.cache.buffer.shape[-2]))
 
     monkeypatch.setattr(Batch, "dismiss", watched)
     asked = [[5] * 400, *asked, *asked]
@@ -222,15 +222,15 @@ def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("change", ["select", "append"])
 def test_a_cache_moves_layer_by_layer(change: str) -> None:
-    """Beside the new rooms no more than one layer's old ones are held."""
+    """Beside the new buffers, at most one layer's old ones are alive."""
     target = exact_target()
     with Bytes() as counted:
         _, _, cache = target.prefill([[5] * 300, [7] * 200])
         _, _, other = target.prefill([[9] * 300])
-        old = sum(room.nbytes for room in cache.layers[0].room)
+        old = sum(b.nbytes for b in cache.layers[0].buffers)
         before = counted.peak = counted.now
         cache.select([0, 1]) if change == "select" else cache.append([other])
-        new = sum(room.nbytes for room in cache.layers[0].room)
+        new = sum(b.nbytes for b in cache.layers[0].buffers)
     assert counted.peak - before <= len(cache.layers) * (new - old) + 2 * new < len(cache.layers) * new
 
 
@@ -265,15 +265,15 @@ def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch
         return {**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])}
 
     monkeypatch.setattr(TransformersTarget, "_positions_and_masks", mixing)
-    with pytest.raises(ValueError, match="each request must see its own text alone; decode them one by one"):
+    with pytest.raises(ValueError, match="each request must see only its own text; decode them one by one"):
         engine.generate_all([[5, 6], [7, 8, 9]], batch=2)
 
 
 def start_all_at_one_place(open_slots: Any, cache: TargetCache, n: int) -> Tensor:
-    at_BN = open_slots(cache, n)
-    wrong = at_BN.amax(0, keepdim=True).expand_as(at_BN)
+    slot_BN = open_slots(cache, n)
+    wrong = slot_BN.amax(0, keepdim=True).expand_as(slot_BN)
     for layer in cache.layers:
-        layer.at_BN = wrong
+        layer.next_slot_BN = wrong
     return wrong
 
 
@@ -298,23 +298,23 @@ def draft_seeing_beyond_its_own(seen: Any, cache: DraftCache, S: int) -> Tensor 
     return None if right is None else torch.ones_like(right)
 
 
-def keep_the_first_request(select: Any, cache: TargetCache | DraftCache, rooms: Sequence[int]) -> None:
-    select(cache, [0] * len(rooms))
+def keep_the_first_request(select: Any, cache: TargetCache | DraftCache, sequences: Sequence[int]) -> None:
+    select(cache, [0] * len(sequences))
 
 
 def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys: Tensor, values: Tensor, *more: Any):
     first = torch.zeros(keys.shape[0], 1, 1, 1, dtype=keys.dtype)
     first[0] = 1
-    one = layer.at_BN is None
+    one = layer.next_slot_BN is None
     return update(layer, keys if one else keys * first, values if one else values * first, *more)
 
 
 MUTATIONS = [  # (owner, function, what replaces it)
-    (TargetCache, "open", start_all_at_one_place),
+    (TargetCache, "allocate", start_all_at_one_place),
     (TransformersTarget, "_positions_and_masks", see_everything),
     (Batch, "_remember", remember_the_first_requests_states),
-    (DraftCache, "open", draft_at_one_place),
-    (DraftCache, "_seen", draft_seeing_beyond_its_own),
+    (DraftCache, "allocate", draft_at_one_place),
+    (DraftCache, "_visible_slots", draft_seeing_beyond_its_own),
     (TargetCache, "select", keep_the_first_request),
     (DraftCache, "select", keep_the_first_request),
     (GrowingLayer, "update", write_the_first_requests_states_alone),

@@ -18,7 +18,7 @@ from fledge.kernels import linear
 from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Document
@@ -122,19 +122,22 @@ def test_one_step_is_all_it_trains() -> None:
 def test_noise() -> None:
     """Each document's states move by up to 512 / its length times the scale, the same for the same key; what is to be
     said does not move."""
-    from fledge.train.objective import _with_noise
+    from fledge.train.objective import add_feature_noise
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)
-    states = draft.reads(features_for(draft, target, row))
-    moved = _with_noise(states, row, 0.1, "0 7 0") - states
+    states = draft.select_states(features_for(draft, target, row))
+    moved = add_feature_noise(states, row, 0.1, "0 7 0") - states
     for a, b in row.documents():
         far = 0.1 * 512 / (b - a)
         assert moved[a:b].abs().max() <= far * (1 + 1e-6) and moved[a:b].abs().mean() > 0.4 * far
-    assert torch.equal(_with_noise(states, row, 0.1, "0 7 0") - states, moved)
-    assert not torch.equal(_with_noise(states, row, 0.1, "0 8 0") - states, moved)
-    assert _with_noise(states, row, 0.0, "0 7 0") is states
-    features, objectives = features_for(draft, target, row), [Objective(depth=1, noise=scale) for scale in (0.0, 0.1)]
+    assert torch.equal(add_feature_noise(states, row, 0.1, "0 7 0") - states, moved)
+    assert not torch.equal(add_feature_noise(states, row, 0.1, "0 8 0") - states, moved)
+    assert add_feature_noise(states, row, 0.0, "0 7 0") is states
+    features, objectives = (
+        features_for(draft, target, row),
+        [Objective(depth=1, feature_noise=scale) for scale in (0.0, 0.1)],
+    )
     quiet, loud = (ttt(draft, row, features, target.logits, objective, key="1").loss for objective in objectives)
     assert quiet != loud
 
@@ -188,7 +191,7 @@ def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
     assert config["model_type"] == "llama" and config["bias"] is False
     assert not {"draft_vocab_size", "fc_norm", "num_aux_hidden_states"} & set(config)
     loaded = load_draft(tmp_path / "d", dtype=torch.float32)
-    assert fit(loaded, target) == ()
+    assert connect_draft(loaded, target) == ()
     assert loaded.config.method == "eagle1" and not loaded.config.fc_bias
     for (n, a), (_, b) in zip(draft.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a, b), n
@@ -209,7 +212,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     loaded = load_draft(tmp_path / "a", dtype=torch.float32)
-    fit(loaded, target)
+    connect_draft(loaded, target)
     assert loaded.config.fc_bias and loaded.config.own_embeddings
     row = row_of(DOCUMENTS)
     losses = [
@@ -265,8 +268,8 @@ def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
 def test_a_target_that_scales_its_logits_is_refused() -> None:
     target, draft = pair()
     target.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match="the target's logits are more than the product"):
-        fit(draft, target)
+    with pytest.raises(ValueError, match="the target also applies a bias, scaling or cap"):
+        connect_draft(draft, target)
 
 
 def test_targets_too_shallow_for_eagle_3() -> None:
@@ -285,7 +288,7 @@ def test_two_drafts_of_one_target() -> None:
     alone = [Engine(target, draft, depth=3) for draft in drafts]
     expected = []
     for engine in alone:
-        fit(engine.draft, target)
+        connect_draft(engine.draft, target)
         expected.append([r.accepted for r in engine.generate([5, 6, 7], max_new_tokens=20).trace.rounds])
     done = [Completion() for _ in engines]
     streams = [e.stream([5, 6, 7], max_new_tokens=20, into=c) for e, c in zip(engines, done, strict=True)]

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from fledge.models.draft import Draft
-from fledge.models.init import start_from_target
+from fledge.models.init import initialize_from_target
 from fledge.targets.interface import Target
 from support.targets import tiny_draft, tiny_target
 
 
 def start_from(target: Target, draft: Draft) -> None:
-    start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])

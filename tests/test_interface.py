@@ -21,8 +21,8 @@ from fledge.eval.prompts import EvalPrompt
 from fledge.eval.run import evaluate
 from fledge.methods import METHODS
 from fledge.models.draft import Draft
-from fledge.models.init import start_from_target
-from fledge.targets.fit import fit, layers_of
+from fledge.models.init import initialize_from_target
+from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.train.checkpoint import RunDirectory
@@ -107,7 +107,7 @@ def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     """Trains in a new directory. Returns the metrics of every step, without its seconds."""
     run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
-    with run.held():
+    with run.locked():
         run.start("seed: 0\n")
         metrics = []
         train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
@@ -128,8 +128,8 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
     for name, target in (("live", live), ("disk", on_disk)):
         draft = tiny_draft(target, **DRAFTS[method])
         torch.manual_seed(7)
-        start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
-        layers = fit(draft, target)
+        initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+        layers = connect_draft(draft, target)
         assert layers == layers_of(draft.config, live)
         found.append((trained(draft, LiveFeatures(target, layers), tmp_path / name), draft.state_dict()))
     (steps, weights), (same_steps, same_weights) = found
@@ -191,7 +191,7 @@ def test_models_know_nothing_of_targets() -> None:
     names = [f"fledge.models.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
     for modules, heavy in (
         (names, "('transformers', 'fledge.targets')"),
-        (["fledge.targets.fit", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),
+        (["fledge.targets.compatibility", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),
     ):
         code = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

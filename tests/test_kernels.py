@@ -391,12 +391,12 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     plain = ttt(draft, row, features, target.logits, Objective(depth=4))
     expected = {n: g.to(DEVICE) for n, g in gradients(draft, plain.loss).items()}
     target.model.to(DEVICE), draft.to(DEVICE)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     ways = Implementation(attention, "triton", "triton", slots, recompute=slots is not None)
     step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=4), ways)
     torch.testing.assert_close(step.loss.cpu(), plain.loss, rtol=1e-4, atol=0)
     assert torch.equal(step.hit_K, plain.hit_K) and torch.equal(step.scored_K, plain.scored_K)
-    assert step.walked == plain.walked
+    assert step.simulated == plain.simulated
     for name, g in gradients(draft, step.loss).items():
         assert distance(g, expected[name]) < 1e-3, name
 
@@ -414,7 +414,7 @@ def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.M
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     target.model.to(DEVICE)
     draft = tiny_draft(target, draft_vocab_size=128).to(DEVICE)  # of a width that a row of logits keeps its alignment
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     ways = Implementation(attention, "triton", "triton", slots=300)
     for tried, starts in enumerate([(0, 9), (0, 333), (1, 700), (400, 401), (901, 993), (17, 18), (5, 444)]):
         row = row_of([document(512, (starts[0] % 512, 512)), document(7), document(505, (starts[1] % 505, 505))])
@@ -435,7 +435,7 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
     row = row_of([document(9), document(1, (0, 1))], filler=3)
     features = features_for(draft, target, row)
     target.model.to(DEVICE), draft.to(DEVICE)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     ways = Implementation("triton", "triton", "triton", slots)
     step = ttt(draft, row, features, lambda x: target.logits(x.to(DEVICE)), Objective(depth=3), ways)
     assert step.loss == 0 and not step.live_K.any() and not step.scored_K.any()
@@ -450,7 +450,7 @@ def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> 
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
     target.model.to(DEVICE), draft.to(DEVICE)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     row = row_of(DOCUMENTS)
     features = features_for(draft, target, row)
     saved, found = {}, {}
@@ -486,7 +486,7 @@ def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(DOCUMENTS)
     features = features_for(draft, target, row)
     target.model.to(DEVICE), draft.to(DEVICE)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     for n, p in draft.named_parameters():
         p.requires_grad_(not any(part in n for part in FROZEN[name]))
     found = {}
@@ -513,7 +513,7 @@ def test_training_step_in_16_bits(attention: str) -> None:
     head = target.head.weight.to(DEVICE, torch.bfloat16)
 
     def gradients_of(draft: Draft, ways: Implementation) -> dict[str, Tensor]:
-        draft.share(target.embedding)
+        draft.share_target_weights(target.embedding)
         seen = Features(features.aux_TAD.to(draft.dtype), features.last_TD.to(draft.dtype))
         step = ttt(draft, row, seen, lambda x: x @ head.to(draft.dtype).T, Objective(depth=4), ways)
         return {"loss": step.loss, **gradients(draft, step.loss)}

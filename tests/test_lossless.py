@@ -21,7 +21,7 @@ from fledge.targets.cache import TargetCache
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import Objective
-from fledge.train.walk import walk_rounds
+from fledge.train.simulate import accepted_per_round
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.mutations import replace_function
@@ -403,8 +403,8 @@ def test_the_first_of_several_stop_strings() -> None:
 
 @pytest.mark.parametrize("vocabulary", [400, 350])
 @pytest.mark.parametrize("depth", [1, 3, 5])
-def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the target's own greedy text, training's walk accepts what the decoder accepts, round for round; the last
+def test_simulated_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the target's greedy text, the decoding that training simulates has the rounds of the decoder; the last
     round is cut with the text."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
@@ -412,8 +412,13 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
     asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
     fit_head(target, draft, [spoken(engine, asked[0], 40)[0]], depth)
     seen: dict[str, Any] = {}
-    walk = objective.walk
-    monkeypatch.setattr(objective, "walk", lambda live, hits: seen.update(live=live, hits=hits) or walk(live, hits))
+    simulate = objective.simulate_decoding
+
+    def recorded(live: Any, hits: Any) -> tuple[int, int]:
+        seen.update(live=live, hits=hits)
+        return simulate(live, hits)
+
+    monkeypatch.setattr(objective, "simulate_decoding", recorded)
     every = []
     for prompt in asked:
         document, done = spoken(engine, prompt, 40)
@@ -423,8 +428,8 @@ def test_walked_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypat
         for r in done.trace.rounds:
             decoded.append(min(r.accepted, left))
             left -= r.accepted + 1
-        assert walk_rounds(seen["live"], seen["hits"]) == decoded
-        assert step.walked == (sum(decoded) + len(decoded), len(decoded))
+        assert accepted_per_round(seen["live"], seen["hits"]) == decoded
+        assert step.simulated == (sum(decoded) + len(decoded), len(decoded))
         every += decoded
     assert {0, depth} <= set(every), "rejections and full acceptance were both to occur"
 

@@ -18,9 +18,9 @@ from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft
 from fledge.train import trainer
-from fledge.train.memory import LADDER, MARGIN, Trial, choose, ladder, longest_row, of_length
+from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, longest_row, resize_row
 from fledge.train.objective import Implementation, Objective, ttt
-from fledge.train.walk import walk
+from fledge.train.simulate import simulate_decoding
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -36,10 +36,10 @@ ROW = row_of([document(4096, (0, 4096))])
 def test_rows_made_of_one() -> None:
     """Its beginning, as much supervised as the whole, or document by document over and over."""
     row = row_of([document(5, (4, 5)), document(7, (2, 5), (5, 7))], filler=2)
-    short = of_length(row, 8)
+    short = resize_row(row, 8)
     assert torch.equal(short.token_T, row.token_T[:8]) and torch.equal(short.position_T, row.position_T[:8])
     assert short.span_T.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
-    long = of_length(row, 31)
+    long = resize_row(row, 31)
     assert torch.equal(long.token_T, row.token_T.repeat(3)[:31])
     assert long.documents() == [(0, 5), (5, 12), (12, 14), (14, 19), (19, 26), (26, 28), (28, 31)]
     assert torch.equal(long.position_T, row.position_T.repeat(3)[:31])
@@ -50,7 +50,7 @@ def test_rows_made_of_one() -> None:
 def test_a_row_made_shorter_has_live_slots() -> None:
     """However little is supervised: a step over it does all that a step does."""
     row = row_of([document(4096, (4000, 4001))])
-    assert of_length(row, 256).live(1)[0].numel() == 1
+    assert resize_row(row, 256).live(1)[0].numel() == 1
 
 
 def test_the_heaviest_rows() -> None:
@@ -69,10 +69,10 @@ def test_what_is_tried() -> None:
     ways = Implementation("triton", "triton", "triton")
 
     def tried(ways: Implementation, slots: int | None, activations: str) -> list[tuple[int, bool, bool]]:
-        return [(w.slots, w.recompute, w.prefetch) for w in ladder(ways, slots=slots, activations=activations)]
+        return [(w.slots, w.recompute, w.prefetch) for w in candidates(ways, slots=slots, activations=activations)]
 
-    assert tried(ways, None, "auto") == list(LADDER)
-    assert tried(ways, None, "keep") == [rung for rung in LADDER if not rung[1]]
+    assert tried(ways, None, "auto") == list(CANDIDATES)
+    assert tried(ways, None, "keep") == [rung for rung in CANDIDATES if not rung[1]]
     assert [n for n, again, _ in tried(ways, None, "recompute") if again] == [8192, 4096, 2048, 2048, 1024]
     plain = tried(Implementation(), None, "auto")
     assert [n for n, again, _ in plain if not again] == [8192, 4096, 2048, 2048, 1024], "it recomputes nothing"
@@ -128,36 +128,36 @@ def test_what_is_needed(device: Device) -> None:
     """The step's peak, or the update's where that is higher, and what the optimizer holds, and the sum where several
     rows make a step; of the row that takes most. Nothing is left behind."""
     trial = device.trial()
-    assert trial.needed(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10,) * 2
-    assert device.trial(2).needed(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10,) * 2
+    assert trial.measure(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10,) * 2
+    assert device.trial(2).measure(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10,) * 2
     for rows_per_step in (1, 2):  # the update's sum is the step's
-        assert device.trial(rows_per_step).needed(Implementation(slots=0)) == (50 + 6 * 10 + 12 * 10,) * 2
-    assert trial.needed(Implementation(slots=1), 1000) == (50 + 3 * 1000 + 12 * 10,) * 2
+        assert device.trial(rows_per_step).measure(Implementation(slots=0)) == (50 + 6 * 10 + 12 * 10,) * 2
+    assert trial.measure(Implementation(slots=1), 1000) == (50 + 3 * 1000 + 12 * 10,) * 2
     assert (
-        Trial(device.draft, [of_length(ROW, 128), ROW, of_length(ROW, 500)], device.step).needed(
+        Trial(device.draft, [resize_row(ROW, 128), ROW, resize_row(ROW, 500)], device.step).measure(
             Implementation(slots=1)
         )
         == (50 + 3 * 4096 + 12 * 10,) * 2
     )
     device.apart = 7
-    assert trial.needed(Implementation(slots=1)) == (50 + 3 * 4096 + 12 * 10,) * 2
-    assert trial.needed(Implementation(slots=1, prefetch=True)) == (50 + 3 * 4096 + 12 * 10, 57 + 3 * 4096 + 12 * 10)
+    assert trial.measure(Implementation(slots=1)) == (50 + 3 * 4096 + 12 * 10,) * 2
+    assert trial.measure(Implementation(slots=1, prefetch=True)) == (50 + 3 * 4096 + 12 * 10, 57 + 3 * 4096 + 12 * 10)
     assert device.draft.weight.grad is None
     device.fits = 10
     with pytest.raises(torch.OutOfMemoryError):
-        trial.needed(Implementation(slots=4))
+        trial.measure(Implementation(slots=4))
     assert device.draft.weight.grad is None
 
 
 def test_the_first_that_fits(device: Device) -> None:
-    asked = ladder(Implementation(layers="triton"), slots=None, activations="auto")
+    asked = candidates(Implementation(layers="triton"), slots=None, activations="auto")
 
     def chosen(available: int) -> tuple[int, bool, bool]:
         ways, taken = choose(device.trial(), asked, available)
-        assert taken == device.peak + 120 <= MARGIN * available
+        assert taken == device.peak + 120 <= USABLE_FRACTION * available
         return ways.slots, ways.recompute, ways.prefetch
 
-    assert chosen(10**12) == LADDER[0]
+    assert chosen(10**12) == CANDIDATES[0]
     assert chosen(3 * 4096 * 2300) == (2048, False, True)
     assert chosen(3 * 4096 * 2100) == (2048, True, False)
     device.apart = 10**12
@@ -185,7 +185,7 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 
     def longest() -> int:
         device.tried, told[:] = [], []
-        available = (3 * slots * fitting + 170) / MARGIN
+        available = (3 * slots * fitting + 170) / USABLE_FRACTION
         return longest_row(device.trial(), Implementation(slots=slots), available, lambda *t: told.append(t))
 
     found = longest()
@@ -234,11 +234,11 @@ def test_what_cannot_be_done_is_refused(words: tuple[str, ...], reason: str, fle
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
 @pytest.mark.parametrize("kept", [False, True])
 def test_freed_memory_is_kept(kept: bool) -> None:
-    """A block that was freed comes back with its pages; without `keep_freed` each is a page fault again."""
+    """A block that was freed comes back with its pages; without `retain_freed_memory` each is a page fault again."""
     script = """
 import resource
-from fledge.train.heap import keep_freed
-assert KEPT is False or keep_freed()
+from fledge.train.heap import retain_freed_memory
+assert KEPT is False or retain_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 block = lambda: len(b"x" * (1 << 26))
 block()
@@ -286,7 +286,7 @@ def test_training_with_every_loss(loss: str, fledge, tmp_path, monkeypatch: pyte
         assert metrics["hit"] == pytest.approx([int(h.sum()) / n for h, n in zip(whole.hits(), live, strict=True)])
         assert metrics["survive"] == pytest.approx([s / n for s, n in zip(whole.survived(), live, strict=True)])
         assert metrics["accept"] == pytest.approx([float(a) / n for a, n in zip(whole.accepted(), live, strict=True)])
-        committed, rounds = walk(whole.live, whole.hits())
+        committed, rounds = simulate_decoding(whole.live, whole.hits())
         assert metrics["tau"] == pytest.approx(committed / rounds)
     learnt = dict(load_draft(tmp_path / "run" / "checkpoint", dtype=torch.bfloat16).named_parameters())
     assert begun and not [n for n, p in begun.items() if torch.equal(learnt[n], p.bfloat16())]
@@ -326,7 +326,7 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
     target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
     target.model.to("cuda", torch.bfloat16)
     draft = tiny_draft(target).to("cuda", torch.bfloat16)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
     assert target.packs  # found out before memory is measured
     row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(2)])
 
@@ -336,4 +336,8 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
     ways, available = Implementation("triton", "triton", "triton", slots=1024, recompute=True), 2 * 2**30
     trial = Trial(draft, [row], step)
     longest = longest_row(trial, ways, available)
-    assert trial.needed(ways, longest)[0] <= 1.001 * MARGIN * available < trial.needed(ways, longest * 11 // 10)[0]
+    assert (
+        trial.measure(ways, longest)[0]
+        <= 1.001 * USABLE_FRACTION * available
+        < trial.measure(ways, longest * 11 // 10)[0]
+    )

@@ -88,17 +88,17 @@ def test_states_that_turn_nan_while_training_are_the_targets(made, fledge, monke
 
 
 def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, fledge, monkeypatch):
-    started = training_draft.start_from_target
+    started = training_draft.initialize_from_target
 
     def huge(draft, *of_target):
         started(draft, *of_target)
         draft.norm.weight.data.fill_(1e38)
 
-    monkeypatch.setattr(training_draft, "start_from_target", huge)
+    monkeypatch.setattr(training_draft, "initialize_from_target", huge)
     said = train(made, fledge)
-    assert "the gradient of step 1 is nan: nothing has been learnt yet" in said and "--lr" not in said
+    assert "the gradient of step 1 is nan: this is the first step" in said and "--lr" not in said
 
 
 def test_what_goes_wrong_later_is_the_learning_rate(made, fledge):
     said = train(made, fledge, "--lr", 1e30, "--warmup", 0, "--clip", 1e30)
-    assert "the gradient of step 2 is nan: train anew with a lower --lr" in said
+    assert "the gradient of step 2 is nan: train again with a lower --lr" in said

@@ -23,7 +23,7 @@ from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
 from fledge.targets import transformers as transformers_target
 from fledge.targets.cache import TargetCache
-from fledge.targets.fit import layers_of
+from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train import plan as plan_module
@@ -104,7 +104,7 @@ def run_target(
         piece = tokens[at : at + size]
         out, features = target.verify(Tree.chain(piece[None]), cache, layers_of(draft.config, target))
         logits.append(out[0])
-        aux.append(draft.reads(features))
+        aux.append(draft.select_states(features))
         at += piece.numel()
         target.verify(Tree.chain(torch.tensor([[7, 5, 3]])), cache)
         cache.rollback(at)
@@ -382,10 +382,10 @@ REPLACED = [
 ]
 # and those of a draft that training alone reads otherwise: (method, what replaces it, shape)
 ALTERED = [
-    ("read", feeds_back_the_normed, "llama"),
-    ("read", feeds_back_the_unnormed, "norm_output"),
-    ("read", feeds_back_nothing, "llama"),
-    ("masked", masks_read_a_word, "p-eagle"),
+    ("split_output", feeds_back_the_normed, "llama"),
+    ("split_output", feeds_back_the_unnormed, "norm_output"),
+    ("split_output", feeds_back_nothing, "llama"),
+    ("mask_inputs", masks_read_a_word, "p-eagle"),
 ]
 
 

@@ -172,7 +172,7 @@ def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
     if mistake is stay_at_one_position:
         replace_function(monkeypatch, objective, "plan_steps", mistake)
     else:
-        trained = AlteredDraft(draft, masked=mistake)
+        trained = AlteredDraft(draft, mask_inputs=mistake)
     step = ttt(trained, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS, gamma=1.0))
     assert abs(step.loss - by_definition(draft, target, row, row.live(STEPS))).item() > 1e-3
 
@@ -199,7 +199,7 @@ def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str
 
 def test_rates_outside_their_range_are_refused() -> None:
     for rate, least in ((0.0, 0.2), (1.5, 0.2), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="the rate is above 0 and at most 1"):
+        with pytest.raises(ValueError, match="the rate must be above 0 and at most 1"):
             DropTokens(rate, least)
 
 

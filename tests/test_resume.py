@@ -22,7 +22,7 @@ from fledge.data.dataset import Rows
 from fledge.jobs import show as show_job
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
@@ -99,7 +99,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 from fledge.data.dataset import Rows
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
@@ -117,7 +117,7 @@ def train_in(out):
     run = RunDirectory(out)
     def better(draft):  # than each step before, so that each is published
         return {"tau": 1 + run.metrics.read_text().count("\\n")}
-    with run.held():
+    with run.locked():
         resume = run.recipe.exists()
         if not resume:
             run.start("a: 1")
@@ -196,7 +196,7 @@ def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
     source = LiveFeatures(target, resolve_layers(None, target))
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
     schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1)
-    with run.held():
+    with run.locked():
         resume = run.recipe.exists()
         if not resume:
             run.start("a: 1")
@@ -225,7 +225,7 @@ def round_the_weights(load: Any, optimizer: MasterAdamW, state: dict) -> None:
 
 
 def begin_the_data_again(progress_of: Any, *given: Any) -> trainer.Progress:
-    return replace(progress_of(*given), place=(0, 0))
+    return replace(progress_of(*given), address=(0, 0))
 
 
 def begin_the_schedule_again(progress_of: Any, *given: Any) -> trainer.Progress:
@@ -359,7 +359,7 @@ def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge,
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     during_step(monkeypatch, 3, lambda: send(*signals))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
-    assert ran.code == 130 and ran.err.count("stopping after this step; once more") == 1, ran.err
+    assert ran.code == 130 and ran.err.count("stopping after this step; a second Ctrl-C") == 1, ran.err
     assert f"stopped after step 3; go on with: fledge train --resume {tmp_path / 'run'}" in ran.err.replace("\n", "")
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
     monkeypatch.undo()
@@ -391,7 +391,7 @@ def test_a_second_ctrl_c_lets_a_save_end(tmp_path, fledge, monkeypatch):
     monkeypatch.setattr(torch, "save", interrupted)
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and "stopped after step 2; go on with" in ran.err, ran.err
-    assert ran.err.count("a checkpoint is being saved; stopping when it is whole") == 2
+    assert ran.err.count("a checkpoint is being saved; stopping when it is complete") == 2
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 2
 
 
@@ -407,7 +407,7 @@ def test_an_interruption_is_said_from_another_thread():
     told = []
     with Interruption(lambda line: told.append((line, threading.current_thread()))) as interruption:
         send(signal.SIGINT)
-        assert interruption.asked
+        assert interruption.requested
     ((line, thread),) = told
     assert "stopping after this step" in line and thread is not threading.main_thread()
 
@@ -447,7 +447,7 @@ def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
     words = ["train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS]
     assert fledge(*words).code == 0
     for run, second in ((tmp_path / "run", ["train", "--resume", tmp_path / "run"]), (tmp_path / "new", words)):
-        with RunDirectory(run).held():
+        with RunDirectory(run).locked():
             ran = fledge(*(run if word == tmp_path / "run" else word for word in second))
             assert ran.code == 2 and f"{run} is in use: process {os.getpid()} on" in ran.err, ran.err
     assert not (tmp_path / "new").exists()
@@ -480,8 +480,8 @@ def states(state: dict) -> dict[str, object]:
         "a list": [state],
         "a step of words": {**state, "progress": {**progress, "step": "three"}},
         "a step after the last": {**state, "progress": {**progress, "step": 99}},
-        "no such place": {**state, "progress": {**progress, "place": (0, 10**9)}},
-        "a place of one": {**state, "progress": {**progress, "place": (0,)}},
+        "no such row": {**state, "progress": {**progress, "address": (0, 10**9)}},
+        "an address of one": {**state, "progress": {**progress, "address": (0,)}},
         "progress in a list": {**state, "progress": [1, 2]},
         "foreign progress": {**state, "progress": {**progress, "loss": 1.0}},
         "too few weights": {**state, "optimizer": {**optimizer, "masters": masters[1:]}},
@@ -493,7 +493,7 @@ def states(state: dict) -> dict[str, object]:
 
 
 def test_a_state_that_training_did_not_write_is_told(tmp_path, fledge):
-    """Of a checkpoint without hashes, as they once were; a whole one of those goes on."""
+    """Changed states of a checkpoint without hashes are refused; a state of an earlier version is resumed."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
     checkpoint = tmp_path / "run" / "checkpoint"
@@ -503,7 +503,8 @@ def test_a_state_that_training_did_not_write_is_told(tmp_path, fledge):
         torch.save(other, checkpoint / "state.pt")
         ran = fledge("train", "--resume", tmp_path / "run")
         assert ran.code == 2 and "state.pt cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
-    torch.save(state, checkpoint / "state.pt")
+    earlier = {"place" if name == "address" else name: value for name, value in state["progress"].items()}
+    torch.save({**state, "progress": earlier}, checkpoint / "state.pt")
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
@@ -515,7 +516,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
     ran = fledge("train", "--resume", tmp_path / "run")
-    assert ran.code == 2 and "its SHA-256 is not the one it was written with" in ran.err, ran.err
+    assert ran.code == 2 and "its SHA-256 differs from the recorded one" in ran.err, ran.err
     words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
     assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the cure that is named"
     assert len(metrics_of(tmp_path / "anew")) == 6

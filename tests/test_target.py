@@ -14,13 +14,13 @@ from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.pack import make_row
 from fledge.decode.engine import Engine
 from fledge.targets.cache import TargetCache
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import UNLIMITED
 from fledge.targets.loading import load_target
-from fledge.targets.running import RunningState
+from fledge.targets.recurrent import RecurrentCache
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.memory import of_length
+from fledge.train.memory import resize_row
 from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
@@ -123,7 +123,7 @@ def test_targets_that_are_not_there(tmp_path, monkeypatch):
 def test_cut_weights(damaged, keep):
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    refused(damaged, "cannot be loaded: .* cut short or damaged: copy or download it again")
+    refused(damaged, "cannot be loaded: .* truncated or damaged: copy or download it again")
 
 
 def test_missing_weights(damaged):
@@ -134,7 +134,7 @@ def test_missing_weights(damaged):
 def test_weights_that_lack_a_layer_are_not_made_up(damaged):
     """transformers fills what is missing with random numbers and warns."""
     reconfigure(damaged, num_hidden_layers=9)
-    refused(damaged, r"its weights lack 9 tensors of its model, such as model\.layers\.8\.input_layernorm\.weight")
+    refused(damaged, r"its files lack 9 of the model.s tensors, such as model\.layers\.8\.input_layernorm\.weight")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
@@ -146,7 +146,7 @@ def test_damaged_json(damaged, file):
 def test_what_is_no_causal_language_model(damaged, tmp_path):
     reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
     refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
-    with pytest.raises(ValueError, match="BertModel does not show its 4 decoder layers and final norm"):
+    with pytest.raises(ValueError, match="BertModel does not have its 4 decoder layers and final norm"):
         resolve_layers(None, TransformersTarget(build("Bert", is_decoder=True), None))
 
 
@@ -218,7 +218,7 @@ def test_one_layer_is_too_few():
 def test_layers_that_are_not_there():
     target = target_of("Llama")
     for layers in ([1, 2, 5], [-1, 2, 3]):
-        with pytest.raises(ValueError, match=r"are to be read, but the target has layers 0\.\.4"):
+        with pytest.raises(ValueError, match=r"were requested, but the target has layers 0\.\.4"):
             resolve_layers(layers, target)
     assert resolve_layers([4, 0, 2], target) == (0, 2, 4)
     assert resolve_layers(None, target) == (1, 2, 3)
@@ -359,7 +359,7 @@ def test_filler_is_not_read(monkeypatch):
     row = row_of(9, 7, length=500)
     features = target.features(row, LAYERS)
     assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
-    again = target.features(of_length(row, 1000), LAYERS)
+    again = target.features(resize_row(row, 1000), LAYERS)
     assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
     assert same_features(target.features(row_of(9, length=9), LAYERS), alone(target, row_of(9, length=9)))
 
@@ -483,23 +483,23 @@ def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
 def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeypatch):
     target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7, seed=3, vocab=400).tolist()
     if recompute:
-        monkeypatch.setattr(TransformersTarget, "_steps_exactly", False)
+        monkeypatch.setattr(TransformersTarget, "_cache_is_exact", False)
     done = Engine(target).generate(prompt, max_new_tokens=24)
     assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
 
 
 def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
     target = target_of("Qwen3Next", **STATEFUL["Qwen3Next"])
-    assert target._steps_exactly
-    run = RunningState.run
+    assert target._cache_is_exact
+    run = RecurrentCache.run
 
     def forgetful(self, model, input_ids, **inputs):
-        self.held = {} if self.lengths[0] == 8 else self.held
+        self.states = {} if self.lengths[0] == 8 else self.states
         return run(self, model, input_ids, **inputs)
 
-    monkeypatch.setattr(RunningState, "run", forgetful)
-    assert not target_of("Qwen3Next", **STATEFUL["Qwen3Next"])._steps_exactly
-    assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._steps_exactly is False, "it returns no cache"
+    monkeypatch.setattr(RecurrentCache, "run", forgetful)
+    assert not target_of("Qwen3Next", **STATEFUL["Qwen3Next"])._cache_is_exact
+    assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._cache_is_exact is False, "it returns no cache"
 
 
 def test_running_states_are_decoded_one_by_one(monkeypatch):

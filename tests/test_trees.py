@@ -41,16 +41,19 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
     cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
     R = token_R.numel()
     position = torch.arange(R + len(path))
-    cache.open(R)
+    cache.allocate(R)
     out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend)[-1:]
     cache.set_lengths([R])
     for k, token in enumerate(path):
-        cache.open(1)
+        cache.allocate(1)
         out = draft.step(
-            draft.to_target(torch.tensor([token])), draft.read(out)[0], position[R + k : R + k + 1], cache.attend
+            draft.to_target(torch.tensor([token])),
+            draft.split_output(out)[0],
+            position[R + k : R + k + 1],
+            cache.attend,
         )
         cache.scratch += 1
-    return draft.logits(draft.read(out)[1])[0].float().log_softmax(-1)
+    return draft.logits(draft.split_output(out)[1])[0].float().log_softmax(-1)
 
 
 def tree_by_force(
@@ -201,7 +204,7 @@ def test_every_node_sees_its_path(name: str) -> None:
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformersTarget, "_positions_and_masks", lambda self, tree, cache: {})
-    with pytest.raises(ValueError, match=r"each node of a tree must see its own path alone; draft chains"):
+    with pytest.raises(ValueError, match=r"each node of a tree must see only its own path; draft chains"):
         tiny_target().check_masks()
 
 
@@ -430,12 +433,12 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
     ]
 
 
-def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, seen_BSJ: Tensor | None = None) -> Tensor:
-    return open_slots(cache, n, *given, seen_BSJ=None if seen_BSJ is None else torch.ones_like(seen_BSJ))
+def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, visible_BSJ: Tensor | None = None) -> Tensor:
+    return open_slots(cache, n, *given, visible_BSJ=None if visible_BSJ is None else torch.ones_like(visible_BSJ))
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
-    deeper = 0 if "rows" in options else 1  # the pass over what was committed is right
+    deeper = 0 if "query_rows" in options else 1  # the pass over what was committed is right
     return step(token, hidden, position + deeper, attend, **options)
 
 
@@ -448,7 +451,7 @@ def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, sc
 
 
 DRAFTING = [
-    (DraftCache, "open", see_uncles),
+    (DraftCache, "allocate", see_uncles),
     (Draft, "step", a_level_too_deep),
     (sources, "rows_of", read_the_first_ones_state),
     (DynamicTree, "children", forget_the_score_so_far),

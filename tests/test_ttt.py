@@ -30,9 +30,9 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
 from fledge.train.optim import MasterAdamW, learning_rate
-from fledge.train.plan import chunks_of
-from fledge.train.walk import walk, walk_rounds
-from fledge.types import Document, Packed, Step
+from fledge.train.plan import chunk_slots
+from fledge.train.simulate import accepted_per_round, simulate_decoding
+from fledge.types import Document, Packed, RowSums
 from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
@@ -56,7 +56,7 @@ def tiny(dtype: torch.dtype, **draft) -> tuple[TransformersTarget, Draft]:
 
 def both(
     target: TransformersTarget, draft: Draft, row: Packed, ways: Implementation = Implementation()
-) -> tuple[Step, Dense]:
+) -> tuple[RowSums, Dense]:
     features = features_for(draft, target, row)
     step = ttt(draft, row, features, target.logits, Objective(depth=STEPS), ways)
     return step, dense(draft, row, features, target.logits(features.last_TD), STEPS)
@@ -103,7 +103,7 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
     features = features_for(draft, target, row)
     trained = draft
     if where == "fed back":
-        trained = AlteredDraft(draft, read=cut_fed_back)
+        trained = AlteredDraft(draft, split_output=cut_fed_back)
     elif where == "own keys":
         monkeypatch.setattr(objective, "OwnSteps", CutKeys)
     else:
@@ -121,7 +121,7 @@ def test_a_run_of_slots_ends_with_a_document() -> None:
     begins = torch.tensor([a for a, _ in row.documents()])
 
     def sizes(slots: int | None) -> list[int]:
-        chunks = chunks_of(row.live(2), slots, begins)
+        chunks = chunk_slots(row.live(2), slots, begins)
         for k, live in enumerate(row.live(2)):
             assert torch.equal(torch.cat([c[k] for c in chunks]), live)
         return [c[0].numel() for c in chunks]
@@ -131,7 +131,7 @@ def test_a_run_of_slots_ends_with_a_document() -> None:
     assert sizes(20) == [17, 20, 8]
     assert sizes(9) == [8, 9, 9, 9, 9, 1]
     assert sizes(30) == [30, 15], "of 17 the next document would begin"
-    assert [c.tolist() for c in chunks_of(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
+    assert [c.tolist() for c in chunk_slots(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
 
 
 def test_many_chunks_lose_nothing() -> None:
@@ -141,7 +141,7 @@ def test_many_chunks_lose_nothing() -> None:
     features = features_for(draft, target, row)
     exact = gradients(draft, ttt(draft, row, features, target.logits, Objective(depth=3)).loss)
     draft.to(torch.bfloat16)
-    draft.share(target.embedding)
+    draft.share_target_weights(target.embedding)
 
     def errors(slots: int | None) -> dict[str, float]:
         step = ttt(draft, row, features, target.logits, Objective(depth=3), Implementation(slots=slots))
@@ -154,7 +154,8 @@ def test_many_chunks_lose_nothing() -> None:
 
 @pytest.mark.parametrize("slots", [None, 1, 7])
 def test_counts_are_those_of_every_slot(slots: int | None) -> None:
-    """Live, scored, hit, survive and α counts, and the walk, computed again slot by slot from dense logits."""
+    """Live, scored, hit, survive and α counts and the simulated decoding equal those computed slot by slot from dense
+    logits."""
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
     row = row_of(DOCUMENTS, filler=5)
@@ -164,7 +165,7 @@ def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     assert step.hit_K.tolist() == [int(hits.sum()) for hits in whole.hits()]
     assert step.survive_K.tolist() == whole.survived()
     torch.testing.assert_close(step.accept_K, torch.stack(whole.accepted()))
-    assert step.walked == walk(whole.live, whole.hits())
+    assert step.simulated == simulate_decoding(whole.live, whole.hits())
     assert 0 < step.hit_K[0] < step.live_K[0], "hits and misses were both to occur"
     assert step.scored_K[0] < step.live_K[0]
 
@@ -187,7 +188,7 @@ def test_packed_is_the_sum_of_its_documents() -> None:
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
 
-    def run(documents: list[Document], filler: int = 0) -> tuple[Step, dict[str, Tensor]]:
+    def run(documents: list[Document], filler: int = 0) -> tuple[RowSums, dict[str, Tensor]]:
         row = row_of(documents, filler)
         step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS))
         return step, gradients(draft, step.loss)
@@ -200,7 +201,7 @@ def test_packed_is_the_sum_of_its_documents() -> None:
     torch.testing.assert_close(packed.loss, total.loss)
     for name in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"):
         torch.testing.assert_close(getattr(packed, name), getattr(total, name))
-    assert packed.walked == total.walked
+    assert packed.simulated == total.simulated
     assert_same_gradients(packed_gradients, summed, 1e-10)
 
 
@@ -216,7 +217,7 @@ def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layer
     row = row_of(documents, filler=2)
     step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS))
     assert step.loss.item() == 0
-    assert step.walked == (0, 0)
+    assert step.simulated == (0, 0)
     assert all(not getattr(step, f).any() for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K"))
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
@@ -264,7 +265,7 @@ def test_live_is_its_definition(layout: tuple[list[Document], int], steps: int) 
 @settings(max_examples=150, deadline=None)
 @given(layout=layouts(), steps=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: int) -> None:
-    """walk_rounds against one who walks every span as the decoder would, one slot at a time."""
+    """accepted_per_round against a loop over slots that steps through every span as the decoder would."""
     documents, filler = layout
     row = row_of(documents, filler)
     live = row.live(steps)
@@ -284,8 +285,8 @@ def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: 
                 rounds.append(accepted)
                 t += accepted + 1
         start += d.tokens.numel()
-    assert walk_rounds(live, hits) == rounds
-    assert walk(live, hits) == (sum(rounds) + len(rounds), len(rounds))
+    assert accepted_per_round(live, hits) == rounds
+    assert simulate_decoding(live, hits) == (sum(rounds) + len(rounds), len(rounds))
 
 
 def test_walk_of_a_span_by_hand() -> None:
@@ -295,7 +296,7 @@ def test_walk_of_a_span_by_hand() -> None:
     assert [s.tolist() for s in live] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6]]
     first = torch.tensor([1, 1, 1, 0, 0, 1, 1, 1]).bool()
     second = torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool()
-    assert walk_rounds(live, [first, second]) == [2, 0, 0, 1, 1]
+    assert accepted_per_round(live, [first, second]) == [2, 0, 0, 1, 1]
 
 
 def attention_inputs(row: Packed, slots: Tensor, steps: int, seed: int = 0) -> list[Tensor]:

@@ -22,7 +22,7 @@ from fledge.jobs.training.recipe_file import resumed
 from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.train.checkpoint import RunDirectory
 from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
@@ -255,7 +255,7 @@ def test_the_authors_eagle_3(tmp_path):
     assert loaded.config.method == "eagle3" and same(loaded, draft)
     whole = (written / "pytorch_model.bin").read_bytes()
     (written / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
-    refused(written, r"pytorch_model\.bin cannot be read .*; it is cut short or damaged, copy it again")
+    refused(written, r"pytorch_model\.bin cannot be read .*; it is truncated or damaged, copy it again")
 
 
 def test_int32_offsets_and_no_t2d(tmp_path):
@@ -269,7 +269,7 @@ def test_an_embedding_that_is_shipped_is_used(tmp_path):
     draft = saved(tmp_path / "d", own_embeddings=True)
     reconfigure(tmp_path / "d", fledge=None)
     loaded = load_draft(tmp_path / "d")
-    loaded.share(torch.zeros(V, D))
+    loaded.share_target_weights(torch.zeros(V, D))
     assert torch.equal(loaded.embed(torch.arange(V)), draft.embed_tokens.weight)
 
 
@@ -295,7 +295,7 @@ def test_cut_weights(tmp_path, keep):
     file = tmp_path / "d" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
-    refused(tmp_path / "d", r"cannot be read .*; it is cut short or damaged, copy it again")
+    refused(tmp_path / "d", r"cannot be read .*; it is truncated or damaged, copy it again")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"hidden_size": 32', "\x00\x01", "[]", "3", "null", '{"hidden_size": 32}'])
@@ -346,16 +346,19 @@ def move_one(tensors):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda t: t.pop("d2t"), "has no d2t: .* nothing says which"),
-        (move_one, "the vocabulary map in .* is not the one its config.json was written with"),
-        (lambda t: t["d2t"].zero_(), "is not the one its config.json was written with"),
+        (lambda t: t.pop("d2t"), "has no d2t: .* target ids are unknown"),
+        (move_one, "its vocabulary map does not match the hash in its config.json"),
+        (lambda t: t["d2t"].zero_(), "does not match the hash in its config.json"),
         (lambda t: t.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
         (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
         (lambda t: t.update({"foo.weight": torch.ones(2)}), "foo.weight is not part of such a draft"),
         (lambda t: t.update({"mask_hidden": torch.ones(1, 1, 96)}), "mask_hidden is not part of such a draft"),
         (lambda t: t.update({"fc_norm.0.weight": torch.ones(D)}), "fc_norm.0.weight is not part of such a draft"),
-        (lambda t: t.update({"fc.weight": torch.ones(D, 2 * D)}), r"fc.weight is \[32, 64\] where .* says \[32, 96\]"),
-        (lambda t: t.update({"d2t": torch.zeros(39, dtype=torch.int64)}), r"d2t is \[39\] where .* says \[40\]"),
+        (
+            lambda t: t.update({"fc.weight": torch.ones(D, 2 * D)}),
+            r"fc.weight has shape \[32, 64\], .* requires \[32, 96\]",
+        ),
+        (lambda t: t.update({"d2t": torch.zeros(39, dtype=torch.int64)}), r"d2t has shape \[39\], .* requires \[40\]"),
         (lambda t: [t.pop(n) for n in list(t) if n.startswith("midlayer")], r"is missing; .* \(and 7 more\)"),
     ],
 )
@@ -369,7 +372,7 @@ def test_weights_that_do_not_fit_their_config(tmp_path, change, match):
 def test_maps_that_name_no_tokens_of_the_target(tmp_path, offset):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t.update(d2t=t["d2t"] + offset))
-    refused(tmp_path / "d", "outside the target's 0..119")
+    refused(tmp_path / "d", "outside the target's vocabulary 0..119")
 
 
 def test_maps_that_name_a_token_twice(tmp_path):
@@ -383,17 +386,17 @@ def test_maps_that_name_a_token_twice(tmp_path):
 
 def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
     draft = tiny_draft(target, draft_vocab_size=100, aux_layers=(1, 4, 8))
-    assert fit(draft, target) == (1, 4, 8)
+    assert connect_draft(draft, target) == (1, 4, 8)
     assert draft._shared["embedding"].data_ptr() == target.embedding.data_ptr()
-    assert fit(tiny_draft(target), target) == default_aux_layers(8)
+    assert connect_draft(tiny_draft(target), target) == default_aux_layers(8)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         (dict(vocab_size=399, draft_vocab_size=399), "vocabulary of 399 tokens and the target has 400"),
-        (dict(target_hidden_size=64, own_embeddings=True), "hidden states 64 wide and the target's are 32"),
-        (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers and this one has 8"),
+        (dict(target_hidden_size=64, own_embeddings=True), "hidden states of size 64, and the target's have size 32"),
+        (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers, and this one has 8"),
         (dict(provenance=Provenance(tokenizer_sha256="0" * 64)), "trained with another tokenizer"),
         (dict(aux_layers=(2, 4, 9)), "but the target has layers 0..8"),
     ],
@@ -401,14 +404,14 @@ def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
 def test_a_draft_of_another_target_is_refused(target, changes, match):
     other = Draft(replace(tiny_draft(target).config, **changes))
     with pytest.raises(ValueError, match=match):
-        fit(other, target)
+        connect_draft(other, target)
 
 
 def test_the_right_tokenizer_is_recognised(target):
     known = Provenance(
         target_layers=8, tokenizer_sha256=weights.tokenizer_sha256(tiny_tokenizer()), template_sha256="other"
     )
-    fit(Draft(replace(tiny_draft(target).config, provenance=known)), target)
+    connect_draft(Draft(replace(tiny_draft(target).config, provenance=known)), target)
     smaller = weights.tokenizer_sha256(tiny_tokenizer(vocab_size=300))
     assert smaller != known.tokenizer_sha256
 
@@ -421,7 +424,7 @@ def test_longropes_other_list_is_refused():
     )  # fmt: skip
     draft = tiny_draft(short)
     with pytest.raises(ValueError, match="longrope's short factors; load the target with max_length"):
-        fit(draft, long)
+        connect_draft(draft, long)
 
 
 # -- whole or not at all ----------------------------------------------------------------------------------------------
@@ -584,13 +587,15 @@ def test_no_space_left(tmp_path, monkeypatch, where):
 def test_a_run_is_started_once(tmp_path):
     run = RunDirectory(tmp_path / "deep" / "run")
     with pytest.raises(ValueError, match="holds no training run to resume"):
-        run.started()
+        run.options_file()
     run.start("lr: 0.1")
-    assert run.started().read_text() == "lr: 0.1" and run.load_checkpoint() is None
-    with pytest.raises(ValueError, match=r"holds a training run; go on with --resume .*run, or choose another --out"):
+    assert run.options_file().read_text() == "lr: 0.1" and run.load_checkpoint() is None
+    with pytest.raises(
+        ValueError, match=r"holds a training run; continue it with --resume .*run, or choose another --out"
+    ):
         run.start("lr: 0.2")
     run.recipe.rename(run.old_config)  # of an earlier version
-    assert run.started() == run.old_config
+    assert run.options_file() == run.old_config
     with pytest.raises(ValueError, match="holds a training run"):
         run.check_free()
 
@@ -622,7 +627,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 is not .*start a new run"
+        ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 differs.*start a new run"
     ):
         run.load_checkpoint()
     (run.checkpoint / "SHA256SUMS").write_text("garbled")
@@ -657,10 +662,10 @@ def test_a_train_json_that_is_none_is_told(tmp_path, text):
 
 
 def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
-    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "place": (3, 4)}
+    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "address": (3, 4)}
     run.save_checkpoint(draft, torch.float32, state)
     loaded = run.load_checkpoint()
-    assert loaded["place"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
+    assert loaded["address"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
     assert same(load_draft(run.checkpoint), draft)
 
 
@@ -669,7 +674,7 @@ def test_a_line_that_training_did_not_write_is_told(tmp_path, line):
     run = RunDirectory(tmp_path)
     before = b'{"step": 1}\n' + line.encode("latin-1").replace(b"]", b"]}") + b'\n{"step": 2}\n'
     run.metrics.write_bytes(before)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is none that training wrote; remove it"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 was not written by training; remove it"):
         run.truncate_metrics(1)
     assert run.metrics.read_bytes() == before
 
@@ -695,14 +700,12 @@ def test_what_a_run_cannot_replace_is_refused_before_it_begins(tmp_path, name, h
         place.symlink_to(elsewhere)
         if how == "link":
             elsewhere.mkdir() if kind == "directory" else elsewhere.write_text("mine")
-    wanted = (
-        f"is no {kind}, so a run" if how == "other kind" else "is a symbolic link.*move what it leads to in its place"
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.held():
+    wanted = f"is not a {kind}, so a run" if how == "other kind" else "is a symbolic link.*move the link's target here"
+    with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.locked():
         pytest.fail("it was begun")
     assert listing(run.path) == [name] and place.is_symlink() == ("link" in how)
     if name in OWNED:
-        with pytest.raises(ValueError, match=r"is there, and a run|holds a training run"):
+        with pytest.raises(ValueError, match=r"exists, and a run|holds a training run"):
             run.check_free()
 
 
@@ -710,7 +713,7 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     run = RunDirectory(tmp_path / "run")
-    with run.held():
+    with run.locked():
         run.start("a: 1")
         for step in (1, 2):
             run.save_checkpoint(make(), torch.float32, {"step": step})
@@ -720,23 +723,26 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
 def test_a_run_has_one_owner_who_mends_it(tmp_path):
     """What was half done when its last owner was killed is put right by the next, and by nobody else."""
     run = RunDirectory(tmp_path / "run")
-    with run.held():
+    with run.locked():
         run.save_checkpoint(make(), torch.float32, {"step": 1})
     run.checkpoint.rename(run.path / ".checkpoint.fledge-old")
     (run.path / ".fledge-new-0123").write_text("half of metrics.json")
     (run.path / ".fledge-lock").write_text("process 1 on another machine")
-    with run.held():
+    with run.locked():
         assert listing(run.path) == [".fledge-lock", "checkpoint"]
-        with pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"), run.held():
+        with (
+            pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"),
+            run.locked(),
+        ):
             pytest.fail("two own it")
     assert listing(run.path) == ["checkpoint"]
 
 
 def test_a_run_that_writes_nothing_leaves_no_directory(tmp_path):
-    with pytest.raises(ValueError, match="no data"), RunDirectory(tmp_path / "run").held():
+    with pytest.raises(ValueError, match="no data"), RunDirectory(tmp_path / "run").locked():
         raise ValueError("no data")
     (tmp_path / "mine").mkdir()
-    with RunDirectory(tmp_path / "mine").held():
+    with RunDirectory(tmp_path / "mine").locked():
         pass
     assert listing(tmp_path) == ["mine"]
 

@@ -81,7 +81,7 @@ class Batch:
         self.target.check_numbers(logits_BV)
         slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
         if self.drafts:
-            states = map(self.proposer.draft.reads, features)
+            states = map(self.proposer.draft.select_states, features)
             for i, (request, aux_RAD) in enumerate(zip(requests, states, strict=True)):
                 slots[i] = (request.number, request.prefix[1:], aux_RAD[:-1])
                 request.aux_RAD = aux_RAD[-1:]
@@ -110,7 +110,7 @@ class Batch:
         for request, verdict in zip(running, verdicts, strict=True):
             request.commit(verdict.tokens)
         if self.drafts:
-            self._remember(self.proposer.draft.reads(features), paths)
+            self._remember(self.proposer.draft.select_states(features), paths)
             times = clock.read()
             for request, verdict, (tokens, _) in zip(running, verdicts, nodes, strict=True):
                 longest = len(tokens) - 1 if tree.parent_BN is None else tree.levels

@@ -25,7 +25,7 @@ from fledge.decode.text import TextStream
 from fledge.decode.verify import TargetSampler
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
 from fledge.types import Sampling, check_type
@@ -58,7 +58,7 @@ class Engine:
         self.target, self.draft = target, draft
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
-            self.layers = fit(draft, target)
+            self.layers = connect_draft(draft, target)
             target.check_rollback()
             if self.drafting.tree:
                 target.check_masks()

@@ -103,9 +103,9 @@ class Source:
         aux = [a.to(draft.device, draft.dtype) for a in aux]
         aux_MAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
         cache.reserve(most + expanded)
-        slot_BR = cache.open(most, last_B1)
+        slot_BR = cache.allocate(most, last_B1)
         asked = (last_B1 + torch.arange(0, B * most, most, device=draft.device)[:, None]).flatten()
-        out = draft.step(token_BR.flatten(), draft.fuse(aux_MAD), slot_BR.flatten(), cache.attend, rows=asked)
+        out = draft.step(token_BR.flatten(), draft.fuse(aux_MAD), slot_BR.flatten(), cache.attend, query_rows=asked)
         cache.set_lengths([n + r for n, r in zip(cache.lengths, counts, strict=True)])
         return token_BR.gather(1, last_B1)[:, 0], out
 
@@ -145,7 +145,7 @@ class StepSource(Source):
     def expand(self, front: Front) -> Tensor:
         (B, F), cache = front.token_BF.shape, self.cache
         self.level += 1
-        cache.open(F, seen_BSJ=front.seen_BFJ)
+        cache.allocate(F, visible_BSJ=front.seen_BFJ)
         position_BF = (cache.length_B - 1 + self.level)[:, None].expand(B, F)
         hidden = self.fed_back
         if front.above_BF is not None:
@@ -159,7 +159,7 @@ class StepSource(Source):
         self.slot_BN = slot_BN
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
-        self.fed_back, head_input = self.draft.read(out_ME)
+        self.fed_back, head_input = self.draft.split_output(out_ME)
         return self.draft.logits(head_input).unflatten(0, (requests, -1))
 
 
@@ -196,7 +196,7 @@ class OnePassSource(Source):
         counts = [len(t) for t in tokens]
         B, rows = len(counts), sum(counts)
         n = max(counts) + K - 1
-        mask_token, mask_state = draft.masked()
+        mask_token, mask_state = draft.mask_inputs()
         known = [torch.arange(rows)[a - r : a] for a, r in zip(itertools.accumulate(counts), counts, strict=True)]
         # the row that each slot reads: its own, or the mask's, which comes after all of them
         read_Bn = torch.stack([torch.cat([k, k.new_full((n - k.numel(),), rows)]) for k in known])
@@ -207,11 +207,11 @@ class OnePassSource(Source):
         fused = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
         state = torch.cat([fused, mask_state])[read_Bn]
         cache.reserve(n)
-        slot_Bn = cache.open(n, asked_BK)
+        slot_Bn = cache.allocate(n, asked_BK)
         asked = (asked_BK + torch.arange(0, B * n, n, device=draft.device)[:, None]).flatten()
-        out = draft.step(token_Bn.flatten(), state.flatten(0, 1), slot_Bn.flatten(), cache.attend, rows=asked)
+        out = draft.step(token_Bn.flatten(), state.flatten(0, 1), slot_Bn.flatten(), cache.attend, query_rows=asked)
         cache.set_lengths([length + r for length, r in zip(cache.lengths, counts, strict=True)])
-        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], draft.logits(draft.read(out)[1]).unflatten(0, (B, K))
+        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], draft.logits(draft.split_output(out)[1]).unflatten(0, (B, K))
 
 
 def rows_of(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
 
 def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[str], list[str]]:
     """Why a draft does not fit the target, and what to know of the target where it does; each may be empty."""
-    from fledge.targets.fit import mismatch
+    from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 
     longrope = config.rope.rope_type == "longrope"

@@ -133,7 +133,7 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
     else:
         place_of(options.out, "--out", directory=True)
         directory.check_free()
-    with directory.held(say):
+    with directory.locked(say):
         with naming(options):
             recipe = _resolve(options, directory)
         return _train(options, recipe, recorded, directory, say, progress)

@@ -1,4 +1,4 @@
-"""Attention of a few queries, as verification and drafting make them, to many keys that several heads share."""
+"""Grouped-query attention of a few queries to many keys, for verification and drafting."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.nn import functional as F
 def grouped_attention(
     q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """softmax(q kᵀ scale + mask) v, [B, S, H, d], of H query heads that share G key heads in order; `scale` None is
-    1/√d. `mask` is what `prepare_mask` made for H / G heads per key and the queries' dtype and device; None where every
-    query sees all keys.
+    """softmax(q kᵀ scale + mask) v, [B, S, H, d], with H / G consecutive query heads per key-value head.
 
-    No key is copied for each of the heads that share it: on the CPU torch's attention takes them as they are, and
-    elsewhere, where it would copy them if there is a mask, `heads_as_rows` is used.
+    `mask` is from `prepare_mask`, for H / G heads per key and the queries' dtype and device; None if every query sees
+    all keys. `scale` None is 1/√d. Keys and values are not repeated for the heads that share them: on the CPU, torch
+    supports shared keys directly; on other devices it would copy them if there is a mask, so `heads_as_rows` is used.
     """
     if q_BHSd.device.type != "cpu":
         return heads_as_rows(q_BHSd, k_BGLd, v_BGLd, mask, scale)
@@ -26,8 +25,8 @@ def grouped_attention(
 def heads_as_rows(
     q_BHSd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1RL: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """`grouped_attention` with the heads that share a key as the rows of one product; the mask has R = H / G · S rows,
-    those of a head together (`additive_rows`)."""
+    """`grouped_attention` with the query heads of a group as further rows of one head. The mask has R = H / G · S rows,
+    S for each head (`additive_mask`)."""
     B, H, S, d = q_BHSd.shape
     groups = H // k_BGLd.shape[1]
     q = q_BHSd.reshape(B, -1, groups * S, d)
@@ -36,19 +35,19 @@ def heads_as_rows(
 
 
 def prepare_mask(mask_B1SL: Tensor, heads_per_key: int, dtype: torch.dtype) -> Tensor:
-    """A mask as `grouped_attention` takes it, made once for all layers: [B, 1, S, L] on a CPU, elsewhere
-    [B, 1, heads_per_key · S, L]. The mask given is bool (True: seen) or is added to the scores."""
-    return additive_rows(mask_B1SL, repeats(mask_B1SL.device, heads_per_key), dtype)
+    """Converts a bool mask (True: visible) or an additive mask for `grouped_attention`, once for all layers. Returns an
+    additive mask, [B, 1, S, L] on the CPU and [B, 1, heads_per_key · S, L] on other devices."""
+    return additive_mask(mask_B1SL, mask_repeats(mask_B1SL.device, heads_per_key), dtype)
 
 
-def repeats(device: torch.device, heads_per_key: int) -> int:
-    """How many times a prepared mask holds each query's row."""
+def mask_repeats(device: torch.device, heads_per_key: int) -> int:
+    """The number of times that a prepared mask repeats its S rows."""
     return 1 if device.type == "cpu" else heads_per_key
 
 
-def additive_rows(mask_B1SL: Tensor, times: int, dtype: torch.dtype) -> Tensor:
-    """The mask to be added to scores, [B, 1, times · S, L], its S rows said `times` times over. Rows lie apart by a
-    multiple of 8 values, so that torch's attention need not copy them in every layer."""
+def additive_mask(mask_B1SL: Tensor, times: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask [B, 1, times · S, L], with its S rows repeated `times` times. The stride of the rows is a
+    multiple of 8 values, so that torch's attention does not copy the mask in every layer."""
     B, _, S, L = mask_B1SL.shape
     added = torch.zeros(B, 1, times, S, -(-L // 8) * 8, dtype=dtype, device=mask_B1SL.device)[..., :L]
     if mask_B1SL.dtype == torch.bool:

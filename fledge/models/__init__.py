@@ -1,1 +1,1 @@
-"""Draft and target models, their caches and their files. Parallelism and compilation are put on from outside."""
+"""The draft model, its key-value cache, its initialization and its checkpoint files."""

@@ -1,4 +1,4 @@
-"""Whether a draft's weights can say anything: what no training leaves behind, found in one pass over them."""
+"""Detects damaged draft weights: values that training does not produce."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 from fledge.fields import shortened
 
-LARGEST = 1e5  # trained weights are far below; in float16 nothing is larger than 65,504
-SMALLEST = 1e-12  # of a tensor's largest value
-NAMED = 3  # tensors that a finding names
+MAX_VALUE = 1e5  # trained weights are far smaller; float16 ends at 65,504
+ZERO = 1e-12  # a tensor counts as zero if all its values are smaller in magnitude
+MAX_NAMES = 3  # tensor names in a message
 
 
-def findings(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """What is wrong with weights of floating point, in words, each with the names of the tensors; usually nothing.
+def find_damage(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Checks (name, tensor) pairs, and returns one message for each kind of damage found, with the tensors' names.
 
-    Looked for are NaN and infinite values, tensors of zeros (but for biases and P-EAGLE's `mask_hidden`, which may be),
-    and values so large that they can only be damage.
+    Damage is a NaN or infinite value, a value above MAX_VALUE, or a tensor of zeros. Biases and P-EAGLE's `mask_hidden`
+    may be zero. Integer tensors are not checked.
     """
-    broken, empty, huge = [], [], []
+    nonfinite, zero, huge = [], [], []
     for name, tensor in tensors:
         if not tensor.numel() or not tensor.is_floating_point():
             continue
-        low, high = (float(x) for x in tensor.aminmax())  # NaN if one value is
+        low, high = (float(x) for x in tensor.aminmax())  # NaN if any value is NaN
         largest = max(-low, high)
         if not math.isfinite(low) or not math.isfinite(high):
-            broken.append(name)
-        elif largest > LARGEST:
+            nonfinite.append(name)
+        elif largest > MAX_VALUE:
             huge.append(name)
-        elif largest < SMALLEST and not name.endswith(".bias") and name != "mask_hidden":
-            empty.append(name)
-    kinds = (broken, "NaN or infinite values"), (empty, "nothing but zeros"), (huge, f"values beyond {LARGEST:,.0f}")
-    return [f"{_named(names)} {'holds' if len(names) == 1 else 'hold'} {what}" for names, what in kinds if names]
+        elif largest < ZERO and not name.endswith(".bias") and name != "mask_hidden":
+            zero.append(name)
+    kinds = (nonfinite, "NaN or infinite values"), (zero, "only zeros"), (huge, f"values above {MAX_VALUE:,.0f}")
+    return [f"{_join(names)} {'has' if len(names) == 1 else 'have'} {what}" for names, what in kinds if names]
 
 
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(map(shortened, names[:NAMED])) + more
+def _join(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(map(shortened, names[:MAX_NAMES])) + more

@@ -1,4 +1,4 @@
-"""Where a new draft's weights start from: the target's last layer, final norm and head, and a look at its own token."""
+"""Initializes a new draft from its target's last decoder layer, final norm and head."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from torch.nn import functional as F
 from fledge.models.draft import Draft
 from fledge.models.layers import Attention
 
-# a slot's score for its own token, at first, where it looks for it (with q and k norms, the root of the head's width);
-# for others it is about zero
-OWN_TOKEN = 4.0
+# the initial attention score of a slot for itself in the head of `_attend_to_own_token`; about 0 for other slots. With
+# q and k norms, it is √d instead.
+OWN_TOKEN_SCORE = 4.0
 
 
 @torch.no_grad()
-def start_from_target(draft: Draft, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
-    """Starts a draft as close to its target as their shapes allow, so that it has less to learn.
+def initialize_from_target(
+    draft: Draft, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor
+) -> None:
+    """Initializes a draft from its target's weights as far as their shapes agree.
 
-    `last_layer` are weights of the target's last decoder layer and final norm by Llama's names ("q_proj.weight",
-    "input_layernorm.weight", "norm.weight" ..); those that are missing, or of another shape than the draft's, leave
-    the draft's at normal(0, 0.02), norms at one. The draft's head takes the target's rows and its final norm the
-    target's gains. `fc` passes the last captured layer through, so that the draft's residual stream is the target's
-    own; the draft's attention (on the hidden half of its input) and MLP are those of the target's last layer. If the
-    draft has several key heads, one of them looks for the slot's own token instead.
+    `last_layer` has the weights of the target's last decoder layer and final norm by Llama's names ("q_proj.weight",
+    "input_layernorm.weight", "norm.weight", ..., see `Target.last_layer_weights`). Draft weights without a counterpart
+    of the same shape are normal(0, 0.02), and norms 1.
 
-    EAGLE-1's draft starts by passing on the state it reads, which is normed, unlike the inputs of the target's layers;
-    its other weights are random.
+    The head gets the rows of the target's head for the draft's vocabulary. `fc` is the identity on the last captured
+    layer, so that the draft's residual stream starts as the target's. Attention (on the state half of its input), MLP
+    and norms are those of the target's last layer. If the draft has several key-value heads, the first one attends to
+    the slot's own token instead (`_attend_to_own_token`).
+
+    For EAGLE-1, `fc` is the identity on the input state and all other weights are random: the state is the output of
+    the target's final norm, unlike the input of a decoder layer.
     """
     for module in draft.modules():
         if isinstance(module, nn.Linear):
@@ -45,42 +49,45 @@ def start_from_target(draft: Draft, last_layer: Mapping[str, Tensor], head_VD: T
         draft.lm_head.weight.copy_(head_VD[draft.target_ids().to(head_VD.device)])
         if draft.embed_tokens is not None:
             draft.embed_tokens.weight.copy_(embedding_VD)
-        _take_last_layer(draft, last_layer)
+        _copy_last_layer(draft, last_layer)
     if layer.self_attn.kv_heads > 1:
-        _look_for_own_token(layer.self_attn, E)
+        _attend_to_own_token(layer.self_attn, E)
 
 
-def _take_last_layer(draft: Draft, last_layer: Mapping[str, Tensor]) -> None:
+def _copy_last_layer(draft: Draft, last_layer: Mapping[str, Tensor]) -> None:
+    """Copies the weights of the same shape, and adds the identity to `fc`."""
     E, layer = draft.config.hidden_size, draft.midlayer
     draft.fc.weight[:, -E:] += torch.eye(E)
-    ours, mlp = layer.self_attn, layer.mlp
-    taken = {
+    attention, mlp = layer.self_attn, layer.mlp
+    draft_weights = {
         "norm": draft.norm.weight,
         "input_layernorm": layer.hidden_norm.weight,
         "post_attention_layernorm": layer.post_attention_layernorm.weight,
-        "q_proj": ours.q_proj.weight[:, E:],
-        "k_proj": ours.k_proj.weight[:, E:],
-        "v_proj": ours.v_proj.weight[:, E:],
-        "o_proj": ours.o_proj.weight,
+        "q_proj": attention.q_proj.weight[:, E:],
+        "k_proj": attention.k_proj.weight[:, E:],
+        "v_proj": attention.v_proj.weight[:, E:],
+        "o_proj": attention.o_proj.weight,
         "gate_proj": mlp.gate_proj.weight,
         "up_proj": mlp.up_proj.weight,
         "down_proj": mlp.down_proj.weight,
     }
-    for name, weight in taken.items():
-        theirs = last_layer.get(f"{name}.weight")
-        if theirs is not None and theirs.shape == weight.shape:
-            weight.copy_(theirs)
+    for name, weight in draft_weights.items():
+        target_weight = last_layer.get(f"{name}.weight")
+        if target_weight is not None and target_weight.shape == weight.shape:
+            weight.copy_(target_weight)
 
 
-def _look_for_own_token(attention: Attention, width: int) -> None:
-    """Makes the first key head, and the query heads that it serves, seek the token that the slot reads and pass its
-    embedding on. What follows upon that token is the first thing to learn, and through weights near zero the token
-    would hardly reach the residual stream, which begins as the target's state before it."""
+def _attend_to_own_token(attention: Attention, width: int) -> None:
+    """Makes the first key-value head and its query heads attend to slots with the same token, and return its embedding.
+
+    The residual stream starts as the target's state before that token. With weights near zero, the token would hardly
+    reach it, and the draft would first have to learn which token it continues.
+    """
     d = attention.head_dim
     heads = attention.heads // attention.kv_heads
-    seek, found = (nn.init.orthogonal_(torch.empty(d, width)) for _ in range(2))
-    seek *= (OWN_TOKEN / d**0.5) ** 0.5  # of a normed embedding d numbers of about 1, twice, over the root of d
-    rows_of = (attention.q_proj, seek.repeat(heads, 1)), (attention.k_proj, seek), (attention.v_proj, found)
+    match, copy = (nn.init.orthogonal_(torch.empty(d, width)) for _ in range(2))
+    match *= (OWN_TOKEN_SCORE / d**0.5) ** 0.5  # d entries of about 1 in q and in k, and the score divides by √d
+    rows_of = (attention.q_proj, match.repeat(heads, 1)), (attention.k_proj, match), (attention.v_proj, copy)
     for projection, rows in rows_of:
         projection.weight[: len(rows)] = F.pad(rows, (0, projection.in_features - width))
     attention.o_proj.weight[:, : heads * d].normal_(0, 0.02)

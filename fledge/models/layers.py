@@ -1,4 +1,5 @@
-"""The decoder layer of a draft. What its attention attends to is the caller's: a cache, or a training row's slots."""
+"""The decoder layer of a draft. The caller provides the attention function, since training and decoding differ in
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from fledge.kernels.linear import SharedProducts, linear, linear_products
 from fledge.kernels.mlp import swiglu
 from fledge.kernels.rope import apply_rope, rope_frequencies
 
-# attend(q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; k and v are None where the layer computes queries alone
+# attend(q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; k and v are None if the layer computes queries only
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 Part = Literal["all", "keys", "queries"]
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
@@ -25,12 +26,11 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
 
 @dataclass(frozen=True)
 class Compute:
-    """How layers compute; every choice gives the same values and gradients up to rounding.
+    """How layers are computed. All choices give the same values and gradients up to rounding.
 
-    `impl` "eager" is plain torch, "triton" fused kernels (on a GPU, or in Triton's interpreter) that hold less for the
-    backward pass; parts with biases stay in plain torch. `recompute` computes the MLP's activations again in the
-    backward pass. `gradients`, where the kernels sum the weights' gradients, is for "triton"; None leaves them to
-    autograd.
+    `impl` "eager" is plain torch. "triton" uses fused kernels (on a GPU, or in Triton's interpreter), which save fewer
+    activations; modules with biases stay in plain torch. `recompute` recomputes the MLP's activations in the backward
+    pass. With `gradients`, the kernels add the weights' gradients there ("triton" only); None leaves them to autograd.
     """
 
     impl: str = "eager"
@@ -39,10 +39,10 @@ class Compute:
 
     def __post_init__(self) -> None:
         if self.impl not in ("eager", "triton"):
-            raise ValueError(f"the layers' implementation {self.impl!r} is neither 'eager' nor 'triton'")
+            raise ValueError(f"layer implementation {self.impl!r} must be 'eager' or 'triton'")
 
     @property
-    def fused(self) -> bool:
+    def uses_triton(self) -> bool:
         return self.impl == "triton"
 
 
@@ -50,11 +50,11 @@ EAGER = Compute()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that is faster for the few rows of a decoding round on a CPU."""
+    """`nn.Linear`, with `kernels.linear` for products with few rows on a CPU."""
 
     def forward(self, x: Tensor, compute: Compute = EAGER, residual: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b, plus the residual where one is given."""
-        if compute.fused and self.bias is None:
+        """x Wᵀ + b, plus the residual if given."""
+        if compute.uses_triton and self.bias is None:
             return linear_products(x, self.weight, residual_SO=residual, gradients=compute.gradients)[0]
         out = linear(x, self.weight, self.bias)
         return out if residual is None else residual + out
@@ -72,8 +72,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def with_input(self, x: Tensor, compute: Compute) -> tuple[Tensor, Tensor]:
-        """The norm of x [S, E], and x for those who read it too. Fused, one kernel sums both gradients of x."""
-        if compute.fused:
+        """The norm of x [S, E], and x itself. The caller must use the returned x: its gradient and the norm's are
+        summed by one kernel with "triton"."""
+        if compute.uses_triton:
             from fledge.kernels.norm import norm_with_input
 
             return norm_with_input(x, self.weight, self.eps)
@@ -81,20 +82,21 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """cos and sin of the configured rotary embedding at given positions.
+    """cos and sin of the configured rotary embedding.
 
-    The frequencies stay float32 whatever the draft is cast to: rounded to 16 bits, angles would be off by whole turns.
+    The frequencies stay float32 when the draft is cast to another dtype: with 16-bit frequencies, the angles of large
+    positions would be wrong by more than a turn.
     """
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        with torch.device("cpu"):  # numbers also where a draft is made of shapes alone
+        with torch.device("cpu"):  # real values even if the draft is created on the meta device
             frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
-        """Returns (cos, sin), each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        if compute.fused:
+        """(cos, sin) at the positions, each [S, 1, rotated], computed in float32 and returned in `dtype`."""
+        if compute.uses_triton:
             from fledge.kernels.elementwise import cos_sin
 
             return cos_sin(position_S, self.frequencies, self.scale, dtype)
@@ -103,24 +105,24 @@ class Rotary(nn.Module):
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
 
     def _apply(self, fn, recurse: bool = True):
-        exact = self.frequencies
+        frequencies = self.frequencies
         super()._apply(fn, recurse)
-        self.frequencies = exact.to(self.frequencies.device)
+        self.frequencies = frequencies.to(self.frequencies.device)
         return self
 
 
 class SharedEmbedding:
-    """Embeddings [N, E] of the tokens that the steps of some slots read, each by several slots.
+    """The embeddings [N, E] of the tokens of a chunk, which several TTT steps read.
 
-    The first layer computes their share of its projections once, for all steps (`products`).
+    The first layer multiplies them by its projections once, for all steps (`products`).
     """
 
     def __init__(self, embedded_NE: Tensor):
         self.embedded_NE = embedded_NE
-        self.products: SharedProducts | None = None  # made by the layer at its first step
+        self.products: SharedProducts | None = None  # set by the first layer at the first step
 
     def backward(self) -> None:
-        """Sends back what the steps' gradients for the products add up to."""
+        """Backpropagates the gradients of the products, summed over the steps."""
         if self.products is not None:
             self.products.backward()
 
@@ -133,14 +135,14 @@ class EmbeddingRows(NamedTuple):
 
 
 class FusedInput(NamedTuple):
-    """[norm(embedding) ; norm(hidden)], what the first layer's projections read, not concatenated."""
+    """The input of the first layer's projections, [norm(embedding) ; norm(state)], without the concatenation."""
 
     embedding: EmbeddingRows
-    hidden_SE: Tensor
+    normed_SE: Tensor
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: projections, RoPE, and the output projection onto the residual."""
+    """Grouped-query attention: the projections, RoPE, and the output projection plus the residual."""
 
     def __init__(self, config: DraftConfig, width: int):
         super().__init__()
@@ -161,25 +163,25 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor | FusedInput, residual: Tensor, rotation: Rotation, attend: Attend, compute: Compute = EAGER,
-        *, rows: Tensor | None = None, part: Part = "all",
+        *, query_rows: Tensor | None = None, part: Part = "all",
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """x [T, width] (or one row for all T positions) and residual [T, E] to (residual + output [S, E], keys and
-        values [T, G, d]).
+        """Returns (residual + output [S, E], keys [T, G, d], values [T, G, d]).
 
-        `rows` (int64 [S]) are those that ask; None asks for all. `part` "keys" computes keys and values alone, and no
-        output; "queries" computes the output alone, of rows whose keys the caller has.
+        `x` is [T, width], or [1, width] for the same input at all T positions; `residual` is [T, E]. `query_rows`
+        (int64 [S]) are the rows whose output is computed; None: all. `part` "keys" computes keys and values only, and
+        the output is None. "queries" computes the output only, and keys and values are None.
         """
         if part == "keys":
             return None, *self._keys_values(x, rotation, compute)
         if part == "queries":
             q, k, v = self._queries(x, rotation, compute), None, None
-        elif rows is None:
+        elif query_rows is None:
             q, k, v = self._products(x, compute, self.q_proj, self.k_proj, self.v_proj)
             q, (k, v) = self._as_queries(q, rotation, compute), self._as_keys_values(k, v, rotation, compute)
         else:
             k, v = self._keys_values(x, rotation, compute)
-            residual = residual[rows]
-            q = self._queries(x[rows], (rotation[0][rows], rotation[1][rows]), compute)
+            residual = residual[query_rows]
+            q = self._queries(x[query_rows], (rotation[0][query_rows], rotation[1][query_rows]), compute)
         attended = attend(q, k, v)
         return self.o_proj(attended.flatten(1), compute, residual.expand(attended.shape[0], -1)), k, v
 
@@ -193,8 +195,8 @@ class Attention(nn.Module):
     def _products(x: Tensor | FusedInput, compute: Compute, *projections: Linear) -> tuple[Tensor, ...]:
         weights = [p.weight for p in projections]
         if isinstance(x, FusedInput):
-            return x.embedding.shared.products.with_rows(x.embedding.rows_S, x.hidden_SE, *weights)
-        if compute.fused and projections[0].bias is None:
+            return x.embedding.shared.products.with_rows(x.embedding.rows_S, x.normed_SE, *weights)
+        if compute.uses_triton and projections[0].bias is None:
             return linear_products(x, *weights, gradients=compute.gradients)
         return tuple(p(x) for p in projections)
 
@@ -210,7 +212,7 @@ class Attention(nn.Module):
 
 def _rotated(x: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
     x = x.expand(rotation[0].shape[0], -1, -1).contiguous()
-    if compute.fused:
+    if compute.uses_triton:
         from fledge.kernels.elementwise import rope
 
         return rope(x, *rotation)
@@ -218,7 +220,7 @@ def _rotated(x: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
 
 
 class MLP(nn.Module):
-    """residual + down(silu(gate x) * up x), the SwiGLU of Llama."""
+    """residual + down(silu(gate x) * up x), as in Llama."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -228,8 +230,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, E, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor, compute: Compute = EAGER) -> Tensor:
-        """All [S, E]."""
-        if compute.fused and self.gate_proj.bias is None:
+        """`x`, `residual` and the result are [S, E]."""
+        if compute.uses_triton and self.gate_proj.bias is None:
             weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
             return swiglu(x, *weights, residual, recompute=compute.recompute, gradients=compute.gradients)
         if compute.recompute:
@@ -243,8 +245,8 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A draft's decoder layer.
 
-    The first layer reads [norm(embedding) ; norm(hidden)], 2E wide; where the method fuses both by `fc` (EAGLE-1), it
-    reads the result, E wide, without a norm. Further layers are plain decoder layers.
+    The projections of the first layer read [norm(embedding) ; norm(state)], 2E wide. In EAGLE-1, `fc` has joined both,
+    and the first layer reads the result, E wide, without a norm. Further layers are ordinary decoder layers.
     """
 
     def __init__(self, config: DraftConfig, first: bool):
@@ -262,35 +264,37 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, hidden_TE: Tensor, embedding: Tensor | EmbeddingRows | None, rotation: Rotation, attend: Attend,
-        compute: Compute = EAGER, *, rows: Tensor | None = None, part: Part = "all",
+        self, state_TE: Tensor, embedding: Tensor | EmbeddingRows | None, rotation: Rotation, attend: Attend,
+        compute: Compute = EAGER, *, query_rows: Tensor | None = None, part: Part = "all",
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """The state that enters, and the first layer's embedding [T, E], to (the state that leaves [S, E], keys and
-        values [T, G, d]). `rows` and `part` are as in `Attention.forward`."""
-        x, residual = self._inputs(hidden_TE, embedding, compute)
-        h, k, v = self.self_attn(x, residual, rotation, attend, compute, rows=rows, part=part)
+        """Returns (output state [S, E], keys [T, G, d], values [T, G, d]) from the input state [T, E].
+
+        `embedding` [T, E] is for the first layer only. `query_rows` and `part` are as in `Attention.forward`.
+        """
+        x, residual = self._inputs(state_TE, embedding, compute)
+        h, k, v = self.self_attn(x, residual, rotation, attend, compute, query_rows=query_rows, part=part)
         if h is None:
             return None, k, v
         normed, h = self.post_attention_layernorm.with_input(h, compute)
         return self.mlp(normed, h, compute), k, v
 
     def _inputs(
-        self, hidden_TE: Tensor, embedding: Tensor | EmbeddingRows | None, compute: Compute
+        self, state_TE: Tensor, embedding: Tensor | EmbeddingRows | None, compute: Compute
     ) -> tuple[Tensor | FusedInput, Tensor]:
-        """What the projections read, [T, 2E or E], and the residual [T, E]."""
+        """The input of the projections, [T, 2E or E], and the residual [T, E]."""
         if not self.norms_input:
-            return hidden_TE, hidden_TE
+            return state_TE, state_TE
         if not self.reads_embedding:
-            return self.input_layernorm.with_input(hidden_TE, compute)
-        normed, hidden_TE = self.hidden_norm.with_input(hidden_TE, compute)
-        residual = normed if self.norm_before_residual else hidden_TE
+            return self.input_layernorm.with_input(state_TE, compute)
+        normed, state_TE = self.hidden_norm.with_input(state_TE, compute)
+        residual = normed if self.norm_before_residual else state_TE
         if isinstance(embedding, EmbeddingRows):
-            self._share(embedding.shared, compute)
+            self._project_shared(embedding.shared, compute)
             return FusedInput(embedding, normed), residual
         return torch.cat((self.input_layernorm(embedding), normed), dim=-1), residual
 
-    def _share(self, shared: SharedEmbedding, compute: Compute) -> None:
-        """Computes the embeddings' share of the projections, once."""
+    def _project_shared(self, shared: SharedEmbedding, compute: Compute) -> None:
+        """Multiplies shared embeddings by the projections, unless that is done already."""
         if shared.products is None:
             attention = self.self_attn
             weights = (p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj))

@@ -1,4 +1,4 @@
-"""Draft checkpoints: the portable layout that vLLM, SGLang and SafeAILab load, written whole or not at all."""
+"""Draft checkpoints in the layout that vLLM, SGLang and SafeAILab's code load, written atomically."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fledge.fields import MOST_LAYERS, shortened
 from fledge.files import read_consistent, replace_directory
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
-from fledge.models.health import findings
+from fledge.models.health import find_damage
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-PICKLED = "pytorch_model.bin"  # where the EAGLE authors' drafts have theirs
+PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
@@ -31,18 +31,21 @@ SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in 
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Hash of the vocabulary and of how a probe text is split: two tokenizers that agree on it are interchangeable."""
+    """A hash of the vocabulary and of the token ids of a probe text. Tokenizers with equal hashes are
+    interchangeable."""
     probe = "def f(x):\n    return  x+1 # 12345 Ünïcødé 你好\n\n\tThe quick brown fox."
-    known = [sorted(tokenizer.get_vocab().items()), tokenizer(probe, add_special_tokens=False)["input_ids"]]
-    return _sha256(json.dumps(known))
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer(probe, add_special_tokens=False)["input_ids"]]
+    return _sha256(json.dumps(content))
 
 
 def template_sha256(tokenizer: Any) -> str | None:
+    """A hash of the chat template; None without one."""
     template = tokenizer.chat_template
     return None if template is None else _sha256(json.dumps(template, sort_keys=True))
 
 
 def vocabulary_sha256(ids_W: Tensor) -> str:
+    """A hash of the target ids of a draft's vocabulary."""
     return hashlib.sha256(ids_W.to("cpu", torch.int64).numpy().tobytes()).hexdigest()
 
 
@@ -54,16 +57,16 @@ def _sha256(text: str) -> str:
 
 
 def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
-    """Writes model.safetensors and config.json into an existing directory, weights in `dtype`.
+    """Writes model.safetensors, with weights in `dtype`, and config.json into an existing directory.
 
-    The vocabulary map goes in as `d2t` (offsets, int64) and `t2d` (bool [V]); both are left out when the draft
-    predicts the whole vocabulary, since vLLM refuses them there. Further layers carry their input norm under
-    `hidden_norm` as well, which is the name SGLang reads it by.
+    The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
+    if the draft predicts the whole vocabulary, since vLLM refuses them then. The input norm of layers after the first
+    is also written as `hidden_norm`, the name that SGLang reads.
     """
     tensors = {}
     for name, tensor in draft.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-        name = name.replace("midlayer.", f"{draft.family.first_layer}.")  # as the engines name it for this method
+        name = name.replace("midlayer.", f"{draft.family.first_layer}.")  # the engines' name differs by method
         tensors[name] = tensor.contiguous()
         if name.startswith("layers.") and name.endswith("input_layernorm.weight") and draft.family.reads_layers:
             tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
@@ -71,7 +74,7 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
         t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
         t2d[draft.target_ids().cpu()] = True
         tensors["t2d"] = t2d
-    if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang would leave its own bias uninitialised
+    if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang's fc has a bias, uninitialized without this
         tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
     (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -80,19 +83,19 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
 
 
 def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a draft's directory whole, replacing what was there. Raises OSError for a full disk."""
+    """Writes a draft's directory atomically, and replaces an existing one. Raises OSError, e.g. for a full disk."""
     with replace_directory(Path(directory)) as new:
         write_draft(draft, new, dtype)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
-    """config.json of a draft, by its directory or hub id. Raises ValueError with the cause where there is none or it is
-    not an EAGLE draft's."""
+    """Reads the config.json of a draft, by directory or hub id. Raises ValueError if there is none, or if it is not
+    that of an EAGLE draft."""
     return read_consistent(draft_directory(name), lambda directory: _read_config(_config_file(directory))[0])
 
 
 def check_draft(name: str | Path) -> None:
-    """Raises ValueError where there is no draft of that name, a directory or hub id."""
+    """Raises ValueError if there is no draft with this directory or hub id."""
     read_consistent(draft_directory(name), _config_file)
 
 
@@ -106,7 +109,7 @@ def _config_file(directory: Path) -> Path:
 
 
 def _read_config(file: Path) -> tuple[DraftConfig, bool]:
-    """What a config.json says, and whether fledge wrote it."""
+    """The config in a config.json, and whether fledge wrote the file."""
     try:
         hf = json.loads(file.read_text())
     except (ValueError, RecursionError) as e:
@@ -118,8 +121,8 @@ def _read_config(file: Path) -> tuple[DraftConfig, bool]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of torch's. Raises ValueError where the file is missing, empty, cut short
-    or holds something else."""
+    """All tensors of a safetensors or PyTorch file. Raises ValueError if the file is missing, truncated or of another
+    format."""
     if not file.is_file():
         raise ValueError(f"{file} does not exist; the draft's weights are missing")
     try:
@@ -127,109 +130,112 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
         with safe_open(file, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
-    except Exception as e:  # a damaged file fails as it likes: in its archive, its pickle, its header, its types
+    except Exception as e:  # a damaged file can raise anything, from its archive, pickle or header
         why = next(iter(str(e).splitlines()), type(e).__name__)
-        raise ValueError(f"{file} cannot be read ({why}); it is cut short or damaged, copy it again") from e
+        raise ValueError(f"{file} cannot be read ({why}); it is truncated or damaged, copy it again") from e
 
 
 def _named_tensors(content: Any) -> dict[str, Tensor]:
-    """Raises ValueError unless a pickle's content is tensors by name, each with a place in the file for every value."""
+    """Raises ValueError unless a pickle's content is a dict of dense tensors whose storage has all their values."""
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a value of type {type(content).__name__}, not tensors by name")
+        raise ValueError(f"it holds a value of type {type(content).__name__}, not a dict of tensors")
     for name, x in content.items():
         if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided:
-            raise ValueError(f"{shortened(str(name))} is no dense tensor")
+            raise ValueError(f"{shortened(str(name))} is not a dense tensor")
         if x.numel() * x.element_size() > x.untyped_storage().nbytes():
-            raise ValueError(f"{shortened(name)} is {list(x.shape)}, of which the file holds a part")
+            raise ValueError(f"{shortened(name)} has shape {list(x.shape)}, but the file has only a part of its values")
     return content
 
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft's files that fit each other and whose weights are sound: `tensors` by our names."""
+    """The checked content of a draft's files; `tensors` have the names of `Draft`'s state dict."""
 
     config: DraftConfig
     tensors: dict[str, Tensor]
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
-        """The draft itself."""
-        draft = _without_memory(self.config).to_empty(device="cpu")
+        """Creates the draft, in eval mode."""
+        draft = _meta_draft(self.config).to_empty(device="cpu")
         draft.load_state_dict(self.tensors)
         return draft.to(device=device, dtype=dtype).eval()
 
 
 def open_draft(name: str | Path) -> DraftFiles:
-    """Reads and checks a draft's files in the portable layout (SafeAILab's `midlayer.` or vLLM's `layers.0.` names
-    alike), or the authors' pytorch_model.bin where there is no safetensors file. `name` is a directory or a hub id.
+    """Reads and checks a draft's files, given its directory or hub id.
 
-    Raises ValueError naming what is wrong: a field of the config, a missing, foreign or wrongly shaped tensor, no
-    vocabulary map where the draft needs one or a map other than the one its config was written with, weights that can
-    say nothing. Memory for the weights is taken only by `build`, so that no config can ask for more than the file has.
+    The weights are in model.safetensors, or in the EAGLE authors' pytorch_model.bin if that does not exist. The first
+    layer may be named `midlayer.` (SafeAILab) or `layers.0.` (vLLM). Raises ValueError for an invalid field of the
+    config, a missing, unknown or wrongly shaped tensor, a vocabulary map that is missing or does not match the hash in
+    the config, and damaged weights (`find_damage`). Only `build` allocates the parameters, so that a wrong config
+    cannot allocate more memory than the file has.
     """
     return read_consistent(draft_directory(name), _open)
 
 
 def _open(directory: Path) -> DraftFiles:
-    written = _config_file(directory)
-    config, ours = _read_config(written)
-    file = written.with_name(WEIGHTS)
-    if not file.is_file() and written.with_name(PICKLED).is_file():
-        file = written.with_name(PICKLED)
+    config_file = _config_file(directory)
+    config, by_fledge = _read_config(config_file)
+    file = config_file.with_name(WEIGHTS)
+    if not file.is_file() and config_file.with_name(PICKLED).is_file():
+        file = config_file.with_name(PICKLED)
     raw = read_tensors(file)
     try:
-        tensors = _renamed(raw)
-        config = _as_in_file(config, tensors, ours)
-        empty = _without_memory(config)
-        if empty.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
-            del tensors["d2t"]  # SpecForge's way to say that every id is itself
-        _check_tensors(empty, tensors)
-        _check_vocabulary(empty, tensors)
-        if dead := findings(tensors.items()):
-            raise ValueError(f"{'; '.join(dead)}. No guess of such a draft is accepted: copy it again or train it anew")
+        tensors = _rename_tensors(raw)
+        config = _complete_config(config, tensors, by_fledge)
+        draft = _meta_draft(config)
+        if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
+            del tensors["d2t"]  # SpecForge writes a map of zeros if the draft has the whole vocabulary
+        _check_tensors(draft, tensors)
+        _check_vocabulary(draft, tensors)
+        if damage := find_damage(tensors.items()):
+            raise ValueError(
+                f"{'; '.join(damage)}. The target would accept no token of this draft: copy it again or train another"
+            )
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
     return DraftFiles(config, tensors)
 
 
 def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
-    """A draft by its directory or hub id. Raises ValueError for everything that `open_draft` does."""
+    """Loads a draft by its directory or hub id. Raises ValueError as `open_draft`."""
     return open_draft(name).build(device, dtype)
 
 
-def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Foreign names to ours; what engines accept and no draft needs is left out."""
+def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use."""
     out: dict[str, Tensor] = {}
     for given, tensor in tensors.items():
         name = given.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
         name = SGLANG_NORMS.get(name, name)
-        twin = name.startswith("layers.") and name.endswith("hidden_norm.weight")
-        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or twin:
+        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `write_draft`
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
             continue
         if name in out:
-            raise ValueError(f"{shortened(given)} is there twice, under two names")
-        tensor = tensor.reshape(1, 1, -1) if name == "mask_hidden" else tensor  # vLLM takes it without an axis too
-        out[name] = tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor  # d2t of some writers
+            raise ValueError(f"{shortened(given)} is in the file twice, under two names")
+        tensor = tensor.reshape(1, 1, -1) if name == "mask_hidden" else tensor  # vLLM also reads other shapes of it
+        out[name] = tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor  # some trainers' d2t is int32
     return out
 
 
-def _as_in_file(config: DraftConfig, tensors: dict[str, Tensor], ours: bool) -> DraftConfig:
-    """The config where it leaves to the file what the draft has. Other trainers keep the target's number of layers and
-    kind of attention in it (AutoModel)."""
-    if "embed_tokens.weight" in tensors:  # as vLLM decides it: an embedding that is shipped is used
+def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
+    """The config with the properties that only the weights show. Configs of other trainers (AutoModel) may have the
+    target's number of layers and q/k norms; unless fledge wrote the file, the weights decide."""
+    if "embed_tokens.weight" in tensors:  # as in vLLM: an embedding in the file is used
         config = replace(config, own_embeddings=True)
     if config.family.fuses_embedding:
         if not config.fc_bias and "fc.bias" in tensors and not tensors["fc.bias"].any():
-            del tensors["fc.bias"]  # there for SGLang alone
+            del tensors["fc.bias"]  # written for SGLang only, see `write_draft`
         config = replace(config, fc_bias="fc.bias" in tensors)
-    if not ours:
+    if not by_fledge:
         further = {found[1] for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}
         normed = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
         config = replace(config, num_hidden_layers=1 + len(further), qk_norm=config.qk_norm and normed)
     return config
 
 
-def _without_memory(config: DraftConfig) -> Draft:
-    """A draft of which there are only names and shapes. Raises ValueError where the config makes none."""
+def _meta_draft(config: DraftConfig) -> Draft:
+    """A draft on the meta device. Raises ValueError if the config has too many layers."""
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"it has {config.num_hidden_layers:,} layers; fledge reads at most {MOST_LAYERS}")
     with torch.device("meta"):
@@ -237,32 +243,32 @@ def _without_memory(config: DraftConfig) -> Draft:
 
 
 def _check_tensors(draft: Draft, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError unless the tensors are the draft's, in name, shape and type."""
-    config, wanted = draft.config, draft.state_dict()
-    if "d2t" in wanted and "d2t" not in tensors:
+    """Raises ValueError unless the tensors have the names, shapes and dtypes of the draft's state dict."""
+    config, expected = draft.config, draft.state_dict()
+    if "d2t" in expected and "d2t" not in tensors:
         raise ValueError(
-            f"it has no d2t: this draft predicts {config.draft_vocab_size} of {config.vocab_size} tokens and nothing "
-            "says which. Without its map every token it drafts would be wrong; get the file as its trainer wrote it"
+            f"it has no d2t: this draft predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and without "
+            "that map their target ids are unknown; get the file as its trainer wrote it"
         )
-    problems = [f"{n} is missing" for n in wanted if n not in tensors]
-    problems += [f"{shortened(n)} is not part of such a draft" for n in tensors if n not in wanted]
-    for name in (n for n in wanted if n in tensors):
-        theirs, there = wanted[name], tensors[name]
-        if there.shape != theirs.shape:
-            problems.append(f"{name} is {list(there.shape)} where the config says {list(theirs.shape)}")
-        elif there.dtype not in (FLOATS if theirs.is_floating_point() else (torch.int64,)):
-            problems.append(f"{name} is of {str(there.dtype).removeprefix('torch.')}, which fledge does not read")
+    problems = [f"{n} is missing" for n in expected if n not in tensors]
+    problems += [f"{shortened(n)} is not part of such a draft" for n in tensors if n not in expected]
+    for name in (n for n in expected if n in tensors):
+        wanted, found = expected[name], tensors[name]
+        if found.shape != wanted.shape:
+            problems.append(f"{name} has shape {list(found.shape)}, but the config requires {list(wanted.shape)}")
+        elif found.dtype not in (FLOATS if wanted.is_floating_point() else (torch.int64,)):
+            problems.append(f"{name} has dtype {str(found.dtype).removeprefix('torch.')}, which fledge does not read")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"it does not fit its {CONFIG}: {'; '.join(problems[:3])}{more}")
+        raise ValueError(f"it does not match its {CONFIG}: {'; '.join(problems[:3])}{more}")
 
 
 def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a map that names no tokens of the target, or not those that its config was written with."""
+    """Raises ValueError for a vocabulary map with invalid target ids, or one that does not match the config's hash."""
     ids = torch.arange(draft.config.draft_vocab_size)
     if "d2t" in tensors:
         ids = ids + tensors["d2t"]
     draft.set_vocabulary(ids)
     recorded = draft.config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
-        raise ValueError(f"the vocabulary map in it is not the one its {CONFIG} was written with")
+        raise ValueError(f"its vocabulary map does not match the hash in its {CONFIG}")

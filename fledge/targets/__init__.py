@@ -1,1 +1,1 @@
-"""Target models: what training and decoding ask of one (`interface`), and a file for each kind that answers."""
+"""Target models: the interface that training and decoding use, and its implementation for transformers models."""

@@ -1,5 +1,4 @@
-"""A transformers target's attention where there is a mask and few queries: transformers' "sdpa" with
-`grouped_attention` in its place."""
+"""A transformers attention implementation for few queries with a mask: "sdpa" with `grouped_attention`."""
 
 from __future__ import annotations
 
@@ -13,15 +12,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fledge.kernels.attention import grouped_attention, prepare_mask, repeats
+from fledge.kernels.attention import grouped_attention, mask_repeats, prepare_mask
 
-NAME = "fledge"  # among transformers' attention implementations
-QUERIES = 128  # with more, a mask repeated for each head that shares a key is no longer small beside the keys
+NAME = "fledge"  # the name under which transformers knows this implementation
+# above this number of queries, a mask repeated for each head of a key-value group is no longer small beside the keys
+MAX_QUERIES = 128
 
 
 def install_attention(decoder: nn.Module) -> bool:
-    """Has a decoder that attends by "sdpa" attend by `attend`; returns whether it does. Left alone are models whose
-    code compares the implementation's name with "sdpa", and those that do not let it be chosen."""
+    """Replaces "sdpa" by `attend` in a decoder. Returns whether it was replaced.
+
+    It is not if the decoder uses another implementation, does not support a choice, or if its code compares the
+    implementation's name with "sdpa".
+    """
     can_choose = getattr(decoder, "_can_set_attn_implementation", lambda: False)
     if getattr(decoder.config, "_attn_implementation", None) != "sdpa" or not can_choose():
         return False
@@ -34,27 +37,30 @@ def install_attention(decoder: nn.Module) -> bool:
 
 
 def heads_per_key(config: Any) -> int:
-    """Query heads that share a key head, by a transformers config; 1 where it has no one number for all layers."""
+    """The number of query heads per key-value head in a transformers config; 1 if it differs between layers."""
     heads, key_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     return heads // key_heads if isinstance(heads, int) and isinstance(key_heads, int) else 1
 
 
-def ready_mask(seen_B1SL: Tensor, heads_per_key: int, dtype: torch.dtype) -> Tensor:
-    """A bool mask as `attend` takes it without any work in each layer: prepared for `grouped_attention` where heads
-    share keys and queries are few, else one to be added by "sdpa"."""
-    if heads_per_key > 1 and seen_B1SL.shape[2] <= QUERIES:
-        return prepare_mask(seen_B1SL, heads_per_key, dtype)
-    return torch.zeros_like(seen_B1SL, dtype=dtype).masked_fill_(~seen_B1SL, float("-inf"))
+def to_attention_mask(visible_B1SL: Tensor, heads_per_key: int, dtype: torch.dtype) -> Tensor:
+    """Converts a bool mask (True: visible) to an additive mask for `attend`, once for all layers.
+
+    The mask is prepared for `grouped_attention` if heads share keys and there are at most MAX_QUERIES queries; else it
+    is an additive mask [B, 1, S, L] for "sdpa".
+    """
+    if heads_per_key > 1 and visible_B1SL.shape[2] <= MAX_QUERIES:
+        return prepare_mask(visible_B1SL, heads_per_key, dtype)
+    return torch.zeros_like(visible_B1SL, dtype=dtype).masked_fill_(~visible_B1SL, float("-inf"))
 
 
 def make_mask(*args: Any, config: Any, dtype: torch.dtype, **options: Any) -> Tensor | None:
-    """transformers' mask for "sdpa", made once a pass for all layers of a kind; prepared for `grouped_attention` where
-    `attend` will use that."""
-    made = sdpa_mask(*args, config=config, dtype=dtype, **options)
-    shared = heads_per_key(config)
-    if made is None or shared == 1 or made.shape[1] != 1 or made.shape[2] > QUERIES:
-        return made
-    return prepare_mask(made, shared, dtype)
+    """transformers' mask function for "sdpa", which it calls once per pass and kind of layer. The mask is prepared for
+    `grouped_attention` if `attend` will use that."""
+    mask = sdpa_mask(*args, config=config, dtype=dtype, **options)
+    group = heads_per_key(config)
+    if mask is None or group == 1 or mask.shape[1] != 1 or mask.shape[2] > MAX_QUERIES:
+        return mask
+    return prepare_mask(mask, group, dtype)
 
 
 def attend(
@@ -67,18 +73,18 @@ def attend(
     scaling: float | None = None,
     **more,
 ) -> tuple[Tensor, None]:
-    """As transformers calls its attentions: q [B, H, S, d], k and v [B, G, L, d] to [B, S, H, d].
+    """transformers' attention interface: q [B, H, S, d], k and v [B, G, L, d] to ([B, S, H, d], None).
 
-    The mask is an ordinary one, [B, 1, S, L], or one prepared for `grouped_attention`, whose rows are the same S over
-    and over. What `grouped_attention` does not compute, or not faster, is left to "sdpa".
+    The mask is [B, 1, S, L], or prepared for `grouped_attention`, [B, 1, n S, L] with its S rows repeated n times. Uses
+    "sdpa" for options that `grouped_attention` does not support, and for more than MAX_QUERIES queries.
     """
     (_, H, S, _), (_, G, L, _) = query.shape, key.shape
     mask = attention_mask
     if mask is not None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == L and mask.shape[2] % S == 0:
         plain = not dropout and all(more.get(name) is None for name in ("softcap", "position_bias", "cache"))
-        if G < H and S <= QUERIES and plain:
-            if mask.dtype != query.dtype or mask.shape[2] != S * repeats(mask.device, H // G):
-                mask = prepare_mask(mask[:, :, :S], H // G, query.dtype)  # made for other layers, or by another hand
+        if G < H and S <= MAX_QUERIES and plain:
+            if mask.dtype != query.dtype or mask.shape[2] != S * mask_repeats(mask.device, H // G):
+                mask = prepare_mask(mask[:, :, :S], H // G, query.dtype)  # it was made for layers with another H / G
             return grouped_attention(query, key, value, mask, scaling).contiguous(), None
         mask = mask[:, :, :S]
     return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **more)

@@ -1,7 +1,7 @@
-"""What a target model is, and what training and decoding ask of it.
+"""The interface of target models.
 
-Training needs features and logits (`TrainingTarget`); decoding needs a cache it can roll back (`DecodingTarget`). A
-target may be one or both. Nothing outside `fledge.targets` depends on how it computes.
+Training needs features and logits (`TrainingTarget`). Decoding needs a cache with rollback (`DecodingTarget`). A target
+may implement one or both. Nothing outside `fledge.targets` depends on the implementation.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from fledge.types import Features, Packed, Tree
 
-UNLIMITED = sys.maxsize  # the context of a target without a longest position, as with ALiBi
+UNLIMITED = sys.maxsize  # the context of a target without a maximum position, such as one with ALiBi
 
 
 class Target(ABC):
-    """What a target is. A draft is shaped, initialised and checked by this alone.
+    """The properties of a target that are needed to create, initialize and check a draft.
 
-    `name`: the directory or hub id it was loaded from, for messages and records; may be empty.
+    `name`: the directory or hub id that it was loaded from, for messages and records; may be empty.
     `tokenizer`: its transformers tokenizer; None only in tests.
-    `trust_remote_code`: whether code that came with its files was allowed to run.
-    `shape`: its text config by Llama's field names; `vocab_size` is the number of rows of its embedding.
-    `num_layers`: the number n of its decoder layers. Raises ValueError where the model does not show them.
-    `max_length`: the longest sequence it is configured for, in tokens; selects longrope's factors.
-    `context`: the most tokens it reads; `UNLIMITED` where its config names no limit.
-    `stop_ids`: the tokens that end a turn.
-    `rotary`: whether positions are rotary angles, which continue beyond the context; False: a table of positions.
-    `device`, `dtype`: of its weights, and of the features it returns.
-    `embedding`: token embeddings [V, D]. `head_weight`: the weight of its output head [V, D].
-    `plain_head`: whether its logits are the product of the final states with `head_weight` and nothing more.
+    `trust_remote_code`: whether code from its files was allowed to run.
+    `shape`: its text config with Llama's field names; `vocab_size` is the number of rows of its embedding.
+    `num_layers`: the number n of its decoder layers. Raises ValueError if they cannot be identified.
+    `max_length`: the longest sequence to be used, in tokens; selects longrope's factors.
+    `context`: the maximum number of tokens of a sequence; `UNLIMITED` if its config has no limit.
+    `stop_ids`: the ids of the tokens that end a turn.
+    `rotary`: whether it uses rotary embeddings, which exist beyond the context; False: a table of positions.
+    `device`, `dtype`: those of its weights and of the features it returns.
+    `embedding`: the token embeddings [V, D]. `head_weight`: the weight of its output head [V, D].
+    `plain_head`: whether its logits are the final hidden states times `head_weight`, without bias, scaling or cap.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Target(ABC):
 
     @abstractmethod
     def last_layer_weights(self) -> dict[str, Tensor]:
-        """Weights of the last decoder layer and the final norm by Llama's names: "q_proj.weight", "k_proj.weight",
+        """The weights of the last decoder layer and the final norm by Llama's names: "q_proj.weight", "k_proj.weight",
         "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight",
         "input_layernorm.weight", "post_attention_layernorm.weight" and "norm.weight".
 
-        Only what computes as Llama's part of that name does; the others are left out.
+        A weight is left out if the target has no module that computes what Llama's module of that name does.
         """
 
-    def check_numbers(self, computed: Tensor) -> None:
-        """Raises ValueError where logits or states that it computed are NaN or +inf. -inf is a valid logit."""
-        if bool((computed.isnan() | computed.isposinf()).any()):
+    def check_numbers(self, values: Tensor) -> None:
+        """Raises ValueError if logits or hidden states of the target contain NaN or +inf. -inf is a valid logit."""
+        if bool((values.isnan() | values.isposinf()).any()):
             raise ValueError(
                 f"{self.name or 'the target'} computes NaN or infinite values in {str(self.dtype).split('.')[-1]}: its "
                 "weights are damaged, or the dtype is too narrow for them; try the dtype float32, or copy it again"
@@ -70,59 +70,62 @@ class Target(ABC):
 
 
 class TrainingTarget(Target):
-    """What training asks of a target.
+    """A target that a draft can be trained for.
 
-    `packs`: whether the documents of a packed row are read together, each unaffected by the others; False: the target
-    reads them one at a time.
+    `packs`: whether the documents of a packed row are computed in one pass, without seeing each other; False: each
+    document is a pass of its own.
     """
 
     packs: bool
 
     @abstractmethod
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
-        """Features of a packed row, each document seen alone and zeros for its filler; no logits are computed.
+        """The features of a packed row. Documents do not see each other. The features of filler are zeros.
 
-        `layers` are the ids of the hidden states to return, ascending: id i is the input of decoder layer i, id
-        `num_layers` the input of the final norm. Empty: `aux_TAD` is [T, 0, D] and only the final states are returned.
+        `layers` are the ids of the hidden states to return, ascending: id i is the input of decoder layer i, and id
+        `num_layers` is the input of the final norm. If `layers` is empty, `aux_TAD` is [T, 0, D].
         """
 
     @abstractmethod
     def logits(self, last_ND: Tensor) -> Tensor:
-        """The target's own logits [N, V] from final hidden states [N, D] as in `Features.last_TD`."""
+        """The target's logits [N, V] from final hidden states [N, D], those of `Features.last_TD`."""
 
     @abstractmethod
     def check_logits(self) -> None:
-        """Raises ValueError unless `logits` of the final states in `features` are the logits that the target itself
-        computes, which a draft is taught to predict."""
+        """Raises ValueError unless `logits` of the final states in `features` equal the logits of the target's own
+        forward pass."""
 
 
 class Cache(Protocol):
-    """What a target has read of one sequence or several. Sequences are numbered from 0 in the order of their prompts.
+    """A target's cache of one or several sequences, which are in the order of their prompts.
 
-    `select` and `append` are needed only of targets that verify several sequences together.
+    `select` and `append` are needed only for targets that decode several sequences together.
     """
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
 
     def keep(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """After a verification keeps the first `lengths` tokens of each sequence, which were there before, and behind
-        them the nodes of its path (ascending node numbers, the root first); forgets the other nodes."""
+        """Removes the rejected nodes after a verification.
+
+        Of each sequence, keeps the first `lengths[b]` tokens, which were in the cache before the verification, followed
+        by the nodes of `paths[b]` (ascending node indices, the root first).
+        """
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keeps only these sequences, in this order."""
+        """Keeps only the sequences with these indices, in this order."""
 
     def append(self, others: Sequence[Any]) -> None:
-        """Adds the sequences of other caches of the same target after its own."""
+        """Appends the sequences of other caches of the same target."""
 
 
 class DecodingTarget(Target):
-    """What decoding asks of a target.
+    """A target that can decode.
 
-    `rollback_problem`: why tokens it has read cannot be forgotten, in words; empty where they can. A target that
-    cannot forget decodes one request at a time, without a draft.
-    `weight_bytes`: bytes of the weights that one forward pass reads.
+    `rollback_problem`: the reason why its cache cannot be rolled back, as text for a message; empty if it can. A target
+    without rollback decodes one request at a time, without a draft.
+    `weight_bytes`: the bytes of weights that a forward pass reads.
     """
 
     rollback_problem: str
@@ -132,32 +135,35 @@ class DecodingTarget(Target):
     def prefill(
         self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
     ) -> tuple[Tensor, list[Features], Cache]:
-        """Reads B prompts of token ids. Returns the logits after each, [B, V], the features of each prompt's tokens,
-        and a cache of all of them. `layers` are as in `TrainingTarget.features`; None: an empty list of features."""
+        """Runs B prompts of token ids. Returns the logits after each prompt, [B, V], the features of each prompt, and
+        a cache of all prompts. `layers` are as in `TrainingTarget.features`; None: the list of features is empty."""
 
     @abstractmethod
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
-        """Runs the B x N nodes of trees (or chains) after the sequences in `cache`, each node seeing its sequence and
-        its own ancestors. Returns logits [B, N, V] and the features of all nodes, [B N, ...], or None where `layers` is
-        None. The cache then holds the nodes until `Cache.keep` says which of them stay."""
+        """Runs the B x N nodes of trees (or chains) after the sequences in `cache`. A node sees its sequence and its
+        own ancestors.
+
+        Returns the logits [B, N, V], and the features of all nodes, [B N, ...] (None if `layers` is None). All nodes
+        are in the cache until `Cache.keep` is called.
+        """
 
     @abstractmethod
     def check_masks(self, requests: int = 1) -> None:
-        """Raises ValueError unless each node of a tree gets the logits of its own path, alone or beside other
-        requests (`requests` above 1) of other lengths."""
+        """Raises ValueError unless each node of a tree gets the logits of its own path. With `requests` above 1, checks
+        this for several requests of different lengths in one pass."""
 
     def check_rollback(self) -> None:
-        """Raises ValueError unless tokens it has read can be forgotten (see `rollback_problem`)."""
+        """Raises ValueError unless the cache can be rolled back (see `rollback_problem`)."""
         if self.rollback_problem:
             raise ValueError(
                 f"{self.name or 'the target'} cannot verify drafts: {self.rollback_problem}. Decode without a draft, "
-                "or serve the draft with an engine that can restore such states"
+                "or use the draft with an engine that can restore such states"
             )
 
 
 class ReferenceDecoding(ABC):
-    """A target whose framework has a greedy decoder of its own, with which ours can be compared."""
+    """A target whose framework has a greedy decoder, as a reference for the speed of fledge's baseline."""
 
     @abstractmethod
     def reference_generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        """The new tokens of the framework's own greedy decoding, without any code of fledge's decoder."""
+        """The new tokens of the framework's greedy decoding, which uses no code of fledge's decoder."""

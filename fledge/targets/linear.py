@@ -1,4 +1,4 @@
-"""A target's linear layers on a CPU, where the products of a decoding round have few rows."""
+"""Faster linear layers for a target on a CPU, where the matrix products of a decoding round have few rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fledge.kernels.linear import linear
 
 
 def use_few_row_products(model: nn.Module) -> None:
-    """Has every `nn.Linear` of a model compute by `fledge.kernels.linear`, which is faster for a few rows on a CPU.
-    Subclasses, and modules whose forward someone else has replaced, stay as they are."""
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.kernels.linear`. Leaves subclasses and modules
+    with a replaced forward as they are."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
-            # a bound method, which torch.compile traces once for all layers, as it does a class's own
+            # a bound method, because torch.compile traces it once for all layers
             module.forward = MethodType(forward, module)
 
 

@@ -1,4 +1,4 @@
-"""Loads targets, or takes loaded transformers models as targets, and says plainly why one cannot be loaded."""
+"""Loads targets, or makes targets of loaded transformers models."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def load_target(
     max_length: int | None = None,
     trust_remote_code: bool = False,
 ) -> TransformersTarget:
-    """Loads a model and tokenizer from a directory or a hub id, which may end in a revision (owner/name@revision).
+    """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
-    `dtype` None is the checkpoint's own on an accelerator and float32 on the CPU. Code that comes with the model runs
-    only with `trust_remote_code`. Raises ValueError with the cause where the files are missing, cut short, not a
-    causal language model, or need such code.
+    `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
+    the model's files runs only with `trust_remote_code`. Raises ValueError if files are missing or damaged, if they are
+    not those of a causal language model, and if the model needs code that is not trusted.
     """
     device = torch.device(device)
     name, revision = split_revision(path)
@@ -36,34 +36,34 @@ def load_target(
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
     if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
         raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
-    shown = is_progress_bar_enabled()
+    progress_bar_was_enabled = is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        # said each time, because transformers would otherwise ask on standard input, where prompts come from
-        trusted = dict(revision=revision, trust_remote_code=trust_remote_code)
-        RopeConfig.from_hf(llama_names(AutoConfig.from_pretrained(name, **trusted).get_text_config(decoder=True)))
-        model, found = AutoModelForCausalLM.from_pretrained(
+        # always explicit: otherwise transformers would ask on standard input, which may be the prompt
+        options = dict(revision=revision, trust_remote_code=trust_remote_code)
+        RopeConfig.from_hf(llama_names(AutoConfig.from_pretrained(name, **options).get_text_config(decoder=True)))
+        model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True,
-            **trusted,
+            **options,
         )  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
-        tokenizer("The tokenizer's files are read in full at its first use.")
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer("The first use of a tokenizer reads all of its files.")
     except Exception as e:
         if "trust_remote_code" in str(e):
             raise ValueError(
-                f"the target {path} comes with code of its own, which fledge does not run unasked; read it, and if you "
+                f"the target {path} comes with code of its own, which fledge runs only on request; read it, and if you "
                 "trust it, give --trust-remote-code (in Python trust_remote_code=True)"
             ) from e
         if isinstance(e, ValueError) and "RoPE" in str(e):
             raise
-        hub = "" if Path(path).exists() else "it is no directory here, and as a hub id: "
-        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_cure(e)}") from e
+        hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
+        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_remedy(e)}") from e
     finally:
-        if shown:
+        if progress_bar_was_enabled:
             enable_progress_bar()
-    if missing := sorted(found["missing_keys"]):  # which transformers fills with random numbers
+    if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
         raise ValueError(
-            f"the target {path} cannot be loaded: its weights lack {len(missing)} tensors of its model, such as "
+            f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
             f"{missing[0]}; copy or download it again"
         )
     return TransformersTarget(
@@ -74,26 +74,27 @@ def load_target(
 def target_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, max_length: int | None = None
 ) -> TransformersTarget:
-    """A target made of a loaded transformers model, which is used in place and frozen.
+    """Makes a target of a loaded transformers model, which is not copied, and is frozen.
 
-    `tokenizer` None is the one that lies where the model came from. Raises ValueError where there is none, and for a
-    model that is no causal language model.
+    `tokenizer` None loads the tokenizer from the model's `name_or_path`. Raises ValueError if that fails, and if the
+    model is not a causal language model.
     """
     name = model.config.name_or_path
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is no causal language model; load one by AutoModelForCausalLM")
+        raise ValueError(f"{type(model).__name__} is not a causal language model; load one by AutoModelForCausalLM")
     if tokenizer is None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as e:
-            where = f"in {name}, where the model is from" if name else "since the model does not say where it is from"
-            raise ValueError(f"no tokenizer can be loaded {where}; give load(model, tokenizer=..) one") from e
+            where = f"from {name}, the model's source" if name else "since the model's config has no name_or_path"
+            raise ValueError(f"no tokenizer can be loaded {where}; pass one with load(model, tokenizer=..)") from e
     return TransformersTarget(model, tokenizer, name=name or type(model).__name__, max_length=max_length)
 
 
-def _cure(e: Exception) -> str:
+def _remedy(e: Exception) -> str:
+    """A sentence to append to the message of a loading error; may be empty."""
     if "Safetensor" in type(e).__name__:
-        return ". A weights file is cut short or damaged: copy or download it again"
+        return ". A weights file is truncated or damaged: copy or download it again"
     if isinstance(e, json.JSONDecodeError):
         return ". A JSON file of the model is damaged: copy or download it again"
     return ""

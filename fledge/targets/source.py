@@ -1,4 +1,4 @@
-"""Where the trainer gets features and the teacher's logits from."""
+"""The source of the trainer's features and teacher logits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fledge.types import Features, Packed
 
 
 class FeatureSource(Protocol):
-    """Where the trainer gets a row's features and the teacher's logits: a live target, or features kept on disk."""
+    """Provides the features and teacher logits of training rows: a target in memory, or features on disk."""
 
     def features(self, row: Packed) -> Features:
-        """Features of a packed row, of the layers that the draft reads."""
+        """The features of a packed row, with the layers that the draft reads."""
 
     def logits(self, last_ND: Tensor) -> Tensor:
-        """The target's logits [N, V] from final hidden states."""
+        """The target's logits [N, V] from final hidden states [N, D]."""
 
 
 @dataclass(frozen=True)
 class LiveFeatures:
-    """The features of the layers named, computed by the target when they are asked for. Raises ValueError where the
-    target's logits cannot be computed from them (`TrainingTarget.check_logits`)."""
+    """Features of the given layers, computed by a target on demand. Raises ValueError if the target's logits cannot be
+    computed from its final hidden states (`TrainingTarget.check_logits`)."""
 
     target: TrainingTarget
     layers: tuple[int, ...]

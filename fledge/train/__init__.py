@@ -1,1 +1,1 @@
-"""Objectives and the loop that minimises them."""
+"""The training objectives, the optimizer and the training loop."""

@@ -25,13 +25,13 @@ from fledge.models.draft import Draft
 from fledge.models.weights import CONFIG, WEIGHTS, save_draft, write_draft
 
 STATE = "state.pt"
-SUMS = "SHA256SUMS"  # of a checkpoint's files, as the program sha256sum writes and checks them
+SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the program sha256sum
 
 
 class RunDirectory:
-    """Where a training run keeps what it makes. Every piece is replaced whole or left as it was.
+    """The directory of a training run. Every file and directory in it is replaced atomically.
 
-    `recipe` says what the run does; `old_config` is the file that earlier versions wrote instead.
+    `recipe` is the file with the run's options; `old_config` is the file that earlier versions wrote instead.
     """
 
     def __init__(self, path: str | Path):
@@ -41,25 +41,25 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
 
     def check_free(self) -> None:
-        """Raises ValueError where a run has already been, or something else that a run would replace."""
+        """Raises ValueError if the directory holds a run, or another file that a run would replace."""
         if self.recipe.is_file() or self.old_config.is_file():
             raise ValueError(
-                f"{self.path} holds a training run; go on with --resume {self.path}, or choose another --out"
+                f"{self.path} holds a training run; continue it with --resume {self.path}, or choose another --out"
             )
         for taken in (self.recipe, self.old_config, self.draft, self.checkpoint, self.metrics):
             if os.path.lexists(taken):
-                raise ValueError(f"{taken} is there, and a run in {self.path} would replace it; choose another --out")
+                raise ValueError(f"{taken} exists, and a run in {self.path} would replace it; choose another --out")
 
     @contextlib.contextmanager
-    def held(self, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-        """Makes this process the only one that writes here while the block runs, and puts right what a process that
-        was killed left half done. The directory is made for it, and removed again if nothing was written.
+    def locked(self, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+        """A context manager that holds the directory's lock, and first completes or reverts a replacement that a killed
+        process left unfinished. Creates the directory, and removes it again if nothing was written.
 
-        Raises ValueError where another process is at it, or something lies here that a run cannot replace; see
-        `files.exclusive_lock` for `say`.
+        Raises ValueError if another process holds the lock, or if a file is in the way that a run cannot replace. `say`
+        is passed to `files.exclusive_lock`.
         """
         self._check_own()
-        made = not self.path.exists()
+        created = not self.path.exists()
         try:
             with exclusive_lock(self.path / ".fledge-lock", str(self.path), say):
                 restore_interrupted(self.draft)
@@ -67,12 +67,12 @@ class RunDirectory:
                 remove_temporary_files(self.path)
                 yield
         finally:
-            if made:
-                with contextlib.suppress(OSError):  # it is not empty: there is a run now
+            if created:
+                with contextlib.suppress(OSError):  # not empty: a run was started
                     self.path.rmdir()
 
     def _check_own(self) -> None:
-        """Raises ValueError for a link or another kind of thing where a run has a directory or a file."""
+        """Raises ValueError if one of the run's paths is a symbolic link or not of the expected type."""
         for directory in (self.draft, self.checkpoint):
             for path in (directory, sibling_path(directory, "old"), sibling_path(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
@@ -80,22 +80,22 @@ class RunDirectory:
             _check_kind(file, Path.is_file, "file")
 
     def start(self, recipe: str) -> None:
-        """Makes the directory of a new run and writes its recipe (the text of recipe.yaml). Raises ValueError where a
-        run has already been."""
+        """Creates the directory of a new run and writes `recipe`, the text of recipe.yaml. Raises ValueError if the
+        directory holds a run."""
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.recipe, recipe)
 
-    def started(self) -> Path:
-        """The file that says what the run does: recipe.yaml, or train.json of a run that an earlier version started.
-        Raises ValueError where there is no run."""
+    def options_file(self) -> Path:
+        """The file with the run's options: recipe.yaml, or train.json if an earlier version started the run. Raises
+        ValueError if there is no run."""
         found = next((file for file in (self.recipe, self.old_config) if file.is_file()), None)
         if found is None:
             raise ValueError(f"{self.path} holds no training run to resume (no {self.recipe.name})")
         return found
 
     def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
-        """Everything needed to go on as if never stopped; the draft beside it is what serving would load."""
+        """Writes the training state, and the current draft as one that can be loaded."""
         with replace_directory(self.checkpoint) as new:
             write_draft(draft, new, dtype)
             with (new / STATE).open("wb") as f:
@@ -104,10 +104,10 @@ class RunDirectory:
             (new / SUMS).write_text(sums)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last whole checkpoint's state, or None if the run was stopped before its first.
+        """The state of the last complete checkpoint; None if there is none yet.
 
-        Raises ValueError where a file is not as it was written (checkpoints of before there were hashes are taken as
-        they are), or the state is no dict.
+        Raises ValueError if a file's hash is wrong (checkpoints of earlier versions have no hashes), or if the state is
+        not a dict.
         """
         return read_consistent(self.checkpoint, self._state)
 
@@ -118,9 +118,9 @@ class RunDirectory:
         try:
             state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
         except Exception as e:
-            raise self.damaged(type(e).__name__) from e
+            raise self.damage_error(type(e).__name__) from e
         if not isinstance(state, dict):
-            raise self.damaged(f"it holds a {type(state).__name__}")
+            raise self.damage_error(f"it holds a {type(state).__name__}")
         return state
 
     def _check_sums(self, checkpoint: Path) -> None:
@@ -131,23 +131,23 @@ class RunDirectory:
             raise ValueError(f"{checkpoint / SUMS} is damaged; start a new run")
         for known, name in recorded:
             if not (checkpoint / name).is_file():
-                raise self.damaged("it is missing", name)
+                raise self.damage_error("it is missing", name)
             if _sha256(checkpoint / name) != known:
-                raise self.damaged("its SHA-256 is not the one it was written with", name)
+                raise self.damage_error("its SHA-256 differs from the recorded one", name)
 
-    def damaged(self, why: str, name: str = STATE) -> ValueError:
-        """What to raise where a checkpoint's file cannot be gone on with."""
-        cure = f", which may go on from the weights with --init-from {self.checkpoint}" if name == STATE else ""
-        return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{cure}")
+    def damage_error(self, why: str, name: str = STATE) -> ValueError:
+        """The error to raise for a file of the checkpoint from which training cannot continue."""
+        remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if name == STATE else ""
+        return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{remedy}")
 
     def publish(self, draft: Draft, dtype: torch.dtype) -> None:
-        """Makes this the draft to serve."""
+        """Writes the run's result, `draft/`."""
         save_draft(draft, self.draft, dtype)
 
     def truncate_metrics(self, step: int) -> None:
-        """Drops metrics of steps after `step`, which a resumed run will write again, and a line cut short.
+        """Removes the metrics of steps after `step`, which a resumed run writes again, and an incomplete last line.
 
-        Raises ValueError for a line that training did not write.
+        Raises ValueError for a line without a step.
         """
         if not self.metrics.exists():
             return
@@ -161,18 +161,18 @@ class RunDirectory:
         except (ValueError, TypeError, KeyError, RecursionError):
             step = None
         if not isinstance(step, int):
-            raise ValueError(f"{self.metrics}, line {number} is none that training wrote; remove it to go on")
+            raise ValueError(f"{self.metrics}, line {number} was not written by training; remove it to continue")
         return step
 
 
 def _check_kind(path: Path, kind: Callable[[Path], bool], name: str) -> None:
     if path.is_symlink():
         raise ValueError(
-            f"{path} is a symbolic link, and a run replaces its {name}, which would cut the link; move what it leads "
-            "to in its place, or keep the whole run elsewhere and link its directory"
+            f"{path} is a symbolic link, and a run would replace the link itself by its {name}; move the link's target "
+            "here, or keep the whole run elsewhere and link its directory"
         )
     if path.exists() and not kind(path):
-        raise ValueError(f"{path} is no {name}, so a run cannot replace it; move it away")
+        raise ValueError(f"{path} is not a {name}, so a run cannot replace it; move it away")
 
 
 def _sha256(file: Path) -> str:

@@ -1,6 +1,6 @@
-"""Conditional drop-token sampling (PARD, An et al. 2025, arXiv:2504.18583) of P-EAGLE's deeper slots (Hui et al. 2026,
-arXiv:2602.01469): of the anchors that are live at a depth fewer are kept the deeper it is, so that K depths cost little
-more than a few."""
+"""Conditional drop-token sampling (PARD, An et al. 2025, arXiv:2504.18583), which P-EAGLE uses (Hui et al. 2026,
+arXiv:2602.01469): the share of live slots that is trained decreases with the depth, which bounds the cost of K depths.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from fledge.types import Packed
 
 @dataclass(frozen=True)
 class DropTokens:
-    """Depth d keeps a share max(rate^d, min_rate) of a document's live anchors. Raises ValueError for rates outside
-    (0, 1] and [0, 1]."""
+    """At depth d, a share of max(rate^d, min_rate) of each document's live slots is trained.
+
+    Raises ValueError unless 0 < `rate` <= 1 and 0 <= `min_rate` <= 1.
+    """
 
     rate: float = 0.8
     min_rate: float = 0.2
@@ -25,15 +27,16 @@ class DropTokens:
     def __post_init__(self) -> None:
         if not (0 < self.rate <= 1 and 0 <= self.min_rate <= 1):
             raise ValueError(
-                f"a rate of {self.rate} with a minimum of {self.min_rate}: the rate is above 0 and at most 1, the "
+                f"a rate of {self.rate} with a minimum of {self.min_rate}: the rate must be above 0 and at most 1, the "
                 "minimum between 0 and 1"
             )
 
     def keep(self, row: Packed, live: Sequence[Tensor], key: str = "") -> list[Tensor]:
-        """The slots of each depth that are trained, ascending int64 tensors, drawn by the seed `key`.
+        """The slots trained at each depth: ascending int64 tensors, drawn with `key` as the seed.
 
-        All live ones at depth 0; at depth d, of each document, min(pool, int(live · share)) from the pool of those
-        live at d and, from depth 2 on, kept at d - 1.
+        At depth 0, all live slots. At depth d, a random sample of each document's pool, of size
+        min(pool, int(live · share)). The pool is the slots live at depth d, and from depth 2 on only those of them that
+        were kept at depth d - 1.
         """
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)

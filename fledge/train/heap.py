@@ -1,22 +1,22 @@
-"""The C library's heap, which training on a CPU takes its tensors from."""
+"""Settings of the C library's heap, from which training on a CPU allocates its tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-# glibc's mallopt(3): its names for the options, and their values here, in bytes
+# options of glibc's mallopt(3), by their names there, and the values given to them, in bytes
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-NEVER, AT_ONCE, LARGEST = -1, 1 << 26, 1 << 30
+NEVER_TRIM, TOP_PAD, MMAP_THRESHOLD = -1, 1 << 26, 1 << 30
 
 
-def keep_freed() -> bool:
-    """Has this process keep what it frees for the next tensor, and says whether it does.
+def retain_freed_memory() -> bool:
+    """Configures malloc to keep freed memory in this process. Returns whether all options were accepted.
 
-    glibc gives large blocks back to the system as they are freed, so that every step of training would get its pages
-    anew, one fault after the other (bench/results/heap.json). Elsewhere than on Linux with glibc nothing is done.
+    By default glibc returns large freed blocks to the operating system, and every training step then pays a page fault
+    for each page of its tensors (bench/results/heap.json). Does nothing and returns False without glibc on Linux.
     """
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return False
-    options = {M_MMAP_THRESHOLD: LARGEST, M_TRIM_THRESHOLD: NEVER, M_TOP_PAD: AT_ONCE}
+    options = {M_MMAP_THRESHOLD: MMAP_THRESHOLD, M_TRIM_THRESHOLD: NEVER_TRIM, M_TOP_PAD: TOP_PAD}
     return all([libc.mallopt(option, value) for option, value in options.items()])

@@ -1,4 +1,4 @@
-"""Requests to end a run, which training heeds after the step at hand."""
+"""Signals that ask a run to stop. Training stops after the current step."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-FIRST = "stopping after this step; once more stops at once, and what is not in a checkpoint is lost"
-SAVING = "a checkpoint is being saved; stopping when it is whole"
+STOPPING = "stopping after this step; a second Ctrl-C stops immediately and loses the steps since the last checkpoint"
+SAVING = "a checkpoint is being saved; stopping when it is complete"
 
 
 class Interruption:
-    """While entered, Ctrl-C, a termination request (SIGTERM) or a terminal that went away (SIGHUP) sets `asked`.
+    """A context manager in which SIGINT (Ctrl-C), SIGTERM and SIGHUP set `requested` instead of ending the process.
 
-    A second Ctrl-C raises KeyboardInterrupt, unless it comes while `saving`; the other signals often come twice and
-    never do. SIGHUP stays ignored where it was, as under nohup. `say` gets a line for each answer to a Ctrl-C, from a
-    thread: the signal may have come in the middle of another line.
+    A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
+    effect, since process managers often send them twice. SIGHUP stays ignored if it was, as under nohup. `say` is
+    called with a message for each handled signal, from a thread: a signal handler may run in the middle of a print.
     """
 
     def __init__(self, say: Callable[[str], None]):
-        self.asked = False
+        self.requested = False
         self._saving = False
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._teller = threading.Thread(target=self._tell, args=(say,), daemon=True)
+        self._printer = threading.Thread(target=self._print_lines, args=(say,), daemon=True)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A second Ctrl-C within this block lets it end."""
+        """Within this block, a second Ctrl-C does not raise."""
         self._saving = True
         try:
             yield
@@ -37,28 +37,28 @@ class Interruption:
             self._saving = False
 
     def __enter__(self) -> Interruption:
-        self._teller.start()
+        self._printer.start()
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             caught.append(signal.SIGHUP)
-        self._before = {s: signal.signal(s, self._note) for s in caught}
+        self._previous = {s: signal.signal(s, self._handle) for s in caught}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for s, handler in self._before.items():
+        for s, handler in self._previous.items():
             signal.signal(s, handler)
         self._lines.put(None)
-        self._teller.join()
+        self._printer.join()
 
-    def _note(self, number: int, _frame: object) -> None:
-        if not self.asked:
-            self.asked = True
-            self._lines.put(FIRST)
+    def _handle(self, number: int, _frame: object) -> None:
+        if not self.requested:
+            self.requested = True
+            self._lines.put(STOPPING)
         elif number == signal.SIGINT and self._saving:
             self._lines.put(SAVING)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def _tell(self, say: Callable[[str], None]) -> None:
+    def _print_lines(self, say: Callable[[str], None]) -> None:
         for line in iter(self._lines.get, None):
             say(line)

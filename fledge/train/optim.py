@@ -1,4 +1,4 @@
-"""AdamW with float32 masters, and the learning rate's course."""
+"""AdamW with float32 master weights, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 
 class MasterAdamW:
-    """AdamW (Loshchilov & Hutter 2019) over float32 masters of parameters that may be 16-bit.
+    """AdamW (Loshchilov & Hutter 2019) on float32 master weights of parameters that may be 16-bit.
 
-    Gradients come as sums over slots; `accumulate` adds a backward pass's to the float32 sums, `step` divides by the
-    global count once, clips by the global norm, and writes the masters back. Matrices decay, vectors do not.
+    `accumulate` adds the gradients of a backward pass, which are sums over slots, to float32 sums. `step` scales the
+    sums, clips them by their global norm, updates the master weights and copies them to the parameters. Weight decay
+    applies to matrices only.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], betas: tuple[float, float], weight_decay: float):
@@ -22,12 +23,12 @@ class MasterAdamW:
         decays = [m for m in self.masters if sum(n > 1 for n in m.shape) > 1]
         rest = [m for m in self.masters if sum(n > 1 for n in m.shape) <= 1]
         groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
-        gpu = any(m.is_cuda for m in self.masters)  # there in one pass, which holds nothing besides
-        way = dict(fused=True) if gpu else dict(foreach=True)
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **way)
+        gpu = any(m.is_cuda for m in self.masters)
+        variant = dict(fused=True) if gpu else dict(foreach=True)  # the fused kernel needs no temporary tensors
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **variant)
 
     def accumulate(self) -> None:
-        """Moves the parameters' gradients into the masters'."""
+        """Adds the parameters' gradients to those of the master weights, and clears them."""
         for p, m in zip(self.parameters, self.masters, strict=True):
             if p.grad is not None:
                 g = p.grad.float()
@@ -36,7 +37,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float | Tensor, max_norm: float) -> Tensor:
-        """One update with gradients times `scale`, a scalar. Returns the norm before clipping, float32 scalar."""
+        """Updates the parameters with the summed gradients times `scale`, a scalar.
+
+        Returns the gradients' global norm after scaling and before clipping, a float32 scalar.
+        """
         grads = [m.grad for m in self.masters if m.grad is not None]
         torch._foreach_mul_(grads, scale)
         norm = nn.utils.get_total_norm(grads)
@@ -54,7 +58,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Takes up what `state_dict` gave. Raises ValueError, KeyError or TypeError for anything else."""
+        """Restores a state from `state_dict`. Raises ValueError, KeyError or TypeError for any other value."""
         for p, m, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
             _check_shape("a weight", saved, m)
             m.copy_(saved)
@@ -65,13 +69,13 @@ class MasterAdamW:
                 _check_shape(name, moments[name], m)
 
 
-def _check_shape(what: str, saved: Tensor, wanted: Tensor) -> None:
-    if saved.shape != wanted.shape:  # a copy would repeat it to fit
-        raise ValueError(f"{what} is {list(saved.shape)}, not {list(wanted.shape)}")
+def _check_shape(name: str, saved: Tensor, expected: Tensor) -> None:
+    if saved.shape != expected.shape:  # copy_ would broadcast
+        raise ValueError(f"{name} has shape {list(saved.shape)} instead of {list(expected.shape)}")
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear from 0 to `peak` over `warmup` steps, then a cosine to a hundredth of it at the last step."""
+    """The learning rate of a step (from 0): linear warmup to `peak`, then a cosine to 1% of it at the last step."""
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(steps - 1 - warmup, 1)

@@ -1,4 +1,4 @@
-"""Rows with their target features, the next row's computed while one is trained on."""
+"""Iterates over rows with their target features; the next row's are computed while the draft trains on this one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fledge.types import Features, Packed
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for the process, since a stream keeps the memory and workspaces that it has had."""
+    """A side stream, one per process and device: every further stream would hold memory and workspaces of its own."""
     return torch.cuda.Stream(device)
 
 
 def with_features(
     rows: Iterable[Packed], features: Callable[[Packed], Features], device: torch.device, *, prefetch: bool
 ) -> Iterator[tuple[Packed, Features]]:
-    """Each row with its features.
+    """Yields each row with its features.
 
-    `prefetch` (on a GPU) begins to compute the next row's features before it yields a row, on a stream of their own:
-    the target's pass then runs while this row is trained on, and each fills what the other leaves idle. That takes the
-    memory of two rows' features, or of three where the caller asks for the next row while it holds this one's.
+    With `prefetch` (CUDA only), the next row's features are started on a side stream before a row is yielded, so that
+    the target's forward pass overlaps with the draft's training step. This needs memory for the features of two rows,
+    or of three if the caller still holds a row's features when it asks for the next row.
     """
     if not prefetch:
         for row in rows:
@@ -31,17 +31,17 @@ def with_features(
         return
     rows, stream = iter(rows), _stream(device)
 
-    def begin() -> tuple[Packed, Features] | None:
+    def start_next() -> tuple[Packed, Features] | None:
         if (row := next(rows, None)) is None:
             return None
-        # the memory of features that are gone is this stream's again, but others may still be reading it
+        # memory of freed features returns to this stream's pool while the main stream may still read it
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             return row, features(row)
 
-    upcoming = begin()
+    upcoming = start_next()
     while upcoming is not None:
-        given = [upcoming]
+        current = [upcoming]
         torch.cuda.current_stream(device).wait_stream(stream)
-        upcoming = begin()
-        yield given.pop()  # and holds it no longer
+        upcoming = start_next()
+        yield current.pop()  # so that no reference is left here

@@ -1,4 +1,4 @@
-"""The training loop: packed rows in, a draft out; stoppable at any step and resumable to the same bits."""
+"""The training loop. A run can be stopped after any step; a resumed run gives bit-identical results."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.train.prefetch import with_features
-from fledge.types import Features, Packed, Step
+from fledge.types import Features, Packed, RowSums
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train. `lr` is the peak; counts are optimizer steps."""
+    """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise.
+
+    `lr` is the peak learning rate, `warmup` the share of `steps` in which it rises, `clip` the largest gradient norm.
+    `eval_every` 0 evaluates after the last step only.
+    """
 
     steps: int
     lr: float
@@ -46,10 +50,15 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Where a run stands; all that is needed, with the optimizer, to go on."""
+    """The progress of a run. With the optimizer's state, it is all that resuming needs.
+
+    `step` is the number of optimizer steps done, and `address` that of the next row (epoch, index of the row within the
+    epoch). `best_tau` and `best_step` belong to the draft with the best evaluation. `seconds` is the time spent in
+    optimizer steps.
+    """
 
     step: int = 0
-    place: tuple[int, int] = (0, 0)
+    address: tuple[int, int] = (0, 0)
     best_tau: float = -1.0
     best_step: int = 0
     seconds: float = 0.0
@@ -69,12 +78,13 @@ def train(
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Trains to `schedule.steps`, or until interrupted, when it saves and returns where it stands.
+    """Trains until `schedule.steps`, or until interrupted. Saves a checkpoint in either case, and returns the progress.
 
-    `run.draft` ends as the draft with the best τ of `evaluate`, or the last one where that measured none. `report` gets
-    each step's metrics, as metrics.jsonl does; `say` a line where it is interrupted. A signal interrupts (see
-    `Interruption`), and `stop`, asked after each step. Raises ValueError where the checkpoint to resume from is not
-    of such a run.
+    The draft with the best τ of `evaluate` is written to `run.draft`, or the last draft if no τ was measured. `report`
+    is called with each step's metrics, which are also written to metrics.jsonl, and `say` with a message on an
+    interruption. A run is interrupted by signals (see `Interruption`), or if `stop`, called after each step, returns
+    True. Raises ValueError if `resume` is given and the checkpoint does not belong to this run, and FloatingPointError
+    if a gradient is not finite.
     """
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     progress = Progress()
@@ -84,7 +94,7 @@ def train(
             optimizer.load_state_dict(saved["optimizer"])
             progress = _progress_of(saved["progress"], schedule.steps, rows)
         except (LookupError, TypeError, AttributeError, ValueError) as e:
-            raise run.damaged(f"it is not the state of this run, {type(e).__name__}: {e}") from e
+            raise run.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
     run.truncate_metrics(progress.step)
 
     if draft.device.type == "cuda":
@@ -94,15 +104,15 @@ def train(
         state = {"optimizer": optimizer.state_dict(), "progress": vars(progress)}
         run.save_checkpoint(draft, save_dtype, state)
 
-    left = (schedule.steps - progress.step) * schedule.rows_per_step
+    remaining = _rows_from(rows, progress.address, (schedule.steps - progress.step) * schedule.rows_per_step)
     upcoming = with_features(
-        _from(rows, progress.place, left), source.features, draft.device, prefetch=schedule.implementation.prefetch
+        remaining, source.features, draft.device, prefetch=schedule.implementation.prefetch
     )  # fmt: skip
     with Interruption(say) as interruption, run.metrics.open("a") as log:
         while progress.step < schedule.steps:
-            began = time.perf_counter()
+            start = time.perf_counter()
             total, tokens, lr, norm = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             progress.step += 1
             progress.seconds += seconds
             last = progress.step == schedule.steps
@@ -119,10 +129,10 @@ def train(
             log.write(json.dumps(metrics) + "\n")
             log.flush()
             report(metrics)
-            if last or progress.step % schedule.save_every == 0 or interruption.asked or stop():
+            if last or progress.step % schedule.save_every == 0 or interruption.requested or stop():
                 with interruption.saving():
                     save()
-                if interruption.asked or stop():  # also while it saved
+                if interruption.requested or stop():  # again, since a request may have come during the save
                     break
     if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
         run.publish(draft, save_dtype)
@@ -130,62 +140,68 @@ def train(
 
 
 def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
-    """Where a checkpoint stands. Raises TypeError or ValueError for what training did not write."""
+    """The progress in a checkpoint. Raises TypeError or ValueError for values that training cannot have written."""
+    saved = {"address" if name == "place" else name: value for name, value in saved.items()}  # of earlier versions
     progress = Progress(**saved)
     for f in fields(Progress):
         value = getattr(progress, f.name)
         if type(value) not in ((int, float) if isinstance(f.default, float) else (type(f.default),)):
             raise TypeError(f"{f.name} is {value!r}")
-    epoch, row = progress.place
-    inside = 0 <= progress.step <= steps and epoch >= 0 and 0 <= row < len(rows.epoch(int(epoch)))
-    if not inside or (type(epoch), type(row)) != (int, int):
-        raise ValueError(f"step {progress.step} of {steps} at {progress.place}")
+    epoch, row = progress.address
+    in_range = 0 <= progress.step <= steps and epoch >= 0 and 0 <= row < len(rows.epoch(int(epoch)))
+    if not in_range or (type(epoch), type(row)) != (int, int):
+        raise ValueError(f"step {progress.step} of {steps} at row {progress.address}")
     return progress
 
 
-def _from(rows: Rows, place: tuple[int, int], count: int) -> Iterator[Packed]:
+def _rows_from(rows: Rows, address: tuple[int, int], count: int) -> Iterator[Packed]:
+    """`count` successive rows from an address on."""
     for _ in range(count):
-        yield rows[place]
-        place = rows.next(place)
+        yield rows[address]
+        address = rows.next(address)
 
 
 def optimizer_step(
     draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
     optimizer: MasterAdamW, progress: Progress,
-) -> tuple[Step, int, float, float]:  # fmt: skip
-    """One optimizer step over the next `rows_per_step` rows. Returns their sums, token count, learning rate, gradient
-    norm."""
+) -> tuple[RowSums, int, float, float]:  # fmt: skip
+    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`.
+
+    The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows. Returns the rows' summed metrics, their
+    number of tokens without filler, the learning rate and the gradient norm. Raises FloatingPointError, with the
+    probable cause, if the norm is not finite; the draft must not be saved then.
+    """
     draft.train()
-    found, tokens, begun = [], 0, progress.place
+    results, tokens, first_row = [], 0, progress.address
     for i in range(schedule.rows_per_step):
         row, features = next(upcoming)
-        tokens += rows.tokens(progress.place)
-        progress.place = rows.next(progress.place)
+        tokens += rows.tokens(progress.address)
+        progress.address = rows.next(progress.address)
         key = f"{schedule.seed} {progress.step} {i}"
-        found.append(ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key))
-        del features  # before the row after the next is begun
+        result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
+        results.append(result)
+        del features  # frees their memory before `upcoming` starts the row after the next
         optimizer.accumulate()
     objective = schedule.objective
     discounts = to_device([torch.tensor([objective.gamma**k for k in range(objective.depth)])], draft.device)[0]
-    scored = sum((f.scored_K() * discounts).sum() for f in found)
+    scored = sum((r.scored_K() * discounts).sum() for r in results)
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-    total = functools.reduce(operator.add, [f.to_step() for f in found])  # the first thing that waits for the device
+    total = functools.reduce(operator.add, [r.to_host() for r in results])  # the step's first synchronization
     norm = norm.item()
-    if not math.isfinite(norm):  # nothing is saved after this
-        rows_read = _from(rows, begun, schedule.rows_per_step)
-        raise FloatingPointError(
-            f"the gradient of step {progress.step + 1} is {norm}: {_why(rows_read, source, draft, progress.step)}"
-        )
+    if not math.isfinite(norm):
+        step_rows = _rows_from(rows, first_row, schedule.rows_per_step)
+        cause = _nonfinite_cause(step_rows, source, draft, progress.step)
+        raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
     return total, tokens, lr, norm
 
 
-def _why(rows: Iterator[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
-    """What made a step's gradient infinite or NaN, and the cure: the target, the draft before it learnt anything, or
-    the learning rate."""
+def _nonfinite_cause(rows: Iterator[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
+    """The probable cause of a gradient that is not finite, and the remedy. Causes are the target's hidden states, the
+    initial draft, or the learning rate."""
     for row in rows:
         features = source.features(row)
-        states = (features.last_TD, draft.reads(features))
+        states = (features.last_TD, draft.select_states(features))
         if not all(bool(x.isfinite().all()) for x in states):
             return (
                 f"the target computes NaN or infinite hidden states in {str(features.last_TD.dtype).split('.')[-1]}; "
@@ -193,24 +209,27 @@ def _why(rows: Iterator[Packed], source: FeatureSource, draft: Draft, steps_done
             )
     if steps_done == 0:
         return (
-            f"nothing has been learnt yet, so the draft that was begun with overflows in "
-            f"{str(draft.dtype).split('.')[-1]}; train with --dtype float32, or begin with another draft"
+            f"this is the first step, so the initial draft overflows in {str(draft.dtype).split('.')[-1]}; train with "
+            "--dtype float32, or start from another draft"
         )
     return (
-        "train anew with a lower --lr and another --out, from the last checkpoint's weights (--init-from "
+        "train again with a lower --lr and another --out, from the last checkpoint's weights (--init-from "
         "RUN/checkpoint) if there is one"
     )
 
 
 def _discounted(counts_K: Tensor, gamma: float) -> float:
+    """Σ_k γ^k counts_k."""
     return sum(gamma**k * n for k, n in enumerate(counts_K.tolist()))
 
 
-def _metrics(total: Step, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
+def _metrics(total: RowSums, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
+    """A step's metrics as they are written to metrics.jsonl."""
     live = total.live_K.clamp_min(1)
-    committed, rounds = total.walked
+    committed, rounds = total.simulated
     tau = {"tau": committed / max(rounds, 1)}
-    if schedule.objective.drop:  # too few slots are trained to walk along: the mean over all, which reads higher
+    if schedule.objective.drop:
+        # decoding cannot be simulated, since most slots are dropped; a mean over the trained slots, which is higher
         tau = {"tau_slots": 1 + float((total.survive_K / live).sum())}
     return {
         "step": step,

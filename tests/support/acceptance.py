@@ -33,7 +33,7 @@ def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> lis
         read = Tree.chain(torch.tensor([up_to(end)[:-1]]))
         _, features = target.verify(read, TargetCache(), engine.layers)
         proposer = engine.drafting.proposer(engine.draft)
-        paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), engine.draft.reads(features)))
+        paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), engine.draft.select_states(features)))
         said = tuple(up_to(end + max(map(len, paths)))[end:])
         rounds.append(max((len(path) for path in paths if path == said[: len(path)]), default=0))
         end += rounds[-1] + 1

@@ -66,7 +66,7 @@ def dense(
 
         token = row.token_T[(slots + 1 + k).clamp_max(T - 1)]
         out = draft.step(token, hidden, row.position_T + k, attend)
-        hidden, normed = draft.read(out)
+        hidden, normed = draft.split_output(out)
         outs.append(normed)
     live = [torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(steps)]
     read = [o[t] for o, t in zip(outs, live, strict=True)]

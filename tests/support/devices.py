@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.models.draft import Draft
-from fledge.targets.fit import fit
+from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 
 
@@ -14,7 +14,7 @@ def on_device(target: TransformersTarget, draft: Draft) -> None:
     """Moves a pair to the GPU where there is one: there Triton compiles, and takes nothing of the CPU's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target.model.to(device), draft.to(device)
-    fit(draft, target)
+    connect_draft(draft, target)
 
 
 def needs_triton() -> None:

@@ -59,12 +59,12 @@ class LossCase:
         gradients = torch.is_grad_enabled()
         head_sum = Fp32Accumulator(self.head) if gradients else None
         teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
-        loss, scores, dhidden = loss_and_gradients(
+        loss, scores, dhead_inputs = loss_and_gradients(
             self.hidden, self.head, teacher, self.weights, LossOptions(**options), head_sum=head_sum,
             gradients=gradients,
         )  # fmt: skip
         if gradients:
-            loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhidden], self.head, *self.hidden)
+            loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhead_inputs], self.head, *self.hidden)
         return loss, scores
 
     def reference(self, kind: str = "ce") -> Tensor:

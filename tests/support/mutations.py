@@ -14,7 +14,7 @@ from fledge.models.draft import Draft
 class AlteredDraft:
     """A draft some of whose methods are replaced, for tests of what a mistake on one side alone would do.
 
-    `AlteredDraft(draft, read=wrong)` calls `wrong(draft.read, *args)` wherever `read` is called on it.
+    `AlteredDraft(draft, split_output=wrong)` calls `wrong(draft.split_output, *args)` for each call of that method.
     """
 
     def __init__(self, draft: Draft, **replaced: Callable[..., Any]):

@@ -19,7 +19,7 @@ from transformers import (
 
 from fledge.config import DraftConfig
 from fledge.models.draft import Draft
-from fledge.targets.fit import fit, layers_of
+from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Target, TrainingTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Packed
@@ -130,7 +130,7 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
                 p.add_(0.1 * torch.randn_like(p))
     draft.set_vocabulary(torch.linspace(0, vocab - 1, W).round().long())
     draft = draft.to(target.dtype)
-    fit(draft, target)
+    connect_draft(draft, target)
     return draft
 
 

@@ -13,7 +13,7 @@ from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting, Proposer
 from fledge.models.draft import Draft
 from fledge.targets.cache import TargetCache
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken

@@ -12,9 +12,9 @@ from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
 from fledge.jobs.training.target import Prepared
 from fledge.models.draft import Draft
-from fledge.models.init import start_from_target
+from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
-from fledge.targets.fit import fit, mismatch
+from fledge.targets.compatibility import connect_draft, mismatch
 from fledge.types import Document
 
 DRAFT_VOCAB = 32_000  # most tokens that a draft can propose, by default
@@ -27,7 +27,7 @@ def make_draft(recipe: Recipe, prepared: Prepared, documents: list[Document], sa
     torch.manual_seed(recipe.seed)
     make = _continued if isinstance(recipe.draft, ExistingDraft) else _new
     draft = make(recipe, prepared, documents, say).to(device=prepared.target.device, dtype=prepared.target.dtype)
-    fit(draft, prepared.target)
+    connect_draft(draft, prepared.target)
     return draft
 
 
@@ -72,7 +72,7 @@ def _new(recipe: Recipe, prepared: Prepared, documents: list[Document], say: Say
     config = _config(recipe, prepared, mask)
     draft = Draft(config.with_provenance(coverage=coverage, **_known(recipe, prepared)))
     draft.set_vocabulary(ids)
-    start_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 

@@ -12,7 +12,16 @@ from fledge.data.dataset import Rows
 from fledge.jobs.training.recipe import ComputeRecipe
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
-from fledge.train.memory import CPU_SLOTS, LEAST, MARGIN, Trial, choose, ladder, longest_row, of_length
+from fledge.train.memory import (
+    CPU_SLOTS,
+    MIN_TOKENS,
+    USABLE_FRACTION,
+    Trial,
+    candidates,
+    choose,
+    longest_row,
+    resize_row,
+)
 from fledge.train.objective import Implementation, ttt
 from fledge.train.prefetch import with_features
 from fledge.train.trainer import Schedule
@@ -31,7 +40,7 @@ def choose_implementation(
     implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
     if not compute.gpu:
         return replace(implementation, slots=compute.slots or CPU_SLOTS)
-    asked = ladder(implementation, slots=compute.slots, activations=compute.activations)
+    asked = candidates(implementation, slots=compute.slots, activations=compute.activations)
     trial = _trial(draft, rows, source, schedule)
     _warm_up(trial, asked[-1])
     free, _ = torch.cuda.mem_get_info(draft.device)
@@ -62,7 +71,7 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule) 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:
     """Runs lazy initialisation before memory is measured."""
-    trial.step(of_length(trial.rows[0], LEAST), implementation)
+    trial.step(resize_row(trial.rows[0], MIN_TOKENS), implementation)
     trial.draft.zero_grad(set_to_none=True)
 
 
@@ -86,5 +95,5 @@ def row_tried(tokens: int, taken: int | None, available: int) -> str:
     """What a row of so many tokens takes of the available bytes; `taken` None: more than those."""
     if taken is None:
         return f"a row of {tokens:,} tokens is too much"
-    over = f", too much: {1 - MARGIN:.0%} must stay free" if taken > MARGIN * available else ""
+    over = f", too much: {1 - USABLE_FRACTION:.0%} must stay free" if taken > USABLE_FRACTION * available else ""
     return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"

@@ -153,7 +153,7 @@ def resumed(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainOptions,
     Trust is not taken from the file: where the run was started with --trust-remote-code, the flag is needed again.
     Raises ValueError where there is no run, where its file is damaged, or where trust is given that it did not have.
     """
-    file = directory.started()
+    file = directory.options_file()
     try:
         values, settled = (_from_train_json if file == directory.old_config else _from_recipe)(file)
     except (ValueError, RecursionError) as e:
@@ -178,8 +178,8 @@ def check_settled(recorded: Mapping[str, Any], settled: Settled, directory: RunD
     for name, before in recorded.items():
         if before != (now := getattr(settled, name)):
             raise ValueError(
-                f"{directory.started()}: {SETTLED}.{name} is {format_value(before)}, but the options and data give "
-                f"{format_value(now)}; undo the change of the file or the target, or start a new run"
+                f"{directory.options_file()}: {SETTLED}.{name} is {format_value(before)}, but the options and data "
+                f"give {format_value(now)}; undo the change of the file or the target, or start a new run"
             )
 
 

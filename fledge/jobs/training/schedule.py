@@ -35,6 +35,6 @@ def _objective(asked: ObjectiveRecipe) -> Objective:
         gamma=asked.gamma,
         loss=asked.loss,
         keep_out_of_vocab=asked.keep_out_of_vocab,
-        noise=asked.feature_noise,
+        feature_noise=asked.feature_noise,
         drop=DropTokens(*asked.drop) if asked.drop else None,
     )

@@ -10,11 +10,11 @@ import torch
 from fledge.data.template import ChatTemplate
 from fledge.jobs.options import dtype_named, new_tokens
 from fledge.jobs.training.recipe import ComputeRecipe, ExistingDraft, Recipe
-from fledge.targets.fit import resolve_layers
+from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.heap import keep_freed
+from fledge.train.heap import retain_freed_memory
 
 EVAL_TOKENS = 64  # new tokens an answer while training, by default
 
@@ -69,7 +69,7 @@ def set_up_process(compute: ComputeRecipe) -> None:
         torch.cuda.set_device(torch.device(compute.device).index or 0)  # Triton launches on the current device
         torch.set_num_threads(1)  # the host only plans; small tensors lose time to threads
     else:
-        keep_freed()
+        retain_freed_memory()
 
 
 def _layers(recipe: Recipe) -> tuple[int, ...] | None:

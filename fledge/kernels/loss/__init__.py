@@ -1,8 +1,8 @@
 """Soft-target losses between draft and target, without materializing the logits of all slots.
 
-Notation, for one slot of one TTT step: h is the draft's hidden state after its norm, W the weight of the draft's head,
-p the target's distribution over its vocabulary V, and p' that distribution restricted to the draft's vocabulary and
-renormalised.
+Notation, for one slot of one TTT step: h is the head's input (the draft's normed output), W the weight of the draft's
+head, p the target's distribution over its vocabulary V, and p' that distribution restricted to the draft's vocabulary
+and renormalised.
 
     z = W h,   q = softmax(z),   α = Σ_w min(p_w, q_w)
 
@@ -105,24 +105,24 @@ class Scores:
 
 
 class LossResult(NamedTuple):
-    """`loss` is Σ_k weights[k] Σ_scored loss, a scalar. `dhidden` are its gradients for the hidden states."""
+    """`loss` is Σ_k weights[k] Σ_scored loss, a scalar. `dhead_inputs` are its gradients for the head's inputs."""
 
     loss: Tensor
     scores: Scores
-    dhidden: list[Tensor]
+    dhead_inputs: list[Tensor]
 
 
 @torch.no_grad()
 def loss_and_gradients(
-    hidden: Sequence[Tensor], head_WE: Tensor, teacher: Teacher, weights: Sequence[float],
+    head_inputs: Sequence[Tensor], head_WE: Tensor, teacher: Teacher, weights: Sequence[float],
     options: LossOptions = LossOptions(), *, head_sum: Fp32Accumulator | None = None, gradients: bool = True,
 ) -> LossResult:  # fmt: skip
     """The loss of K steps and its gradients.
 
-    `hidden` are the hidden states of each step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients.
+    `head_inputs` are those of each step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients.
     `weights` are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given.
-    Without `gradients`, `dhidden` is empty. Memory: the logits of a chunk of teacher rows and of the slots that use
-    them, or of SLOTS_PER_GROUP slots if that is more.
+    Without `gradients`, `dhead_inputs` is empty. Memory: the logits of a chunk of teacher rows and of the slots that
+    use them, or of SLOTS_PER_GROUP slots if that is more.
     """
     device, counts = head_WE.device, [r.numel() for r in teacher.rows]
     chunk = options.teacher_rows_per_chunk(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
@@ -130,16 +130,16 @@ def loss_and_gradients(
     # separate tensors, not slices of one: Triton recompiles a kernel if a pointer's alignment changes
     kinds = (wide, wide, torch.bool, torch.bool)
     sums = SlotSums(*(torch.zeros(sum(counts), dtype=kind, device=device) for kind in kinds))
-    dhidden = [torch.empty_like(h) for h in hidden] if gradients else []
-    for dh, n in zip(dhidden, counts, strict=False):
+    dhead_inputs = [torch.empty_like(h) for h in head_inputs] if gradients else []
+    for dh, n in zip(dhead_inputs, counts, strict=False):
         dh[n:].zero_()
     loss_of_tile = _TileLoss(teacher, weights, options, sums, chunk)
     for group in group_tiles(make_tiles(list(teacher.rows), chunk, device)):
-        _group_loss(group, hidden, head_WE, loss_of_tile, dhidden, head_sum)
+        _group_loss(group, head_inputs, head_WE, loss_of_tile, dhead_inputs, head_sum)
     loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
     scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
     loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
-    return LossResult(loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhidden)
+    return LossResult(loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhead_inputs)
 
 
 class _TileLoss:
@@ -171,7 +171,7 @@ class _TileLoss:
 
 
 def _group_loss(
-    group: list[Tile], hidden: Sequence[Tensor], head_WE: Tensor, tile_loss: _TileLoss, dhidden: list[Tensor],
+    group: list[Tile], head_inputs: Sequence[Tensor], head_WE: Tensor, tile_loss: _TileLoss, dhead_inputs: list[Tensor],
     head_sum: Fp32Accumulator | None,
 ) -> None:  # fmt: skip
     """Computes the logits, losses and gradients of a group of tiles.
@@ -185,19 +185,19 @@ def _group_loss(
     # the slots of a single step are contiguous, so that they are read and written without a copy
     in_place = None if padding or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
     if in_place:
-        h = hidden[in_place[0]][in_place[1]]
+        h = head_inputs[in_place[0]][in_place[1]]
     else:
-        h = [x[a:b] for tile in group for x, (a, b) in zip(hidden, tile.spans, strict=True)]
+        h = [x[a:b] for tile in group for x, (a, b) in zip(head_inputs, tile.spans, strict=True)]
         h = torch.cat([*h, h[0].new_zeros(padding, h[0].shape[1])])
     z = h @ head_WE.T
     for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
         tile_loss(tile, part)
     if head_sum is not None:
         head_sum.add_product(z.T, h)
-    if dhidden and in_place:
-        torch.mm(z, head_WE, out=dhidden[in_place[0]][in_place[1]])
-    elif dhidden:
+    if dhead_inputs and in_place:
+        torch.mm(z, head_WE, out=dhead_inputs[in_place[0]][in_place[1]])
+    elif dhead_inputs:
         gradients = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
-        destinations = [x[a:b] for tile in group for x, (a, b) in zip(dhidden, tile.spans, strict=True)]
+        destinations = [x[a:b] for tile in group for x, (a, b) in zip(dhead_inputs, tile.spans, strict=True)]
         for destination, part in zip(destinations, gradients, strict=True):
             destination.copy_(part)
