@@ -268,7 +268,7 @@ def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge
     assert pair.generate("it can fly", max_new_tokens=8).tokens == alone.generate("it can fly", max_new_tokens=8).tokens
     assert api.train_draft(resume=tmp_path / "python").draft == trained.draft
     api.train_draft(resume=str(tmp_path / "python"), progress=True)
-    assert "this run was finished" in capsys.readouterr().err
+    assert "this run was already finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge
         (dict(lr="1e-3"), r"--lr '1e-3' is not of type float \| None"),
         (dict(data=[3]), r"--data \[3\] is not of type list\[str\]"),
         (dict(target=3), r"--target 3 is not of type str \| None"),
-        (dict(steps=0), "--steps 0: it is at least 1"),
+        (dict(steps=0), "--steps 0: it must be at least 1"),
     ],
 )
 def test_training_options_of_the_wrong_type(options: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:
