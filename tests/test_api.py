@@ -301,4 +301,4 @@ def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fled
     api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
     as_before(out, steps="many")
     ran = fledge("train", "--resume", out)
-    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; it is damaged" in ran.err
+    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; the file is damaged" in ran.err
