@@ -1,6 +1,8 @@
-# make demo   sets everything up and trains and measures a draft for the bundled model (five to six minutes on two cores)
-# make test   sets everything up and passes the tests
-# make fuzz   damages the inputs of every command, 2,210 times in all, and looks for a traceback (some ten minutes)
+# make demo   install, train a draft for the bundled model and measure it (five to six minutes on two cores)
+# make test   install, lint and run all tests
+# make fuzz   run every command on damaged inputs, 2,210 in total, and check for tracebacks (about ten minutes)
+# make lint   check style and formatting with ruff
+# make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -18,8 +18,9 @@ from fledge.decode.engine import Engine, load
 from fledge.eval.environment import environment
 from fledge.eval.metrics import tau
 from fledge.eval.prompts import read_prompts
+from fledge.eval.record import check_record_path, write_record
 from fledge.eval.run import first_prompt, near_ties
-from fledge.jobs.options import dtype_named, place_of_record, write_json
+from fledge.jobs.options import parse_dtype
 from fledge.types import Sampling
 
 
@@ -37,8 +38,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default=None)
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
-    target = load(options.target, device=options.device, dtype=dtype_named(options.dtype)).target
+    check_record_path(options.out, "--out")
+    target = load(options.target, device=options.device, dtype=parse_dtype(options.dtype)).target
     prompts = in_turn(options.prompts, options.limit or options.batch)
     rows = []
     for draft in options.draft:
@@ -49,7 +50,7 @@ def main() -> None:
     record = {"environment": environment(target.device.type, str(target.dtype)), "rows": rows}
     record["prompts"] = [Path(file).stem for file in options.prompts]
     record["prompt_tokens"] = [len(engine.template.prompt_ids(p)) for p in prompts]
-    write_json(options.out, record)
+    write_record(options.out, record)
 
 
 def in_turn(files: list[str], limit: int) -> list[Any]:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import write_json
 
 CLI = [sys.executable, "-c", "from fledge.cli import main; main()"]
 TARGET = "demo/target"
@@ -50,15 +49,15 @@ def main() -> None:
     record["environment"]["commit"] = [checkout.commit for checkout in checkouts]
     if "demo" in options.only:
         record["demo"] = in_turn(checkouts, demo, side_by_side=bool(options.cores))
-        write_json(options.out, record)
+        write_record(options.out, record)
     if "family" in options.only:
         record["family"] = in_turn(checkouts, lambda c: family(c, options.steps), side_by_side=bool(options.cores))
-        write_json(options.out, record)
+        write_record(options.out, record)
     if "step" in options.only:
         for _ in range(options.repeats):
             for checkout in checkouts:
                 record.setdefault("step", {}).setdefault(checkout.commit, []).append(step(checkout))
-        write_json(options.out, record)
+        write_record(options.out, record)
     print(json.dumps(record, indent=2))
 
 

@@ -25,10 +25,10 @@ from fledge.decode.engine import Engine, load
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, tau
 from fledge.eval.prompts import read_prompts
+from fledge.eval.record import check_record_path, write_record
 from fledge.eval.run import first_prompt
 from fledge.jobs import train
-from fledge.jobs.options import place_of_record, write_json
-from fledge.jobs.show import Show
+from fledge.jobs.display import ProgressDisplay
 from fledge.types import Sampling
 
 METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     split(options)
     with ProcessPoolExecutor(len(options.methods), multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(reached, options.methods, [options] * len(options.methods)))
@@ -78,7 +78,7 @@ def main() -> None:
     for row in sorted(rows, key=lambda r: (r["depth"] != DEPTH or r["nodes"] not in (0, 32), r["temperature"])):
         row |= timed(Way(**{k: row[k] for k in Way.__dataclass_fields__}), target, options)
         print(show(row), flush=True)
-        write_json(options.out, record)
+        write_record(options.out, record)
 
 
 def split(options: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def ways(method: str) -> list[Way]:
 
 def reached(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]:
     """Trains a method's draft; τ and α of every way of using it."""
-    show = Show(quiet=True)
+    show = ProgressDisplay(quiet=True)
     data = [str(options.work / "data" / f"{name}.jsonl") for name in ("sgd_train", "gsm8k_train", "stories")]
     asked = train.TrainOptions(
         target=options.target, data=data, out=str(options.work / method), method=method, depth=DEPTH,

@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
 from fledge.jobs import train
-from fledge.jobs.options import place_of_record, write_json
-from fledge.jobs.show import Show
+from fledge.jobs.display import ProgressDisplay
 from fledge.train import heap
 
 FIRST = 10  # steps that are left out
@@ -32,13 +32,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     rows = []
     for kept in (False, True) * options.turns:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             rows.append(alone.submit(measure, kept, options).result())
         print("{step_ms:.1f} ms a step, {faults:,.0f} page faults, freed memory kept: {kept}".format(**rows[-1]))
-    write_json(options.out, {"environment": environment("cpu", "float32"), "steps": options.steps, "rows": rows})
+    write_record(options.out, {"environment": environment("cpu", "float32"), "steps": options.steps, "rows": rows})
 
 
 def measure(kept: bool, options: argparse.Namespace) -> dict:
@@ -46,7 +46,7 @@ def measure(kept: bool, options: argparse.Namespace) -> dict:
     if not kept:
         heap.retain_freed_memory = lambda: False
     faults: list[int] = []
-    show = Show(quiet=True)
+    show = ProgressDisplay(quiet=True)
     show.step = lambda steps, metrics: faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     with tempfile.TemporaryDirectory() as out:
         asked = train.TrainOptions(

@@ -15,9 +15,9 @@ import statistics
 from pathlib import Path
 
 from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
 from fledge.jobs import train
-from fledge.jobs.options import place_of_record, write_json
-from fledge.jobs.show import Show
+from fledge.jobs.display import ProgressDisplay
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
 
     paths = dict(target=options.target, data=[options.data], eval_prompts=options.prompts)
     sizes = dict(steps=options.steps, depth=5, draft_vocab=options.draft_vocab, max_length=512, row_length=8192)
@@ -51,7 +51,7 @@ def main() -> None:
         asked = train.TrainOptions(
             **paths, **sizes, out=str(out), save_every=10**6, seed=seed, impl=impl, device=options.device
         )
-        show = Show(quiet=True)
+        show = ProgressDisplay(quiet=True)
         last = train.run(asked, show.say, show)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         late = lines[len(lines) // 2 :]
@@ -59,12 +59,12 @@ def main() -> None:
         row = {"impl": impl, "seed": seed, "tau": last["eval_tau"], "loss": last["loss"], "tokens_per_s": speed}
         record["rows"].append(row)
         print(f"{impl:7} seed {seed}: τ {row['tau']:.3f}, loss {row['loss']:.4f}, {speed:,.0f} tokens/s", flush=True)
-        write_json(options.out, record)
+        write_record(options.out, record)
     several = [impl for impl in options.impls if sum(r["impl"] == impl for r in record["rows"]) > 1]
     means = {impl: mean_and_error(record["rows"], impl) for impl in several}
     record["means"] = means
     record["agree"] = {f"{a} and {b}": agree(means[a], means[b]) for a, b in itertools.combinations(means, 2)}
-    write_json(options.out, record)
+    write_record(options.out, record)
     print(json.dumps({"means": record["means"], "agree": record["agree"]}, indent=1))
 
 

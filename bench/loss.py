@@ -20,7 +20,7 @@ import torch
 from common import peak_tflops, profile, queued_seconds, seconds
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import place_of_record, write_json
+from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.gradients import Fp32Accumulator
 from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     if options.device == "cpu" and not options.sizes:
         parser.error("the record's sizes are for a GPU; --sizes chooses others")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
@@ -52,7 +52,7 @@ def main() -> None:
             memory = "" if row["gib"] is None else f" {row['gib']:6.3f} GiB"
             say = "({T}, {W}) {impl:7} chunk {chunk!s:5}{ms:8.2f} ms ({idle_ms:.2f} from idle)"
             print(say.format(**row) + memory + f", loss {row['loss']:.4f}", flush=True)
-            write_json(options.out, record)
+            write_record(options.out, record)
 
 
 def measure(impl: str, T: int, W: int, chunk: int | None, options: argparse.Namespace) -> dict:

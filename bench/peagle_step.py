@@ -18,7 +18,7 @@ from common import SHAPES, queued_seconds, random_draft, row_of
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
-from fledge.jobs.options import place_of_record, write_json
+from fledge.eval.record import check_record_path, write_record
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Implementation, Objective, ttt_queued
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4096, help="slots in flight")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     if options.device != "cpu":
         torch.set_num_threads(1)
     record = {"environment": environment(options.device, "bfloat16"), "shape": SHAPES[options.shape], "rows": []}
@@ -45,7 +45,7 @@ def main() -> None:
             row = measure(tokens, recompute, options)
             record["rows"].append(row)
             print(row, flush=True)
-            write_json(options.out, record)
+            write_record(options.out, record)
 
 
 def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import place_of_record, write_json
+from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.sdpa import BACKENDS
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/sdpa.json"))
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     record = {"environment": environment("cuda", "bfloat16"), "rows": []}
     for batch, masked, start in ((1, False, 200), (16, True, 400), (1, True, 600)):
         own = {"batch": batch, "masked": masked, "torch's choice_ms": measure(batch, masked, start)}
@@ -33,7 +33,7 @@ def main() -> None:
             own["without cuDNN_ms"] = measure(batch, masked, start)
         record["rows"].append(own)
         print(own, flush=True)
-    write_json(options.out, record)
+    write_record(options.out, record)
 
 
 def measure(batch: int, masked: bool, start: int) -> dict[str, float]:

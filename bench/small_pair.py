@@ -16,9 +16,9 @@ from pathlib import Path
 
 from fledge.decode.engine import resolve_device
 from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
 from fledge.jobs import evaluate, train
-from fledge.jobs.options import place_of_record, write_json
-from fledge.jobs.show import Show
+from fledge.jobs.display import ProgressDisplay
 
 PLACES = ("target", "data", "eval_prompts", "out")  # options that are no setting
 CALIBRATION = 40  # steps, of which the first half warms up
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, which is quicker")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
 
     base = train.TrainOptions(
         target=str(options.target), depth=5, draft_vocab=4096, max_length=512, row_length=8192, save_every=10**6,
@@ -59,13 +59,13 @@ def main() -> None:
         records[name] = {"training": trained, "eval": {}}
         for prompt_set in sets:
             records[name]["eval"][prompt_set] = measure(options, options.work / name / "draft", prompt_set)
-            write_json(options.out, records)
+            write_record(options.out, records)
         print(json.dumps({s: round(r["tau"], 3) for s, r in records[name]["eval"].items()}), flush=True)
 
 
 def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict:
     """Measures a step, then trains for as many as fit in the time."""
-    show = Show()
+    show = ProgressDisplay()
     shutil.rmtree(out, ignore_errors=True)
     train.run(replace(options, steps=CALIBRATION, out=str(out), eval_tokens=1), show.say, show)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +80,7 @@ def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict
         "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in lines),
         "walked_tau_last_steps": sum(m["tau"] for m in lines[-50:]) / 50,
         "decoded_tau": last["eval_tau"],
-        "options": {k: v for k, v in options.by_name().items() if k not in PLACES},
+        "options": {k: v for k, v in options.as_dict().items() if k not in PLACES},
         "data": [Path(d).stem for d in options.data],
     }
 
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, draft: Path, name: str) -> dict:
             max_new_tokens=64 if dialogues else 128, device=options.device, dtype="float32",
             batch=options.batch,
         ),
-        Show(quiet=True),
+        ProgressDisplay(quiet=True),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from fledge.eval.environment import environment
-from fledge.jobs.options import place_of_record, write_json
+from fledge.eval.record import check_record_path, write_record
 
 SHAPES = ((256, 256), (432, 256), (4096, 256), (1536, 512), (2048, 2048), (8192, 2048))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 256)
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/small_rows.json"))
     rows = []
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     for out, width in SHAPES:
         weights = [torch.randn(out, width) for _ in range(max(2, (1 << 26) // (out * width)))]
         for n in ROWS:
@@ -39,7 +39,7 @@ def main() -> None:
             }
             rows.append({"weights": [out, width], "rows": n, **times})
             print(f"{out:5} x {width:4}, {n:3} rows: " + ", ".join(f"{k} {v:8.1f}" for k, v in times.items()))
-    write_json(options.out, {"environment": environment("cpu", "float32"), "rows": rows})
+    write_record(options.out, {"environment": environment("cpu", "float32"), "rows": rows})
 
 
 def microseconds(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor], repeats: int = 9):

@@ -27,7 +27,7 @@ from common import SHAPES, peak_tflops, profile, queued_seconds, random_draft, r
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
-from fledge.jobs.options import place_of_record, write_json
+from fledge.eval.record import check_record_path, write_record
 from fledge.models.draft import Draft
 from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import Implementation, Objective, ttt_queued
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--compile-target", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
     options = parser.parse_args()
-    place_of_record(options.out, "--out")
+    check_record_path(options.out, "--out")
     cpu = options.device == "cpu"
     if not options.tokens and (cpu or options.supervised or options.teachers):
         parser.error("the record's cases are for a GPU, and as they are; --tokens chooses others")
@@ -106,12 +106,12 @@ def main() -> None:
         row = measure(case, options)
         record["rows"].append(row)
         show(row, record["ceiling_tflops"])
-        write_json(options.out, record)
+        write_record(options.out, record)
     if options.online:
         record["online"] = online(Case((options.tokens or [4096])[0], 1.0, ways[options.impls[-1]]), options)
         said = "T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s; {one_stream_ms:.1f} ms on one stream"
         print(said.format(**record["online"]), flush=True)
-        write_json(options.out, record)
+        write_record(options.out, record)
 
 
 def recorded(ways: dict[str, Implementation]) -> list[Case]:

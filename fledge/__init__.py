@@ -4,8 +4,8 @@
 >>> fledge.train_draft(target="path/to/target", data=["chats.jsonl"], out="run")
 >>> engine = fledge.load("path/to/target", draft="run/draft")
 >>> print(engine.generate("Once upon a time", max_new_tokens=100).text)
->>> for piece in engine.stream([{"role": "user", "content": "Hello"}], temperature=0.7):
-...     print(piece, end="", flush=True)
+>>> for text in engine.stream([{"role": "user", "content": "Hello"}], temperature=0.7):
+...     print(text, end="", flush=True)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "load_target",
     "train_draft",
 ]
-# where each is; torch and transformers take seconds to import, and `fledge --help` needs neither
+# the module of each name, imported on first use: torch and transformers take seconds to import
 _MODULES = {
     "Completion": "fledge.decode.request",
     "Engine": "fledge.decode.engine",

@@ -1,4 +1,4 @@
-"""Atomic replacement of directories and small files, and lock files that exclude other processes."""
+"""Atomic replacement of directories and small files, checks of output paths, and locks that exclude other processes."""
 
 from __future__ import annotations
 
@@ -157,6 +157,34 @@ def disk_full_errno(error: BaseException | None) -> int | None:
             return error.errno
         error = error.__cause__ or error.__context__
     return None
+
+
+# -- output paths -----------------------------------------------------------------------------------------------------
+
+
+def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -> Path:
+    """Checks, before a job starts its work, that it can write a file (or a directory) at `path`, and returns the path.
+
+    `flag` names the option in messages. Raises ValueError if the path is empty, is something else than a file (or a
+    directory), or cannot be written.
+    """
+    if not str(path):
+        raise ValueError(f"{flag} is empty; give it a path")
+    path = Path(path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{flag} {path} is a broken symbolic link; remove it or choose another name")
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if existing == path and not (path.is_dir() if directory else path.is_file()):
+        kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a device, pipe or socket"
+        raise ValueError(f"{flag} {path} is {kind}; choose another name")
+    if existing != path and not existing.is_dir():
+        raise ValueError(f"{flag} {path} cannot be created: {existing} is not a directory; choose another name")
+    written = [existing]
+    if path.is_file():
+        written.append(Path(os.path.realpath(path)).parent)  # the temporary file or the lock is created there
+    if locked := next((p for p in written if not os.access(p, os.W_OK)), None):
+        raise ValueError(f"{flag} {path} cannot be written: no write permission for {locked}; choose another name")
+    return path
 
 
 # -- locks ------------------------------------------------------------------------------------------------------------

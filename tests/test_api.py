@@ -268,7 +268,7 @@ def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge
     assert pair.generate("it can fly", max_new_tokens=8).tokens == alone.generate("it can fly", max_new_tokens=8).tokens
     assert api.train_draft(resume=tmp_path / "python").draft == trained.draft
     api.train_draft(resume=str(tmp_path / "python"), progress=True)
-    assert "this run was finished" in capsys.readouterr().err
+    assert "this run was already finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge
         (dict(lr="1e-3"), r"--lr '1e-3' is not of type float \| None"),
         (dict(data=[3]), r"--data \[3\] is not of type list\[str\]"),
         (dict(target=3), r"--target 3 is not of type str \| None"),
-        (dict(steps=0), "--steps 0: it is at least 1"),
+        (dict(steps=0), "--steps 0: it must be at least 1"),
     ],
 )
 def test_training_options_of_the_wrong_type(options: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:
@@ -301,4 +301,4 @@ def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fled
     api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
     as_before(out, steps="many")
     ran = fledge("train", "--resume", out)
-    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; it is damaged" in ran.err
+    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; the file is damaged" in ran.err

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from fledge.decode.engine import load
 from fledge.eval.prompts import read_prompts
+from fledge.eval.record import is_record
 from fledge.files import exclusive_lock, sibling_path
 from fledge.jobs import generate as generate_job
 from fledge.jobs import regenerate as regenerate_job
-from fledge.jobs.evaluate import _sentences
-from fledge.jobs.options import is_record
+from fledge.jobs.evaluate import summary_lines
 from fledge.jobs.training import schedule
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
@@ -51,10 +51,10 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(made):
     """The draft of a run that `fledge train` made, and τ by definition of each time that the run measured it."""
-    from fledge.jobs.show import Show
+    from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.train import TrainOptions, run
 
-    show = Show(quiet=True)
+    show = ProgressDisplay(quiet=True)
     options = TrainOptions(
         target=str(made / "target"), data=[str(made / "chats.jsonl")], out=str(made / "run"), max_length=64,
         row_length=128, steps=3, depth=3, draft_vocab=200, device="cpu", eval_tokens=8,
@@ -145,7 +145,7 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
     assert "LlamaForCausalLMEagle" in config["architectures"] and config["bias"] is True
     assert config["fledge"]["depth"] == 3
     shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
-    assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "vLLM drops the bias" in shown.out
+    assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "vLLM ignores the bias" in shown.out
     asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
     for mode in ("chain", "tree"):
         together = fledge(*asked, "--draft", tmp_path / "run" / "draft", "--draft-mode", mode)
@@ -167,7 +167,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     went = fledge(*words, "--out", tmp_path / "run", *steps, "--layers", 2, "--cod-rate", 0.6, "--eval-prompts",
                   made / "prompts.jsonl")  # fmt: skip
     assert went.code == 0, went.err
-    assert "stands for tokens not known yet" in went.err
+    assert "stands for tokens that are not known yet" in went.err
     lines = metrics_of(tmp_path / "run")
     assert all("tau" not in m and m["live"][2] < m["live"][1] < m["live"][0] for m in lines)
     assert [m["tau_slots"] for m in lines] == pytest.approx([1 + sum(m["survive"]) for m in lines])
@@ -196,23 +196,26 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     ("flags", "reason"),
     [
         (["--method", "peagle", "--depth", 1], "--depth 1: P-EAGLE needs a depth of at least 2"),
-        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it is above 0 and at most 1"),
-        (["--cod-rate", 0.5], "--cod-rate does nothing with EAGLE-3; use --method peagle, or leave --cod-rate out"),
-        (["--method", "peagle", "--gamma", 0.8], "--gamma does nothing with P-EAGLE: the depths of P-EAGLE have equal"),
-        (["--method", "eagle1", "--gamma", 0.8], "--gamma does nothing with EAGLE-1: EAGLE-1 trains one step; leave"),
-        (["--method", "eagle2"], "--method eagle2 is none of eagle3, eagle3.1, peagle, eagle1"),
+        (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it must be above 0 and at most 1"),
+        (["--cod-rate", 0.5], "--cod-rate has no effect with EAGLE-3; use --method peagle, or leave --cod-rate out"),
+        (
+            ["--method", "peagle", "--gamma", 0.8],
+            "--gamma has no effect with P-EAGLE: the depths of P-EAGLE have equal",
+        ),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma has no effect with EAGLE-1: EAGLE-1 trains one step; leave"),
+        (["--method", "eagle2"], "--method eagle2 is not one of eagle3, eagle3.1, peagle, eagle1"),
         (["--method", "eagle1", "--draft-vocab", 100], "over the target's whole vocabulary; leave --draft-vocab out"),
         (["--method", "eagle1", "--train-embeddings"], "leave --train-embeddings out"),
-        (["--feature-noise", 0.5, "--init-from"], "--feature-noise does nothing with EAGLE-3; use --method eagle1"),
+        (["--feature-noise", 0.5, "--init-from"], "--feature-noise has no effect with EAGLE-3; use --method eagle1"),
         (
             ["--method", "eagle3.1", "--init-from"],
             r"was trained without its norms \(fc_norm, norm_output\); leave --method out",
         ),
         (
             ["--method", "eagle1", "--fc-norm", "--qk-norm"],
-            "--fc-norm, --qk-norm do nothing with EAGLE-1: EAGLE-1 has no",
+            "--fc-norm, --qk-norm have no effect with EAGLE-1: EAGLE-1 has no",
         ),
-        (["--feature-noise", 0.1, "--fc-bias"], "--fc-bias, --feature-noise do nothing with EAGLE-3; use"),
+        (["--feature-noise", 0.1, "--fc-bias"], "--fc-bias, --feature-noise have no effect with EAGLE-3; use"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
     ],
 )
@@ -225,28 +228,28 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--steps", 0], "--steps 0: it is at least 1"),
-        (["--rows-per-step", 10**9], "--rows-per-step 1000000000: it is at least 1 and at most 65536"),
-        (["--epochs", 0], "--epochs 0.0: it is above 0"),
-        (["--lr", -0.1], "--lr -0.1: it is above 0"),
-        (["--lr", "nan"], "--lr nan: it is above 0"),
-        (["--warmup", 5], "--warmup 5.0: it is at least 0 and at most 1"),
-        (["--save-every", 0], "--save-every 0: it is at least 1"),
-        (["--layers", 0], "--layers 0: it is at least 1"),
-        (["--max-length", 0], "--max-length 0: it is at least 3"),
-        (["--max-length", 5000], "more than the target reads; give 512 or less"),
+        (["--steps", 0], "--steps 0: it must be at least 1"),
+        (["--rows-per-step", 10**9], "--rows-per-step 1000000000: it must be at least 1 and at most 65536"),
+        (["--epochs", 0], "--epochs 0.0: it must be above 0"),
+        (["--lr", -0.1], "--lr -0.1: it must be above 0"),
+        (["--lr", "nan"], "--lr nan: it must be above 0"),
+        (["--warmup", 5], "--warmup 5.0: it must be at least 0 and at most 1"),
+        (["--save-every", 0], "--save-every 0: it must be at least 1"),
+        (["--layers", 0], "--layers 0: it must be at least 1"),
+        (["--max-length", 0], "--max-length 0: it must be at least 3"),
+        (["--max-length", 5000], "more than the target's context; give 512 or less"),
         (["--device", "foo"], "'foo' is no device"),
         (["--device", "mps"], "fledge runs on CPUs and CUDA GPUs, not on mps"),
-        (["--seed", 2**64], "--seed 18446744073709551616: it is at least 0 and at most 18446744073709551615"),
-        (["--seed", -1], "--seed -1: it is at least 0"),
-        (["--lr", 10**400], "--lr inf: it is above 0"),
-        (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 names a layer twice"),
-        (["--draft-vocab", 1], "--draft-vocab 1: it is at least 2"),
-        (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs prompts that are held out"),
-        (["--eval-tokens", 600], "--eval-tokens 600 leaves no room in the 512"),
+        (["--seed", 2**64], "--seed 18446744073709551616: it must be at least 0 and at most 18446744073709551615"),
+        (["--seed", -1], "--seed -1: it must be at least 0"),
+        (["--lr", 10**400], "--lr inf: it must be above 0"),
+        (["--aux-layers", "1,4,4"], "--aux-layers 1,4,4 contains a layer twice"),
+        (["--draft-vocab", 1], "--draft-vocab 1: it must be at least 2"),
+        (["--eval-every", 2, "--data", "few.jsonl"], "--eval-every needs held-out prompts"),
+        (["--eval-tokens", 600], "--eval-tokens 600 leaves no room for a prompt in the target's context of 512 tokens"),
         (["--eval-prompts", "nowhere.jsonl"], "--eval-prompts nowhere.jsonl does not exist"),
         (["--out", "few.jsonl"], "is a file; choose another name"),
-        (["--out", "few.jsonl/run"], "few.jsonl is no directory"),
+        (["--out", "few.jsonl/run"], "few.jsonl is not a directory"),
         (["--init-from", "draft", "--layers", 2, "--qk-norm"], "vocabulary and shape; leave --qk-norm, --layers out"),
         (["--init-from", "draft", "--target", "other"], "does not fit .*it was trained with another tokenizer"),
     ],
@@ -335,7 +338,7 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
     target, chats = bare_target(tmp_path, max_position_embeddings=context)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1]
     refused = fledge(*words, "--max-length", context + 1)
-    cure = re.search(rf"--max-length {context + 1} is more than the target reads; give (\d+) or less", refused.err)
+    cure = re.search(rf"--max-length {context + 1} is more than the target's context; give (\d+) or less", refused.err)
     assert refused.code == 2 and cure, refused.err
     given = fledge(*words[:5], "--out", tmp_path / "given", "--steps", 1, "--max-length", cure[1])
     assert given.code == 0, given.err
@@ -417,13 +420,13 @@ def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fle
     run = shutil.copytree(made / "run", tmp_path / "run")
     as_before(run, epochs=2.0)
     went = fledge("train", "--resume", run)
-    assert went.code == 0 and "this run was finished" in went.err, went.err
+    assert went.code == 0 and "this run was already finished" in went.err, went.err
 
 
 def test_init_from_refuses_a_shape_that_is_the_default(made, draft, fledge, tmp_path):
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run"]
     went = fledge(*words, "--max-length", 64, "--init-from", draft, "--layers", 1)
-    assert went.code == 2 and "--layers does nothing with --init-from" in went.err, went.err
+    assert went.code == 2 and "--layers has no effect with --init-from" in went.err, went.err
 
 
 def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatch):
@@ -432,10 +435,10 @@ def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatc
     went = fledge(*words, "--out", tmp_path / "run", "--row-length", 10**9)
     held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
     assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
-    assert f"a row of 1,000,000,000 tokens would hold more than the data's {held:,}" in went.err
-    monkeypatch.setattr("fledge.jobs.training.data.memory_of", lambda device: 400_000)
+    assert f"--row-length 1,000,000,000 is more than the {held:,} tokens of the data" in went.err
+    monkeypatch.setattr("fledge.jobs.training.data.total_memory", lambda device: 400_000)
     went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
-    shorter = int(re.search(r"shorten it to some ([\d,]+) or less", went.err)[1].replace(",", ""))
+    shorter = int(re.search(r"lower it to about ([\d,]+) or less", went.err)[1].replace(",", ""))
     assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
     assert fledge(*words, "--out", tmp_path / "more", "--row-length", shorter).code == 0
     assert len(metrics_of(tmp_path / "more")) == 2
@@ -446,7 +449,9 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
     (tmp_path / "twice.jsonl").write_text(2 * chats)
     words = ["--target", made / "target", "--data", tmp_path / "twice.jsonl", *TRAIN, "--eval-tokens", 2]
     went = fledge("train", *words, "--out", tmp_path / "run")
-    copies = int(re.search(r"^16 of 400 records are held out, .* and (\d+) more that say the same$", went.err, re.M)[1])
+    copies = int(
+        re.search(r"^16 of 400 records are held out .* (\d+) more with the same content are", went.err, re.M)[1]
+    )
     assert went.code == 0 and f"\n{400 - 16 - copies} records, " in went.err, went.err
     said = [{r: f"{i} " + "bird " * (3 if i % 2 else 600) for r in ("user", "assistant")} for i in range(160)]
     rows = [{"messages": [{"role": r, "content": c} for r, c in each.items()]} for each in said]
@@ -457,7 +462,7 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
     words[3] = tmp_path / "one.jsonl"
     same = fledge("train", *words, "--out", tmp_path / "run3")
     assert same.code == 0 and "200 records" in same.err and "held out" not in same.err, same.err
-    assert re.search(r"τ is decoded on \d+ of the 16 held-out records; the others are too long", went.err), went.err
+    assert re.search(r"τ is measured on \d+ of the 16 held-out records; the others are too long", went.err), went.err
 
 
 def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
@@ -478,7 +483,7 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
 def test_a_small_vocabulary_says_what_its_loss_leaves_out(made, fledge, tmp_path):
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *SAME_SHAPE, "--eval-tokens", 2]
     went = fledge(*words, "--draft-vocab", 2, "--out", tmp_path / "run")
-    assert went.code == 0 and "the loss is of those alone" in went.err and "loss 0.000" not in went.err, went.err
+    assert went.code == 0 and "the loss covers only these tokens" in went.err and "loss 0.000" not in went.err, went.err
 
 
 def test_regenerate_tells_of_each_answer(made, tmp_path):
@@ -491,7 +496,7 @@ def test_regenerate_tells_of_each_answer(made, tmp_path):
 
     class Progress:
         @contextmanager
-        def counting(self, what, total, done=0):
+        def count(self, what, total, done=0):
             seen.append((total, done))
             yield lambda: seen.append(out.stat().st_size)
 
@@ -574,7 +579,7 @@ def test_a_full_gpu_is_said_in_a_sentence(made, fledge, monkeypatch):
         return fledge("generate", "--target", made / "target", "--prompt", "the bird")
 
     full = fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert full.code == 2 and full.err.startswith("fledge: the GPU has not enough memory for this: CUDA out of")
+    assert full.code == 2 and full.err.startswith("fledge: not enough GPU memory: CUDA out of")
     with pytest.raises(RuntimeError, match="a bug"):
         fails(RuntimeError("a bug"))
 
@@ -582,7 +587,7 @@ def test_a_full_gpu_is_said_in_a_sentence(made, fledge, monkeypatch):
 def test_no_held_out_chat_fits(made, fledge, tmp_path):
     words = "--data", tiny_chats(tmp_path / "many.jsonl", 200), "--out", tmp_path / "run", "--eval-tokens", 511
     went = fledge("train", "--target", made / "target", *words, *SAME_SHAPE)
-    assert went.code == 0 and "no held-out chat fits the target with --eval-tokens" in went.err, went.err
+    assert went.code == 0 and "no held-out chat fits in the target's context with --eval-tokens" in went.err, went.err
     assert not any("eval_tau" in m for m in metrics_of(tmp_path / "run"))
 
 
@@ -628,7 +633,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     table = fledge(*words)
     assert table.code == 0 and "identical" in table.out
     for speedup, disturbed in ((record["tau"] + 0.1, True), (record["tau"] - 0.1, False)):
-        assert any("over τ cannot be" in line for line in _sentences(record | {"speedup": speedup})) == disturbed
+        assert any("above τ is not" in line for line in summary_lines(record | {"speedup": speedup})) == disturbed
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert trees["tau"] == tau_by_definition(load(made / "target", draft, mode="tree", nodes=20, width=4), asked, 16)
@@ -636,7 +641,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     batched = json.loads(fledge(*words, "--json", "--batch", 3).out)
     assert batched["identical"] == 3 and batched["batch"] == 3 and "baseline_over_transformers" not in batched
     assert (batched["tau"], batched["alpha"]) == (record["tau"], record["alpha"])
-    assert "--batch 0 decodes nothing" in fledge(*words, "--batch", 0).err
+    assert "--batch 0: it must be at least 1" in fledge(*words, "--batch", 0).err
     both = ["--draft-mode", "chain", "--draft-mode", "tree", "--prompts", made / "more.jsonl"]
     (made / "more.jsonl").write_text((made / "prompts.jsonl").read_text().splitlines()[1] + "\n")
     several = json.loads(fledge(*words, "--json", *both).out)
@@ -656,7 +661,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         (["--draft-mode", "chain", "--draft-mode", "parallel"], "needs a draft of P-EAGLE"),
         (["--draft-mode", "chain", "--draft-mode", "tree", "--confidence", 0.3], "leave it out"),
         (["--draft", tmp_path / "none"], "holds no config.json"),
-        (["--prompts", made / "prompts.jsonl"], "two would have one name"),
+        (["--prompts", made / "prompts.jsonl"], "two of them would have the same name"),
     ):
         went = fledge(*words, *more, "--out", tmp_path / "nothing.json")
         assert went.code == 2 and reason in went.err and not (tmp_path / "nothing.json").exists(), went.err
@@ -724,9 +729,9 @@ def test_eval_out_replaces_earlier_records_alone(made, draft, fledge, tmp_path):
     words = ["eval", "--target", tmp_path / "none", "--draft", draft, "--prompts", prompts, "--out"]
     for name in (*mine, "config.json", "prompts.jsonl", "link.json"):
         went = fledge(*words, tmp_path / name)
-        assert went.code == 2 and f"{name} is there and is no record that fledge wrote" in went.err, went.err
+        assert went.code == 2 and f"{name} already exists and is not a record that fledge wrote" in went.err, went.err
     for path, reason in (
-        (tmp_path / "nowhere.json", "is a link that leads nowhere"),
+        (tmp_path / "nowhere.json", "is a broken symbolic link"),
         ("/dev/null", "is a device, pipe or socket"),
         (tmp_path, "is a directory"),
     ):
@@ -831,7 +836,7 @@ def test_regenerate_is_one_process_at_a_time(made, fledge, tmp_path):
 
 def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
     """Where it is interrupted, by whatever signal, or the disk is full; and it does go on."""
-    out, answer = tmp_path / "own.jsonl", regenerate_job._answer
+    out, answer = tmp_path / "own.jsonl", regenerate_job._answer_batch
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 1]
     words += ["--max-new-tokens", 4, "--out", out]
 
@@ -840,9 +845,10 @@ def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return answer(*given)
 
-    monkeypatch.setattr(regenerate_job, "_answer", ending)
+    monkeypatch.setattr(regenerate_job, "_answer_batch", ending)
     went = fledge(*words)
-    assert went.code == 130 and f"stopped; the same command goes on with {out}" in went.err.replace("\n", " "), went.err
+    said = went.err.replace("\n", " ")
+    assert went.code == 130 and f"stopped; run the same command again to continue {out}" in said, went.err
     monkeypatch.undo()
     assert len(out.read_text().splitlines()) == 4 and list(tmp_path.iterdir()) == [out]
 
@@ -854,7 +860,9 @@ def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
         signal.signal(signal.SIGXFSZ, before[1])
-    assert went.code == 2 and f"{out} cannot be written on: File too large; make room and give the same" in went.err
+    assert (
+        went.code == 2 and f"{out} cannot be written: File too large; free some disk space and run the same" in went.err
+    )
     assert out.stat().st_size == size + 300
     assert fledge(*words).code == 0 and len(out.read_text().splitlines()) == 10
 
@@ -906,14 +914,14 @@ def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
     out.write_text(written.splitlines(keepends=True)[0])
     for more in (["--temperature", 1], ["--max-new-tokens", 5]):
         went = fledge(*words, out, *more)
-        assert went.code == 2 and "not of this --data and these options" in went.err
+        assert went.code == 2 and "was not made from this --data with these options" in went.err
     prompts.write_text(before.replace("young bird", "old bird"))
     assert fledge(*words, out).code == 2
     prompts.write_text(before)
     assert fledge(*words, out).code == 0 and out.read_text() == written
     assert fledge(*words, tmp_path).code == 2
     prompts.write_text('{"text": " "}\n')
-    assert "an empty text" in fledge(*words, tmp_path / "none.jsonl").err
+    assert "the text is empty" in fledge(*words, tmp_path / "none.jsonl").err
     prompts.write_text(json.dumps({"text": "the bird"}) + "\n" + json.dumps(rows[0]).replace("bird", "bird " * 600))
     went = fledge(*words, tmp_path / "long.jsonl")
     assert went.code == 2 and "line 2" in went.err and "shorten it" in went.err
@@ -937,7 +945,7 @@ def test_generate_refuses_what_it_would_leave_out(made, draft, fledge):
         (["--raw", "--system", "be kind"], "leave --system out"),
         (["--draft", draft, "--draft-mode", "bush"], "none of chain, tree"),
         (["--draft", made / "run"], f"the run's draft is {draft}"),
-        (["--draft", draft, "--depth", 0], "--depth 0: it is at least 1"),
+        (["--draft", draft, "--depth", 0], "--depth 0: it must be at least 1"),
         (["--draft", draft, "--draft-device", "cuda"], "no CUDA device" if not torch.cuda.is_available() else ""),
     ):
         if reason:

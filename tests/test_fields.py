@@ -19,7 +19,7 @@ from fledge import fields
 from fledge.config import DraftConfig, RopeConfig
 from fledge.data.template import ChatTemplate
 from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, RESERVED, ROPE, Fields, check_template_kwargs
-from fledge.jobs.options import template_kwargs
+from fledge.jobs.options import parse_template_kwargs
 from fledge.kernels.rope import rope_frequencies
 
 PLAIN = dict(
@@ -142,7 +142,7 @@ def test_options_that_change_what_a_template_is_are_refused(name, target):
     with pytest.raises(ValueError, match=f"fledge.template_kwargs {reason}"):
         DraftConfig.from_hf(PLAIN | dict(fledge=dict(template_kwargs=kwargs)))
     with pytest.raises(ValueError, match=f"--template-kwargs {reason}"):
-        template_kwargs(json.dumps(kwargs))
+        parse_template_kwargs(json.dumps(kwargs))
     with pytest.raises(ValueError, match=reason):
         ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
 

@@ -67,14 +67,14 @@ REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --li
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target, chats, prompts, and a run that was trained on them."""
-    from fledge.jobs.show import Show
+    from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.train import TrainOptions, run
 
     root = tmp_path_factory.mktemp("made")
     tiny_target_directory(root)
     tiny_chats(root / "chats.jsonl", 6)
     (root / "prompts.jsonl").write_text('{"turns": ["the young bird", "wings"]}\n{"prompt": "it can fly"}\n')
-    show = Show(quiet=True)
+    show = ProgressDisplay(quiet=True)
     options = TrainOptions(
         target=str(root / "target"), data=[str(root / "chats.jsonl")], out=str(root / "run"), max_length=64,
         row_length=128, steps=1, depth=2, draft_vocab=100, device="cpu", eval_tokens=2,

@@ -212,7 +212,7 @@ def test_layers_are_numbered_as_they_were_asked_for(tmp_path):
     """As --aux-layers counts, the embedding's state and the last layer's included."""
     saved(tmp_path / "d", aux_layers=(0, 1, 8))
     assert (
-        "It reads the target's hidden states 0, 1, 8, counted as fledge train --aux-layers does"
+        "It reads the target's hidden states 0, 1, 8, numbered as in fledge train --aux-layers"
         in inspected(tmp_path / "d")[1]
     )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fledge.data.dataset import Rows
 from fledge.jobs.training import implementation
-from fledge.jobs.training.implementation import row_tried
+from fledge.jobs.training.implementation import trial_message
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft
@@ -200,9 +200,9 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 
 def test_what_is_said_of_a_row_that_was_tried() -> None:
     gib = 2**30
-    assert row_tried(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
-    assert row_tried(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, too much: 7% must stay free")
-    assert row_tried(2048, None, 78 * gib) == "a row of 2,048 tokens is too much"
+    assert trial_message(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
+    assert trial_message(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, which is too much: 7% must stay free")
+    assert trial_message(2048, None, 78 * gib) == "a row of 2,048 tokens does not fit in GPU memory"
 
 
 def test_no_row_fits(device: Device) -> None:
@@ -217,10 +217,10 @@ def test_no_row_fits(device: Device) -> None:
     [
         (("--impl", "triton", "--device", "cpu"), "--impl triton needs a CUDA GPU"),
         (("--longest-row", "--device", "cpu"), "--longest-row needs a CUDA GPU"),
-        (("--impl", "fast"), "--impl fast is none of eager, flex, triton"),
-        (("--loss", "mse"), "--loss mse is none of ce, kl, accept, mixed"),
-        (("--activations", "some"), "--activations some is none of keep, recompute, auto"),
-        (("--slots", "0"), "--slots 0: it is at least 1"),
+        (("--impl", "fast"), "--impl fast is not one of eager, flex, triton"),
+        (("--loss", "mse"), "--loss mse is not one of ce, kl, accept, mixed"),
+        (("--activations", "some"), "--activations some is not one of keep, recompute, auto"),
+        (("--slots", "0"), "--slots 0: it must be at least 1"),
         (("--activations", "recompute", "--device", "cpu"), "--activations recompute needs a CUDA GPU"),
     ],
 )

@@ -13,7 +13,7 @@ import fledge as package
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, flag_of, flags
+from fledge.jobs.options import Options, flag_of, option_fields
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.train import TrainOptions
 from fledge.types import Sampling
@@ -55,8 +55,8 @@ SOME = {
 )
 def test_an_option_that_would_be_dropped_is_refused_even_as_the_default(command, given, dropped, why, fledge):
     went = fledge(command, *SOME[command], *given.split())
-    assert went.code == 2 and f" nothing {why}" in went.err, went.err
-    assert went.err.startswith(f"fledge: {dropped} do") and went.err.endswith(f"leave {dropped} out\n"), went.err
+    assert went.code == 2 and f" no effect {why}" in went.err, went.err
+    assert went.err.startswith(f"fledge: {dropped} ha") and went.err.endswith(f"leave {dropped} out\n"), went.err
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_option_that_would_be_dropped_is_refused_even_as_the_default(command,
 def test_options_that_count_are_taken(command, given, fledge, monkeypatch):
     took = []
     monkeypatch.setattr(f"{OPTIONS[command].__module__}.run", lambda options, *_: took.append(options) or {})
-    monkeypatch.setattr("fledge.jobs.evaluate.table", lambda *_: None)
+    monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
     fledge(command, *SOME[command], *given.split())
     assert len(took) == 1
     words = {flag for flag in (*SOME[command], *given.split()) if flag.startswith("--")}
@@ -87,14 +87,14 @@ def test_options_that_count_are_taken(command, given, fledge, monkeypatch):
 
 
 def test_in_python_what_differs_from_its_default_was_given():
-    with pytest.raises(ValueError, match="--epochs does nothing with --steps"):
+    with pytest.raises(ValueError, match="--epochs has no effect with --steps"):
         TrainOptions(steps=3, epochs=2.0)
-    assert TrainOptions(steps=3, epochs=1.0).by_name()["epochs"] == 1.0
-    with pytest.raises(ValueError, match="--depth, --tree-nodes do nothing without a draft"):
+    assert TrainOptions(steps=3, epochs=1.0).as_dict()["epochs"] == 1.0
+    with pytest.raises(ValueError, match="--depth, --tree-nodes have no effect without a draft"):
         GenerateOptions(target="t", depth=3, tree_nodes=9)
-    with pytest.raises(ValueError, match="--data, --steps do nothing with --resume"):
+    with pytest.raises(ValueError, match="--data, --steps have no effect with --resume"):
         TrainOptions(resume="run", data=["d"], steps=3)
-    assert "given" not in TrainOptions().by_name()
+    assert "given" not in TrainOptions().as_dict()
 
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "top_p"])
@@ -141,8 +141,8 @@ def messages() -> list[tuple[str, str]]:
 
 def known_to(commands) -> set[str]:
     """The flags that all these commands have; train's switches have a negation too."""
-    switches = {flag_of(f"no_{f.name}") for f in flags(TrainOptions) if f.type == "bool"}
-    known = set.intersection(*({flag_of(f.name) for f in flags(OPTIONS[c])} for c in commands))
+    switches = {flag_of(f"no_{f.name}") for f in option_fields(TrainOptions) if f.type == "bool"}
+    known = set.intersection(*({flag_of(f.name) for f in option_fields(OPTIONS[c])} for c in commands))
     return known | switches if tuple(commands) == ("train",) else known
 
 

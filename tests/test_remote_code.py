@@ -153,7 +153,7 @@ def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch
     again = fledge("train", "--resume", tmp_path / "run")
     assert again.code == 2 and "give --trust-remote-code" in again.err and not marker.exists()
     again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
-    assert again.code == 0 and "this run was finished" in again.err, again.err
+    assert again.code == 0 and "this run was already finished" in again.err, again.err
 
 
 def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
@@ -166,7 +166,7 @@ def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
 
 def test_a_draft_has_no_code_to_trust(made, fledge):
     went = fledge("inspect", made / "draft", "--trust-remote-code")
-    assert went.code == 2 and "give --target with it, or leave it out" in went.err
+    assert went.code == 2 and "give --target, or leave --trust-remote-code out" in went.err
 
 
 def test_data_sets_bring_none(monkeypatch):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fledge.data.dataset import Rows
-from fledge.jobs import show as show_job
+from fledge.jobs import display as display_module
 from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
 from fledge.targets.compatibility import resolve_layers
@@ -42,13 +42,13 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-from fledge.jobs.show import Show
+from fledge.jobs.display import ProgressDisplay
 from fledge.jobs.train import TrainOptions, run
 
 target, data, out, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 options = dict(target=target, data=[data], max_length=64, row_length=128, steps=100, depth=3, draft_vocab=200,
                device="cpu", rows_per_step=2, eval_every=25, eval_tokens=4, save_every=4, seed=3, out=out)
-show = Show(quiet=True)
+show = ProgressDisplay(quiet=True)
 
 def child(**asked):
     pid = os.fork()
@@ -306,7 +306,7 @@ def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
     ours, before = (load_draft(out / "checkpoint") for out in (run, whole))
     assert ours.target_ids().tolist() == before.target_ids().tolist() and ours.target_ids().numel() == 100
     again = fledge("train", "--resume", run)
-    assert again.code == 0 and "this run was finished" in again.err
+    assert again.code == 0 and "this run was already finished" in again.err
 
 
 @pytest.mark.parametrize("name", ["draft", "checkpoint", "metrics.jsonl"])
@@ -360,7 +360,7 @@ def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge,
     during_step(monkeypatch, 3, lambda: send(*signals))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and ran.err.count("stopping after this step; a second Ctrl-C") == 1, ran.err
-    assert f"stopped after step 3; go on with: fledge train --resume {tmp_path / 'run'}" in ran.err.replace("\n", "")
+    assert f"stopped after step 3; continue with: fledge train --resume {tmp_path / 'run'}" in ran.err.replace("\n", "")
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
     monkeypatch.undo()
     assert fledge("train", "--resume", tmp_path / "run").code == 0
@@ -390,7 +390,7 @@ def test_a_second_ctrl_c_lets_a_save_end(tmp_path, fledge, monkeypatch):
     during_step(monkeypatch, 2, lambda: send(signal.SIGINT))
     monkeypatch.setattr(torch, "save", interrupted)
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
-    assert ran.code == 130 and "stopped after step 2; go on with" in ran.err, ran.err
+    assert ran.code == 130 and "stopped after step 2; continue with" in ran.err, ran.err
     assert ran.err.count("a checkpoint is being saved; stopping when it is complete") == 2
     assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 2
 
@@ -399,7 +399,7 @@ def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     during_step(monkeypatch, 2, lambda: send(signal.SIGINT, signal.SIGINT))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
-    assert ran.code == 130 and "stopped at once, before the first checkpoint; begin again with" in ran.err, ran.err
+    assert ran.code == 130 and "stopped at once, before the first checkpoint; start again with" in ran.err, ran.err
 
 
 def test_an_interruption_is_said_from_another_thread():
@@ -416,7 +416,7 @@ def test_an_interruption_is_said_from_another_thread():
 def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fledge, monkeypatch):
     """`2>&1 | head`, or a terminal that is gone: after the step, with a checkpoint, and with no traceback. It is found
     out when the next line is said."""
-    monkeypatch.setattr(show_job, "SECONDS", 0)
+    monkeypatch.setattr(display_module, "LINE_INTERVAL", 0)
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     if how == "closed pipe":
         reader, writer = os.pipe()
@@ -526,8 +526,8 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
     ("change", "reason"),
     [
         (lambda c: [c], "holds a list, not an object"),
-        (lambda c: {**c, "options": [1]}, "lacks the run's options"),
-        (lambda c: {"options": c["options"]}, "lacks the run's options"),
+        (lambda c: {**c, "options": [1]}, "does not contain the options of the run"),
+        (lambda c: {"options": c["options"]}, "does not contain the options of the run"),
         (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "--lr 'fast' is not of type"),
         (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "--steps 2.5 is not of type"),
         (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "--data 'chats.jsonl' is not of type"),
@@ -569,15 +569,15 @@ def recipe_with(change: Callable[[dict], object]) -> dict:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda r: [r], "holds a list of 1; a recipe is made of lines"),
-        (lambda r: {**r, "settled": None}, "lacks what the run settled (settled)"),
-        (lambda r: {**r, "settled": {"depth": 5}}, "lacks what the run settled (settled)"),
-        (lambda r: {**r, "settled": {**r["settled"], "slots": "many"}}, "settled.slots cannot be 'many'"),
+        (lambda r: [r], "contains a list of 1; a recipe consists of lines"),
+        (lambda r: {**r, "settled": None}, "has no settled values (key settled)"),
+        (lambda r: {**r, "settled": {"depth": 5}}, "has no settled values (key settled)"),
+        (lambda r: {**r, "settled": {**r["settled"], "slots": "many"}}, "settled.slots has the invalid value 'many'"),
         (lambda r: {**r, "settled": {**r["settled"], "depht": 3}}, "settled.depht cannot be 3"),
-        (lambda r: {**r, "settled": {**r["settled"], "depth": 0}}, "--depth 0: it is at least 1"),
+        (lambda r: {**r, "settled": {**r["settled"], "depth": 0}}, "--depth 0: it must be at least 1"),
         (lambda r: {**r, "lr": "fast"}, "lr: 'fast' is not of type float | None"),
         (lambda r: {**r, "data": [3]}, "data: [3] is not of type list[str]"),
-        (lambda r: {**r, "stepz": 3}, "'stepz' is no option of fledge train; did you mean steps?"),
+        (lambda r: {**r, "stepz": 3}, "'stepz' is not an option of fledge train; did you mean steps?"),
     ],
 )
 def test_a_recipe_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
@@ -595,7 +595,7 @@ def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
     for name, value, reason in (
         ("steps", 9, "settled.steps is 6, but the options and data give 9; undo the change"),
         ("draft_vocab", 100, "settled.draft_vocab is 400, but the options and data give 100"),
-        ("data", [str(data), str(data)], "the data is not what"),
+        ("data", [str(data), str(data)], "the data differs from that of the run in"),
     ):
         write_recipe(run, {**whole, name: value})
         ran = fledge("train", "--resume", run)
@@ -607,8 +607,8 @@ def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
 @pytest.mark.parametrize(
     ("error", "code", "saved", "unsaved"),
     [
-        (torch.OutOfMemoryError, 2, "--init-from", "train anew in another --out with fewer than 256 --slots"),
-        (KeyboardInterrupt, 130, "stopped at once; go on with", "before the first checkpoint; begin again with"),
+        (torch.OutOfMemoryError, 2, "--init-from", "start again in another --out, with fewer than 256 --slots"),
+        (KeyboardInterrupt, 130, "stopped at once; continue with", "before the first checkpoint; start again with"),
     ],
 )
 def test_what_ends_a_run_is_said(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
@@ -637,4 +637,4 @@ def test_resume_refuses_changed_data(tmp_path, fledge):
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *flags).code == 0
     tiny_chats(data, 31)
     refused = fledge("train", "--resume", tmp_path / "run")
-    assert refused.code == 2 and "the data is not what" in refused.err
+    assert refused.code == 2 and "the data differs from that of the run in" in refused.err

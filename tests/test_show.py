@@ -15,11 +15,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from fledge.decode.engine import Engine
-from fledge.jobs import show as show_module
-from fledge.jobs.evaluate import table
+from fledge.jobs import display as show_module
+from fledge.jobs.display import KEPT_END, KEPT_START, ProgressDisplay, ResultPrinter, escaped, format_message
+from fledge.jobs.evaluate import print_table
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.generate import run as generate
-from fledge.jobs.show import BEGINNING, END, Paper, Show, escaped, message
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
 from support.files import rows_of, write_rows
@@ -41,24 +41,24 @@ def unsafe(text: str) -> str:
 
 @given(st.text(st.characters(), max_size=100) | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp"])))
 def test_a_message_is_one_line_that_no_terminal_obeys(text):
-    said = message(text)
+    said = format_message(text)
     assert not unsafe(said) and "\n" not in said
-    assert message(said) == said
+    assert format_message(said) == said
     assert not unsafe(escaped(text, keep="\n\t").replace("\t", ""))
     if not unsafe(text) and "\n" not in text:
         assert said == text
 
 
 def test_a_message_says_what_was_there():
-    assert message("a\x1b[31mb\nc\ud83d") == r"a\x1b[31mb\nc\ud83d"
+    assert format_message("a\x1b[31mb\nc\ud83d") == r"a\x1b[31mb\nc\ud83d"
     assert escaped("a\tb\r\n", keep="\n\t") == "a\tb\\r\n"
 
 
 @given(st.integers(0, 100_000), st.sampled_from(["x", "\x1b", "é"]))
 def test_a_long_message_keeps_its_beginning_and_its_end(length, letter):
-    said = message("where: " + letter * length + " cure")
-    assert said.startswith("where: ") and said.endswith(" cure") and len(said) < 4 * (BEGINNING + END) + 50
-    assert ("characters ...]" in said) == (length + 12 > BEGINNING + END)
+    said = format_message("where: " + letter * length + " cure")
+    assert said.startswith("where: ") and said.endswith(" cure") and len(said) < 4 * (KEPT_START + KEPT_END) + 50
+    assert ("characters ...]" in said) == (length + 12 > KEPT_START + KEPT_END)
 
 
 def _role(made, tmp_path):
@@ -186,13 +186,13 @@ def test_waiting_for_a_prompt_is_said_on_a_terminal(terminal, made, monkeypatch,
 
 
 class Terminal:
-    """A terminal of some width, and what a Show puts on it."""
+    """A terminal of some width, and what a ProgressDisplay writes to it."""
 
     def __init__(self, monkeypatch, width: int | None):
         self.said = io.StringIO()
         options = dict(file=self.said, width=width, force_terminal=width is not None, color_system=None)
         monkeypatch.setattr(show_module, "Console", lambda **k: Console(**{**k, "stderr": False, **options}))
-        self.show = Show()
+        self.show = ProgressDisplay()
 
     def bars(self) -> list[str]:
         """The bar as it was drawn, each time."""
@@ -207,13 +207,13 @@ def metrics(step: int, **more) -> dict:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
 def test_a_bar_keeps_step_and_time_left_at_every_width(width, monkeypatch):
     terminal = Terminal(monkeypatch, width)
-    terminal.show.begin("training", 12_000)
+    terminal.show.start_training("training", 12_000)
     for step in (1, 680, 12_000):
         terminal.show.step(12_000, metrics(step))
     last = terminal.bars()[-1]
     assert len(last) <= width and re.search(r"12000/12000 .*\d:\d\d:\d\d left", last), last
     assert ("loss 2.345  τ 1.87  3,146 tokens/s" in last) == (width >= 80)
-    with terminal.show.counting("answers to long_name_of_a_file with and without 3 ways of drafting", 96) as advance:
+    with terminal.show.count("answers to long_name_of_a_file with and without 3 ways of drafting", 96) as advance:
         for _ in range(96):
             advance()
     last = terminal.bars()[-1]
@@ -225,11 +225,11 @@ def test_without_a_terminal_a_line_comes_now_and_then_and_at_the_end(monkeypatch
     terminal = Terminal(monkeypatch, None)
     monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
     monkeypatch.setattr(show_module.time, "monotonic", lambda: clock[0])
-    with terminal.show.counting("answers", 300, 100) as advance:
+    with terminal.show.count("answers", 300, 100) as advance:
         for _ in range(200):
             clock[0] += 0.5
             advance()
-    terminal.show.begin("training", 50)
+    terminal.show.start_training("training", 50)
     for step in range(1, 51):
         clock[0] += 2
         terminal.show.step(50, metrics(step) | ({"eval_tau": 1.5} if step == 25 else {}))
@@ -253,7 +253,7 @@ def test_a_run_that_goes_on_foretells_its_end_from_its_own_steps(monkeypatch):
     terminal = Terminal(monkeypatch, None)
     monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
     monkeypatch.setattr(show_module.time, "monotonic", lambda: clock[0])
-    terminal.show.begin("training", 1000)
+    terminal.show.start_training("training", 1000)
     for step in range(901, 912):
         clock[0] += 2
         terminal.show.step(1000, metrics(step))
@@ -276,11 +276,11 @@ def test_every_job_says_how_far_it_is_in_a_pipe(made, fledge, tmp_path):
 def test_nothing_learnt_and_no_loss_are_not_the_same(monkeypatch):
     terminal = Terminal(monkeypatch, None)
     for more, shown in (
-        ({"loss": 0.0, "scored": [0, 0]}, "loss - (no word that the draft can say)"),
+        ({"loss": 0.0, "scored": [0, 0]}, "loss - (no token in the draft vocabulary)"),
         ({"loss": 1e-5}, "loss under 0.001"),
         ({"loss": 0.001}, "loss 0.001"),
     ):
-        terminal.show.begin("training", 1)
+        terminal.show.start_training("training", 1)
         terminal.show.step(1, metrics(1, **more))
         assert shown in terminal.said.getvalue().splitlines()[-1]
 
@@ -298,7 +298,7 @@ def tabled(record: dict, width: int, monkeypatch) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(width))
     said = io.StringIO()
     monkeypatch.setattr("sys.stdout", said)
-    table(record, Paper())
+    print_table(record, ResultPrinter())
     monkeypatch.undo()
     return said.getvalue().splitlines()
 
@@ -323,5 +323,5 @@ def test_an_answer_of_one_token_has_no_tau(made, fledge):
     words = ["eval", "--target", made / "target", "--draft", made / "draft", "--prompts", made / "prompts.jsonl"]
     went = fledge(*words, "--max-new-tokens", 1)
     assert went.code == 0 and "there is no τ" in went.out and "0.00 ms" not in went.out, went.out
-    assert "over τ" not in went.out and re.search(r"^ 3 +- ", went.out, re.M)
+    assert "above τ" not in went.out and re.search(r"^ 3 +- ", went.out, re.M)
     assert json.loads(fledge(*words, "--max-new-tokens", 1, "--json").out)["tau"] == 0.0

@@ -536,17 +536,17 @@ def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
     for flags in (["--eval-every", 1], ["--eval-prompts", stateful / "chats.jsonl"]):
         refused = fledge(*words, *flags)
         assert refused.code == 2 and f"{flags[0]} measures τ by decoding, but" in refused.err, refused.err
-        assert "leave it out to train all the same" in refused.err and not (tmp_path / "run").exists()
+        assert "to train without measuring τ" in refused.err and not (tmp_path / "run").exists()
     went = fledge(*words)
     assert went.code == 0, went.err
-    assert "its state cannot be rolled back" in went.err and "has to be served by an engine" in went.err
+    assert "its state cannot be rolled back" in went.err and "serve it with an engine" in went.err
     assert "200 records" in went.err, "none is held out for a τ that is not measured"
     draft = tmp_path / "run" / "draft"
     refused = fledge("generate", "--target", stateful / "target", "--draft", draft, "--prompt", "the bird")
     assert refused.code == 2 and "cannot verify drafts: its state cannot be rolled back" in refused.err
     assert len(refused.err.splitlines()) == 1 and "Decode without a draft" in refused.err
     shown = fledge("inspect", draft, "--target", stateful / "target")
-    assert shown.code == 0 and "Serve it with an engine that can restore such states" in shown.out
+    assert shown.code == 0 and "Serve the draft with an engine that can restore such states" in shown.out
 
 
 def test_a_cache_that_forgets_nothing_is_refused(monkeypatch):

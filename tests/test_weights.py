@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
 from fledge.jobs.train import TrainOptions
-from fledge.jobs.training.recipe_file import resumed
+from fledge.jobs.training.recipe_file import resume_options
 from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
@@ -658,7 +658,7 @@ def test_a_train_json_that_is_none_is_told(tmp_path, text):
     run = RunDirectory(tmp_path)
     run.old_config.write_text(text)
     with pytest.raises(ValueError, match=r"train\.json .* is damaged, start a new run"):
-        resumed(run, TrainOptions(resume=str(tmp_path)))
+        resume_options(run, TrainOptions(resume=str(tmp_path)))
 
 
 def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):

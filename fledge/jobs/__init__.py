@@ -1,1 +1,1 @@
-"""What each command does, from its options (a frozen dataclass, which is also its flags) to its result."""
+"""The jobs behind the commands: a module per command, with its options (a frozen dataclass) and its `run` function."""

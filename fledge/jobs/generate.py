@@ -1,4 +1,4 @@
-"""`fledge generate`: a prompt in, text out as it is committed."""
+"""`fledge generate`: streams the answer to a prompt to standard output."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fledge.jobs.display import escaped
 from fledge.jobs.options import DecodeOptions, opt
-from fledge.jobs.show import escaped
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(DecodeOptions):
-    """Decode with a draft: the target's own words, sooner."""
+    """Answer a prompt with the target; a draft makes it faster without changing the text."""
 
-    prompt: str | None = opt("what to say to it (default: standard input)", None)
-    system: str | None = opt("a system message before it", None)
+    prompt: str | None = opt("the prompt (default: read from standard input)", None)
+    system: str | None = opt("system message before the prompt (default: none)", None)
     raw: bool = opt("continue the prompt as plain text, without the chat template", False)
-    max_new_tokens: int | None = opt("most tokens to generate (default: at most 256 of those that fit)", None, least=1)
-    stop: list[str] = opt("end the text before this string; repeatable", many=True)
-    stats: bool = opt("print speed and acceptance to standard error afterwards", False)
+    max_new_tokens: int | None = opt(
+        "maximum number of new tokens (default: 256, or fewer if the context has less room)", None, minimum=1
+    )
+    stop: list[str] = opt("end the text before this string; repeatable", repeatable=True)
+    stats: bool = opt("print speed and acceptance to standard error at the end", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.raw:
-            self.refuse(("system", "template_kwargs"), "with --raw, which leaves the chat template out;")
+            self.refuse(("system", "template_kwargs"), "with --raw, which does not use the chat template;")
 
 
 def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
-    """Streams the text to standard output."""
+    """Generates the answer and streams it to standard output."""
     from fledge.decode.engine import Completion
     from fledge.eval.metrics import alpha, tau
 
-    sampling, engine = options.sampling(), options.engine(options.draft, options.draft_mode)
+    sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode)
     if options.prompt is None and sys.stdin.isatty():
-        say("type the prompt; Ctrl-D on a line of its own ends it")
+        say("type the prompt; end it with Ctrl-D on a line of its own")
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     try:
         text.encode()
-    except UnicodeEncodeError as e:  # how Python stands for bytes that were no text
-        raise ValueError("the prompt is not UTF-8 text; convert it first") from e
+    except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates
+        raise ValueError("the prompt is not UTF-8 text; convert it to UTF-8") from e
     chats = engine.target.tokenizer.chat_template is not None
     if options.template_kwargs and not chats:
         raise ValueError(f"{options.target} has no chat template; leave --template-kwargs out")
@@ -49,7 +51,7 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
         _prompt(options, text, chats), max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop,
         into=done,
     )  # fmt: skip
-    terminal = sys.stdout.isatty()  # which would obey what a model may write; a file or a pipe gets every character
+    terminal = sys.stdout.isatty()  # a terminal would interpret control characters; files and pipes get the exact text
     for piece in stream:
         sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
         sys.stdout.flush()

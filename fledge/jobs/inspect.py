@@ -1,4 +1,4 @@
-"""`fledge inspect`: what a draft is, in words."""
+"""`fledge inspect`: describes a draft and checks its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.jobs.options import Options, opt, trust_option
+from fledge.jobs.options import Options, opt, trust_remote_code_option
 from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(Options):
-    """Say what a draft is, for which target, what it reads and says, and whether anything is wrong with it."""
+    """Describe a draft: its target, inputs, vocabulary, engines that can serve it, and any problems with its files."""
 
-    directory: str = opt("a draft: a directory or hub id (owner/name or owner/name@revision)", flag="argument")
-    target: str | None = opt("also check that it fits this target", None)
-    trust_remote_code: bool = trust_option()
+    directory: str = opt("the draft: a directory or hub id (owner/name or owner/name@revision)", flag="argument")
+    target: str | None = opt("also check that the draft fits this target", None)
+    trust_remote_code: bool = trust_remote_code_option()
 
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
-    """Prints findings; returns whether nothing is wrong. Raises ValueError where there is no draft to look at."""
+    """Prints a description and any problems. Returns whether there are none. Raises ValueError if there is no draft."""
     from fledge.models.weights import check_draft, open_draft, read_draft_config
 
     if options.trust_remote_code and not options.target:
-        raise ValueError("--trust-remote-code is about a target's code; give --target with it, or leave it out")
+        raise ValueError(
+            "--trust-remote-code has no effect without --target; give --target, or leave --trust-remote-code out"
+        )
     check_draft(options.directory)
     config, problems, notes = None, [], []
     try:
@@ -41,7 +43,7 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     if options.target and not problems:
         misfit, notes = _against_target(config, options)
         problems += misfit
-    for note in [*(remarks(config) if config is not None else ()), *notes]:
+    for note in [*(engine_notes(config) if config is not None else ()), *notes]:
         say(f"Note: {note}")
     for problem in problems:
         say(f"Wrong: {problem}")
@@ -50,7 +52,7 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
 
 
 def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[str], list[str]]:
-    """Why a draft does not fit the target, and what to know of the target where it does; each may be empty."""
+    """Problems and notes about a draft with its target. Problems say why it does not fit; either list may be empty."""
     from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 
@@ -62,14 +64,14 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
     wrong, notes = mismatch(config, target), []
     if target.rollback_problem:
         notes.append(
-            f"fledge does not decode with it: of {options.target}, {target.rollback_problem}. Serve it with an "
+            f"fledge cannot decode {options.target} with a draft: {target.rollback_problem}. Serve the draft with an "
             "engine that can restore such states."
         )
     return [f"does not fit {options.target}: {wrong}"] if wrong else [], notes
 
 
 def describe(config: DraftConfig) -> list[str]:
-    """Sentences about a `DraftConfig`."""
+    """Sentences that describe a `DraftConfig`."""
     known = config.provenance
     kind = _title(config)
     article = "An" if kind.startswith("E") else "A"
@@ -80,63 +82,72 @@ def describe(config: DraftConfig) -> list[str]:
         f"{article} {kind} draft{' with ' + ', '.join(switches) if switches else ''}: {layers} "
         f"{config.hidden_size} wide, {config.num_attention_heads} heads of {config.head_dim} over "
         f"{config.num_key_value_heads}, RoPE {config.rope.rope_type}.",
-        f"For {known.target or 'a target that it does not name'}"
+        f"Its target is {known.target or 'not recorded'}"
         + (f" ({known.target_layers} layers," if known.target_layers else " (")
         + f" hidden states {config.target_hidden_size} wide).",
     ]
     if not config.family.reads_layers:
-        lines.append("It reads the target's final hidden state and uses the target's head.")
+        lines.append("It reads the target's final hidden state and uses the target's LM head.")
     elif config.aux_layers:
         read = ", ".join(map(str, config.aux_layers))
         lines.append(
-            f"It reads the target's hidden states {read}, counted as fledge train --aux-layers does: 0 is the "
-            "embedding, 1 the first layer's output."
+            f"It reads the target's hidden states {read}, numbered as in fledge train --aux-layers: 0 is the "
+            "embedding, 1 the output of the first layer."
         )
     else:
-        lines.append(f"It reads the {config.num_aux_hidden_states} layers that engines read by default.")
-    said = f"It can say {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
-    said += f", {known.coverage:.2%} of its training data's assistant text" if known.coverage is not None else ""
-    lines.append(said + ".")
+        lines.append(
+            f"It reads {config.num_aux_hidden_states} hidden states, of the layers that engines read by default."
+        )
+    vocabulary = f"Its vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+    if known.coverage is not None:
+        vocabulary += f" and covers {known.coverage:.2%} of the assistant tokens in its training data"
+    lines.append(vocabulary + ".")
     if config.mask_token_id is not None:
-        lines.append(f"It drafts in one pass; token {config.mask_token_id} stands for words not known yet.")
+        lines.append(
+            f"It drafts in one pass; token {config.mask_token_id} is the mask token for positions not known yet."
+        )
     if known.depth:
-        lines.append(f"Trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
+        lines.append(f"It was trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
     if known.template_kwargs:
-        lines.append(f"Chats were rendered with {known.template_kwargs}.")
+        lines.append(f"Its training chats were rendered with the template arguments {known.template_kwargs}.")
     return lines
 
 
 def _title(config: DraftConfig) -> str:
-    """The method's name for people: that of a variant where the draft has one of its switches."""
+    """The display name of the method, or of its variant (EAGLE-3.1) if the draft has one of the variant's switches."""
     variants = [
         c for c in CHOICES.values() if c.method is config.family and any(getattr(config, s) for s in c.switches)
     ]
     return variants[-1].title if variants else config.family.title
 
 
-def remarks(config: DraftConfig) -> list[str]:
-    """What an engine would not do with it."""
+def engine_notes(config: DraftConfig) -> list[str]:
+    """What engines and trainers other than fledge do differently with this draft, or do not support."""
     found = []
     if config.norm_before_residual:
-        found.append("SGLang does not read norm_before_residual and would compute another draft; serve it with vLLM.")
+        found.append("SGLang ignores norm_before_residual, so its drafts would be wrong; serve it with vLLM.")
     if config.qk_norm:
-        found.append("SGLang has no EAGLE-3 draft with q/k norms; serve it with vLLM.")
+        found.append("SGLang does not support EAGLE-3 drafts with q/k norms; serve it with vLLM.")
     if config.attention_bias or config.mlp_bias:
-        found.append("SGLang builds drafts without biases; serve it with vLLM.")
+        found.append("SGLang does not support biases in drafts; serve it with vLLM.")
     if config.own_embeddings and config.hidden_size == config.target_hidden_size:
-        found.append("SGLang replaces a draft's own embeddings by the target's; vLLM keeps them.")
+        found.append("SGLang replaces the draft's own embeddings by the target's; vLLM keeps them.")
     if config.provenance.target_layers in (config.aux_layers or ()):
         found.append("SGLang cannot read the output of the target's last layer; serve it with vLLM.")
     if config.fc_bias:
-        found.append("vLLM drops the bias of its fc in silence.")
+        found.append("vLLM ignores the bias of fc without a warning.")
     found += config.family.notes
     if not config.family.reads_layers:
         return found
     if config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
         found.append(
-            "SpecForge leaves its t2d and d2t uninitialised where a file has none, and fledge writes none for a whole "
-            "vocabulary, since vLLM refuses them there: set them to ones and zeros before you train it on in SpecForge."
+            "SpecForge leaves t2d and d2t uninitialized if the file has none. fledge writes none for a full "
+            "vocabulary, since vLLM would refuse them. Set t2d to ones and d2t to zeros before you continue "
+            "training in SpecForge."
         )
     if config.num_aux_hidden_states != 3 or config.num_hidden_layers != 1 or config.fc_norm or config.norm_output:
-        found.append("SafeAILab's code reads three layers into one and knows no 3.1 norms; use vLLM or SGLang.")
+        found.append(
+            "SafeAILab's code supports only one-layer drafts that read three hidden states, without 3.1's norms; use "
+            "vLLM or SGLang."
+        )
     return found

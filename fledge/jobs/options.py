@@ -1,141 +1,154 @@
-"""Options as dataclasses: `opt` gives a field its help text, which the command line shows."""
+"""Command options as dataclasses: each field is an option, and `opt` gives it a help text, a default and bounds."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
-from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
-from fledge.files import replace_text
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
     from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
 
-LARGEST_RECORD = 2**26  # bytes; what is larger is not read to find out that it is none
-
 
 class RenamedOption(FutureWarning):
-    """An option was given by a name that it no longer has."""
+    """An option was given by its former name."""
 
 
 def opt(
-    help: str, default: Any = MISSING, *, many: bool = False, flag: str | None = None, least: float | None = None,
-    above: float | None = None, most: float | None = None, formerly: str | None = None,
+    help: str, default: Any = MISSING, *, repeatable: bool = False, flag: str | None = None,
+    minimum: float | None = None, greater_than: float | None = None, maximum: float | None = None,
+    former_name: str | None = None,
 ) -> Any:  # fmt: skip
-    """A field that is a command-line flag: required without a default, repeatable with `many`; a number in bounds.
-    `formerly` is the field's previous name, which is still accepted (see `by_current_names`)."""
-    metadata = {"help": help, "flag": flag, "least": least, "above": above, "most": most, "formerly": formerly}
-    if many:
+    """A dataclass field that is a command-line option.
+
+    An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
+    argument. `minimum`, `greater_than` and `maximum` bound a number. `former_name` is the field's previous name, which
+    is still accepted (see `replace_former_names`).
+    """
+    metadata = {
+        "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
+        "former_name": former_name,
+    }  # fmt: skip
+    if repeatable:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
-    """How an option is written on the command line."""
+    """The command-line flag of an option: `--max-length` for `max_length`."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A job's options. `given` are the names of those that were asked for, which a value that equals its default does
-    not show; None takes those that differ from their defaults. Raises ValueError for a value of another type than the
-    field's, for a number outside its bounds, and for an option that was given and would be dropped."""
+    """The options of a job.
+
+    `given` holds the names of the options that the user gave, including those given with their default value. If it is
+    None, all options that differ from their defaults count as given. Raises ValueError for a value of the wrong type,
+    for a number out of bounds, and for a given option that would have no effect.
+    """
 
     given: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for f in flags(self):
-            if problem := problem_with(type(self), f.name, getattr(self, f.name)):
+        for f in option_fields(self):
+            if problem := validation_problem(type(self), f.name, getattr(self, f.name)):
                 raise ValueError(f"{flag_of(f.name)} {problem}")
 
     def was_given(self, name: str) -> bool:
-        """Whether an option was asked for."""
+        """Whether the user gave an option."""
         if self.given is not None:
             return name in self.given
-        f = next(f for f in flags(self) if f.name == name)
+        f = next(f for f in option_fields(self) if f.name == name)
         return getattr(self, name) != default_of(f)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raises ValueError where any of these options was given. `why` goes on from "--flag does nothing"."""
+        """Raises ValueError if any of these options was given. `why` completes the sentence "--flag has no effect
+        <why> leave --flag out"."""
         given = [flag_of(name) for name in names if self.was_given(name)]
         if given:
-            does, listed = "does" if len(given) == 1 else "do", ", ".join(given)
-            raise ValueError(f"{listed} {does} nothing {why} leave {listed} out")
+            have, listed = "has" if len(given) == 1 else "have", ", ".join(given)
+            raise ValueError(f"{listed} {have} no effect {why} leave {listed} out")
 
-    def by_name(self) -> dict[str, Any]:
-        """The options and their values, for a file."""
-        return {f.name: getattr(self, f.name) for f in flags(self)}
+    def as_dict(self) -> dict[str, Any]:
+        """The values of all options by name."""
+        return {f.name: getattr(self, f.name) for f in option_fields(self)}
 
 
-def flags(options: Options | type[Options]) -> list[Field]:
-    """The fields that are options of a command."""
+def option_fields(options: Options | type[Options]) -> list[Field]:
+    """The dataclass fields that are command-line options."""
     return [f for f in fields(options) if "help" in f.metadata]
 
 
 def default_of(f: Field) -> Any:
-    """An option's default; dataclasses.MISSING where it has none."""
+    """The default of an option, or dataclasses.MISSING if it is required."""
     return f.default if f.default_factory is MISSING else f.default_factory()
 
 
-def problem_with(kind: type[Options], name: str, value: Any) -> str | None:
-    """Why an option of a command cannot have this value: the value and the type or bounds that it should have. None
-    where it can."""
-    f = next(f for f in flags(kind) if f.name == name)
-    if not is_a(_hints(kind)[name], value):
+def validation_problem(kind: type[Options], name: str, value: Any) -> str | None:
+    """Why `value` is not valid for the option `name`: its type or bounds. None if it is valid."""
+    f = next(f for f in option_fields(kind) if f.name == name)
+    if not has_type(_hints(kind)[name], value):
         return f"{value!r:.60} is not of type {f.type}"
-    least, above, most = (f.metadata[k] for k in ("least", "above", "most"))
-    if value is None or least is above is most is None:
+    minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
+    if value is None or minimum is greater_than is maximum is None:
         return None
-    inside = (least is None or value >= least, above is None or value > above, most is None or value <= most)
-    if all(inside) and (isinstance(value, int) or math.isfinite(value)):
+    satisfied = (
+        minimum is None or value >= minimum,
+        greater_than is None or value > greater_than,
+        maximum is None or value <= maximum,
+    )
+    if all(satisfied) and (isinstance(value, int) or math.isfinite(value)):
         return None
-    wanted = ((least, "at least"), (above, "above"), (most, "at most"))
-    return f"{value}: it is " + " and ".join(f"{words} {bound}" for bound, words in wanted if bound is not None)
+    bounds = ((minimum, "at least"), (greater_than, "above"), (maximum, "at most"))
+    return f"{value}: it must be " + " and ".join(f"{text} {bound}" for bound, text in bounds if bound is not None)
 
 
 _hints = functools.cache(get_type_hints)
 
 
-def by_current_names(
-    kind: type[Options], values: Mapping[str, Any], written: Callable[[str], str] = flag_of
+def replace_former_names(
+    kind: type[Options], values: Mapping[str, Any], as_written: Callable[[str], str] = flag_of
 ) -> dict[str, Any]:
-    """The values of options that were given, with former names replaced by current ones. `written` turns a name into
-    what the user wrote, for messages. Warns (RenamedOption) of each former name. Raises ValueError where an option is
-    given by both names."""
-    current = {f.metadata["formerly"]: f.name for f in flags(kind) if f.metadata["formerly"]}
+    """Returns given options (name: value) with former names replaced by current ones.
+
+    `as_written` turns a name into the form that the user wrote, for messages. Warns (RenamedOption) about each former
+    name. Raises ValueError if an option is given by both names.
+    """
+    current = {f.metadata["former_name"]: f.name for f in option_fields(kind) if f.metadata["former_name"]}
     for old in current.keys() & values.keys():
-        if current[old] in values:
-            raise ValueError(f"{written(old)} is the former name of {written(current[old])}; give only the latter")
-        notice = f"{written(old)} is now called {written(current[old])}; the next release will not know the old name"
+        new = current[old]
+        if new in values:
+            raise ValueError(f"{as_written(old)} is the former name of {as_written(new)}; give only the latter")
+        notice = f"{as_written(old)} is now called {as_written(new)}; the next release will not accept the old name"
         warnings.warn(notice, RenamedOption, stacklevel=3)
     return {current.get(name, name): value for name, value in values.items()}
 
 
-def is_a(hint: Any, value: Any) -> bool:
+def has_type(hint: Any, value: Any) -> bool:
     """Whether a value has an annotated type: a class, a union, or a list of one of these."""
     if isinstance(hint, UnionType):
-        return any(is_a(kind, value) for kind in get_args(hint))
+        return any(has_type(kind, value) for kind in get_args(hint))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(is_a(get_args(hint)[0], x) for x in value)
+        return isinstance(value, list) and all(has_type(get_args(hint)[0], x) for x in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
-def template_kwargs(text: str | None) -> dict[str, Any] | None:
-    """--template-kwargs as a dict. Raises ValueError where it is no JSON object, or sets more than a template's
-    variables."""
+def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
+    """--template-kwargs as a dict. Raises ValueError if it is not a JSON object, or sets anything but variables of a
+    chat template."""
     if text is None:
         return None
     try:
@@ -147,132 +160,82 @@ def template_kwargs(text: str | None) -> dict[str, Any] | None:
     return check_template_kwargs(kwargs, "--template-kwargs")
 
 
-def place_of(path: str | Path, flag: str, *, directory: bool = False) -> Path:
-    """Where a job will write a file or a directory. Raises ValueError, before the work, where it cannot."""
-    if not str(path):
-        raise ValueError(f"{flag} is empty; give it a name")
-    path = Path(path)
-    if path.is_symlink() and not path.exists():
-        raise ValueError(f"{flag} {path} is a link that leads nowhere; remove it or choose another name")
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if there == path and not (path.is_dir() if directory else path.is_file()):
-        kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a device, pipe or socket"
-        raise ValueError(f"{flag} {path} is {kind}; choose another name")
-    if there != path and not there.is_dir():
-        raise ValueError(f"{flag} {path} cannot be made: {there} is no directory; choose another name")
-    places = [there]
-    if path.is_file():
-        places.append(Path(os.path.realpath(path)).parent)  # which gets the file that replaces or locks it
-    if locked := next((p for p in places if not os.access(p, os.W_OK)), None):
-        raise ValueError(f"{flag} {path} cannot be written: {locked} is not yours to write to; choose another name")
-    return path
-
-
-def place_of_record(path: str | Path, flag: str) -> Path:
-    """Where a job will write its JSON record. Raises ValueError, before the work, where it cannot, or where a file is
-    there that is not an earlier record."""
-    path = place_of(path, flag)
-    if path.exists() and path.stat().st_size and not _is_record_file(path):
-        raise ValueError(
-            f"{flag} {path} is there and is no record that fledge wrote; it is left alone, choose another name"
-        )
-    return path
-
-
-def _is_record_file(file: Path) -> bool:
-    if file.stat().st_size > LARGEST_RECORD:
-        return False
-    try:
-        return is_record(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError):
-        return False
-
-
-def is_record(value: Any) -> bool:
-    """Whether a JSON value is a record of ours: an object that says under `environment` what it was measured on, as
-    `fledge.eval.environment` does, or an object of nothing but records."""
-    if not isinstance(value, dict) or not value:
-        return False
-    measured_on = value.get("environment")
-    if isinstance(measured_on, dict):
-        return {"device", "dtype", "python", "torch", "transformers", "commit"} <= measured_on.keys()
-    return all(is_record(v) for v in value.values())
-
-
-def dtype_named(name: str | None):
-    """A torch dtype by name, or None. Raises ValueError for others than the floating-point ones."""
+def parse_dtype(name: str | None):
+    """The torch dtype of this name; None for None. Raises ValueError for anything but a floating-point dtype."""
     if name is None:
         return None
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in known:
-        raise ValueError(f"--dtype {name} is none of {', '.join(known)}")
+        raise ValueError(f"--dtype {name} is not one of {', '.join(known)}")
     return known[name]
 
 
-def write_json(path: str | Path, record: Any) -> None:
-    """Writes a record whole or not at all, over an earlier one if there is one. Raises ValueError for another file."""
-    path = place_of_record(path, "the record")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(record, indent=2) + "\n")
+def trust_remote_code_option() -> Any:
+    """The --trust-remote-code option, which every command that loads a target has."""
+    return opt("run the Python code in the target's files (auto_map); read that code first", False)
 
 
-def trust_option() -> Any:
-    """The flag of every command that loads a target."""
-    return opt("run the code that a target's files bring (auto_map); read that code first", False)
+def default_new_tokens(limit: int, context: int) -> int:
+    """The default number of new tokens: `limit`, or half of the target's context if that is less."""
+    return max(1, min(limit, context // 2))
 
 
-def new_tokens(default: int, context: int) -> int:
-    """New tokens where nobody says: `default`, or half of the target's context where that is less."""
-    return max(1, min(default, context // 2))
-
-
-GREEDY = "at --temperature 0, which takes the likeliest token; give a higher --temperature, or"
-LARGEST_SEED = 2**64 - 1  # that torch takes, and that two draws' keys tell apart
-DRAFTING = ("draft_mode", "depth", "tree_nodes", "tree_width", "draft_cache", "confidence", "draft_device")
+NO_EFFECT_IF_GREEDY = "at --temperature 0, which decodes greedily; give a higher --temperature, or"
+MAX_SEED = 2**64 - 1  # larger seeds are not accepted by torch, nor told apart by the keys of random draws
+DRAFTING_OPTIONS = ("draft_mode", "depth", "tree_nodes", "tree_width", "draft_cache", "confidence", "draft_device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Options):
-    """What every command that decodes lets its user choose."""
+    """The options of the commands that decode."""
 
-    target: str = opt("the model that speaks: a directory or hub id (owner/name or owner/name@revision)")
-    trust_remote_code: bool = trust_option()
-    draft: str | None = opt("its draft, a directory or hub id; without one it decodes token by token", None)
-    temperature: float = opt("0 is greedy", 0.0, least=0)
-    top_k: int = opt("sample among the k likeliest only (0: all)", 0, least=0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
-    repetition_penalty: float = opt("above 1 makes repeats less likely", 1.0, above=0)
-    draft_sampling: str = opt("how the draft chooses when sampling: greedy or sample", "greedy")
-    seed: int = opt("of sampling; the same seed gives the same text", 0, least=0, most=LARGEST_SEED)
+    target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    trust_remote_code: bool = trust_remote_code_option()
+    draft: str | None = opt("draft model: a directory or hub id (default: none, decode without a draft)", None)
+    temperature: float = opt("sampling temperature; 0 decodes greedily", 0.0, minimum=0)
+    top_k: int = opt("sample from the k most likely tokens only; 0 samples from all", 0, minimum=0)
+    top_p: float = opt(
+        "sample from the most likely tokens whose probabilities sum to this value", 1.0, greater_than=0, maximum=1
+    )
+    repetition_penalty: float = opt("penalty on tokens that occurred before; 1 is none", 1.0, greater_than=0)
+    draft_sampling: str = opt("how the draft chooses tokens when sampling: greedy or sample", "greedy")
+    seed: int = opt("random seed of sampling; the same seed gives the same text", 0, minimum=0, maximum=MAX_SEED)
     draft_mode: str | None = opt(
-        "chain, tree (EAGLE-2's: several continuations verified at once), or parallel, P-EAGLE's one pass (default: "
-        "chain or parallel, as the draft is)", None
+        "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass) (default: parallel for "
+        "a P-EAGLE draft, otherwise chain)", None
     )  # fmt: skip
     depth: int | None = opt(
-        "tokens drafted a round; of a tree the longest path, a pass each (default: as trained)", None, least=1, most=64
+        "length of a drafted chain, or depth of a tree, in tokens (default: as trained)", None, minimum=1, maximum=64
     )
-    tree_nodes: int = opt("nodes of a tree, its root included", 60)
-    tree_width: int = opt("most children of a tree's node", 10)
-    draft_cache: str = opt("stable, or unstable: keep what the draft made itself of accepted tokens", "stable")
-    confidence: float = opt("draft on only while the draft gives its chain this probability (0: always)", 0.0)
-    template_kwargs: str | None = opt("JSON passed to the chat template (default: as the draft was trained)", None)
-    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
-    draft_device: str | None = opt("where the draft sits (default: with the target)", None)
-    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+    tree_nodes: int = opt("number of nodes of a draft tree, including the root", 60)
+    tree_width: int = opt("maximum number of children of a tree node", 10)
+    draft_cache: str = opt(
+        "stable: recompute the draft's cache of accepted tokens from the target's hidden states; unstable: keep what "
+        "drafting computed for them", "stable"
+    )  # fmt: skip
+    confidence: float = opt(
+        "stop drafting a chain when its probability under the draft falls below this value; 0 never stops early", 0.0
+    )
+    template_kwargs: str | None = opt(
+        "JSON object of chat template variables (default: as recorded in the draft)", None
+    )
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    draft_device: str | None = opt("device of the draft (default: the target's device)", None)
+    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature == 0:
-            self.refuse(("top_k", "top_p", "seed", "draft_sampling"), GREEDY)
+            self.refuse(("top_k", "top_p", "seed", "draft_sampling"), NO_EFFECT_IF_GREEDY)
         if not self.draft:
-            self.refuse((*DRAFTING, "draft_sampling"), "without a draft; give --draft, or")
-        elif "tree" not in (self.draft_mode or ()):  # the one mode, or among several
+            self.refuse((*DRAFTING_OPTIONS, "draft_sampling"), "without a draft; give --draft, or")
+        elif "tree" not in (self.draft_mode or ()):  # draft_mode is a string, or a list of several in `fledge eval`
             self.refuse(("tree_nodes", "tree_width"), "in a chain; give --draft-mode tree, or")
 
     def sampling(self) -> Sampling:
-        """How the target chooses its tokens."""
+        """The sampling options as `fledge.types.Sampling`."""
         from fledge.types import Sampling
 
         return Sampling(
@@ -288,12 +251,12 @@ class DecodeOptions(Options):
             stable=self.draft_cache == "stable",
         )  # fmt: skip
 
-    def engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
-        """An engine of a target, which may be loaded already, and a draft."""
+    def load_engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
+        """Loads an engine with a draft. `target` is the loaded target, if there is one already."""
         from fledge.decode.engine import load
 
         return load(
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
-            dtype=dtype_named(self.dtype), **self.drafting(mode),
-            template_kwargs=template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
+            dtype=parse_dtype(self.dtype), **self.drafting(mode),
+            template_kwargs=parse_template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Training as a Python function: the job of `fledge train`."""
+"""`fledge.train_draft`: training as a Python function."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.jobs.options import by_current_names
+from fledge.jobs.options import replace_former_names
 from fledge.jobs.train import OUT, TrainOptions, run
 
 
 @dataclass(frozen=True)
 class TrainedDraft:
-    """What `train_draft` made: the directory of the draft, and the metrics of the last step."""
+    """The result of `train_draft`: the directory of the draft, and the metrics of the last step."""
 
     draft: Path
     metrics: dict[str, Any]
@@ -30,36 +30,37 @@ def train_draft(
 ) -> TrainedDraft:
     """Trains a draft as `fledge train` does.
 
-    `target` is a directory or hub id, `data` one source or several, and `out` the directory of the run. `options` are
-    the command's, with underscores (`TrainOptions` has them all): `steps=1000, draft_vocab=16000`. `aux_layers` may be
-    a list and `template_kwargs` a dict. `config="recipe.yaml"` takes options from a file, which those given here
-    override (None: not given). `resume="run"` alone continues a run that was stopped. Nothing is printed, unless
-    `progress` asks for the command's lines and bar on standard error. Raises ValueError for what cannot be trained, and
-    KeyboardInterrupt when it was stopped and has saved its state.
+    `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. Further
+    keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`; `TrainOptions` lists
+    them. An option that is None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
+    `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
+    continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
+    without, nothing is printed. Raises ValueError if the options or data are not valid, and KeyboardInterrupt after an
+    interrupted run has saved its checkpoint.
     """
-    from fledge.jobs.show import Show
+    from fledge.jobs.display import ProgressDisplay
 
-    asked = _options(target, data, out, options)
-    show = Show(quiet=not progress)
-    metrics = run(asked, show.say, show)
-    return TrainedDraft(Path(asked.resume or asked.out) / "draft", metrics)
+    train_options = _options(target, data, out, options)
+    display = ProgressDisplay(quiet=not progress)
+    metrics = run(train_options, display.say, display)
+    return TrainedDraft(Path(train_options.resume or train_options.out) / "draft", metrics)
 
 
 def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
-    """The options with a record of those that were given: what is neither None nor a default of `train_draft`'s own."""
+    """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
     sources = [data] if isinstance(data, str | Path) else data
-    options = by_current_names(TrainOptions, options, str)
+    options = replace_former_names(TrainOptions, options, str)
     options |= dict(target=target, data=[_text(source) for source in sources], out=out)
     if isinstance(kwargs := options.get("template_kwargs"), dict):
         options["template_kwargs"] = json.dumps(kwargs)
     if isinstance(layers := options.get("aux_layers"), list | tuple):
         options["aux_layers"] = ",".join(map(str, layers))
     options = {name: _text(value) for name, value in options.items()}
-    unasked = {"target": None, "data": [], "out": OUT}
-    given = {name for name, value in options.items() if value is not None and value != unasked.get(name)}
+    defaults = {"target": None, "data": [], "out": OUT}
+    given = {name for name, value in options.items() if value is not None and value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
 
 
 def _text(value: Any) -> Any:
-    """A path as the text that options hold."""
+    """A path as a string; other values unchanged."""
     return str(value) if isinstance(value, Path) else value

@@ -1,4 +1,7 @@
-"""`fledge regenerate`: the target answers the data's prompts itself; a draft trained on its words fits it better."""
+"""`fledge regenerate`: replaces the assistant's answers in the data by the target's own.
+
+A draft that is trained on text of the target predicts the target better.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,16 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.files import exclusive_lock, sibling_path
+from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.options import (
-    GREEDY,
-    LARGEST_SEED,
+    MAX_SEED,
+    NO_EFFECT_IF_GREEDY,
     Options,
-    dtype_named,
-    new_tokens,
+    default_new_tokens,
     opt,
-    place_of,
-    template_kwargs,
-    trust_option,
+    parse_dtype,
+    parse_template_kwargs,
+    trust_remote_code_option,
 )
 
 if TYPE_CHECKING:
@@ -30,164 +32,177 @@ if TYPE_CHECKING:
     from fledge.decode.engine import Engine
 
 
-NEW_TOKENS = 512  # most tokens of an answer where nobody says
+NEW_TOKENS = 512  # default of --max-new-tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions(Options):
-    """Have the target answer the data's prompts itself, for training on its own words."""
+    """Answer the prompts of the data with the target, to train a draft on the target's own text."""
 
-    target: str = opt("the model that answers: a directory or hub id")
-    trust_remote_code: bool = trust_option()
-    draft: str | None = opt("a draft of it, a directory or hub id, to answer sooner in the same words", None)
-    data: list[str] = opt("files, globs or hub ids whose prompts are answered; repeatable", many=True)
-    out: str = opt("JSON lines to write; an unfinished file is gone on with")
-    max_new_tokens: int | None = opt(
-        "most tokens of an answer (default: 512, at most half the target's context)", None, least=1
+    target: str = opt("target model: a directory or hub id")
+    trust_remote_code: bool = trust_remote_code_option()
+    draft: str | None = opt(
+        "draft of the target, a directory or hub id, to generate the same text faster (default: none)", None
     )
-    prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, least=1)
-    temperature: float = opt("0 is greedy", 0.0, least=0)
-    top_p: float = opt("sample among the likeliest that hold this mass", 1.0, above=0, most=1)
-    batch: int | None = opt("records answered together (default: 16, or each alone where the target must)", None)
-    limit: int | None = opt("at most this many records", None, least=1)
-    template_kwargs: str | None = opt("JSON passed to the chat template", None)
-    seed: int = opt("of sampling, and of the shares (@0.5) of --data", 0, least=0, most=LARGEST_SEED)
-    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+    data: list[str] = opt("files, globs or hub ids with the prompts to answer; repeatable", repeatable=True)
+    out: str = opt("JSON lines file to write; an unfinished file is continued")
+    max_new_tokens: int | None = opt(
+        "maximum tokens per answer (default: 512, at most half of the target's context)", None, minimum=1
+    )
+    prompt_tokens: int = opt("tokens of a plain text that are kept as its prompt", 64, minimum=1)
+    temperature: float = opt("sampling temperature; 0 decodes greedily", 0.0, minimum=0)
+    top_p: float = opt(
+        "sample from the most likely tokens whose probabilities sum to this value", 1.0, greater_than=0, maximum=1
+    )
+    batch: int | None = opt("records answered together (default: 16, or 1 if the target cannot batch)", None)
+    limit: int | None = opt("maximum number of records (default: all)", None, minimum=1)
+    template_kwargs: str | None = opt("JSON object of chat template variables", None)
+    seed: int = opt("random seed of sampling and of the shares (@0.5) of --data", 0, minimum=0, maximum=MAX_SEED)
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature == 0:
-            self.refuse(["top_p"], GREEDY)
+            self.refuse(["top_p"], NO_EFFECT_IF_GREEDY)
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes one line a record, in order; killed at any moment, the same command goes on after the last whole line."""
+    """Writes one line per record, in the order of the data. After an interruption, the same command continues after the
+    last complete line."""
     from fledge.data.read import read_records
 
     if not options.data:
         raise ValueError("give --data FILE")
     if options.batch is not None and options.batch < 1:
-        raise ValueError(f"--batch {options.batch} answers nothing; 1 is least")
-    out = place_of(options.out, "--out")
+        raise ValueError(f"--batch {options.batch}: it must be at least 1")
+    out = check_output_path(options.out, "--out")
     records = read_records(options.data, options.seed)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
-        raise ValueError(f"{empty.where}: an empty text has nothing to go on with; remove it")
+        raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
-            _answer_rest(options, records, out, say, progress)
+            _answer_remaining(options, records, out, say, progress)
         except KeyboardInterrupt:
-            say(f"stopped; the same command goes on with {out}")
+            say(f"stopped; run the same command again to continue {out}")
             raise
 
 
-def _answer_rest(
+def _answer_remaining(
     options: RegenerateOptions, records: list[Record], out: Path, say: Callable[[str], None], progress: Any
 ) -> None:
-    """Answers the records that have no line in the file yet, which no other process may write."""
+    """Answers the records that have no line in the output file yet. The caller holds the lock of the file."""
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import BATCH, load
 
-    done = _finished(out, records, options)
+    done = _count_finished(out, records, options)
     if done == len(records):
         say(f"{out} is complete: {done:,} records")
         return
     if done:
-        say(f"going on with {out} after {done:,} of {len(records):,} records")
+        say(f"continuing {out} after {done:,} of {len(records):,} records")
     engine = load(
-        options.target, options.draft, device=options.device, dtype=dtype_named(options.dtype),
+        options.target, options.draft, device=options.device, dtype=parse_dtype(options.dtype),
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    most = options.max_new_tokens or new_tokens(NEW_TOKENS, engine.target.context)
-    # what is asked does not depend on what the draft was trained with
-    kwargs = template_kwargs(options.template_kwargs)
+    max_new_tokens = options.max_new_tokens or default_new_tokens(NEW_TOKENS, engine.target.context)
+    # the engine's own template would have the variables recorded in the draft; prompts must not depend on the draft
+    kwargs = parse_template_kwargs(options.template_kwargs)
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
-    together = 4 * (options.batch or BATCH)  # so that others take the place of those that end
-    cut = 0
-    answers = [_answers(r) for r in records]
-    counting = progress.counting("answers", sum(answers), sum(answers[:done]))
-    with out.open("ab", buffering=0) as f, counting as advance:
-        for start in range(done, len(records), together):
-            batch = records[start : start + together]
-            rows, unfinished = _answer(batch, engine, options, most, start, advance)
-            cut += unfinished
+    group = 4 * (options.batch or BATCH)  # several batches, so that a finished request is replaced by the next one
+    truncated = 0
+    answers = [_count_answers(r) for r in records]
+    counter = progress.count("answers", sum(answers), sum(answers[:done]))
+    with out.open("ab", buffering=0) as f, counter as advance:
+        for start in range(done, len(records), group):
+            batch = records[start : start + group]
+            rows, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, start, advance)
+            truncated += truncated_here
             try:
-                _write(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+                _write_all(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
             except OSError as e:
-                cure = "make room and give the same command to go on"
-                raise ValueError(f"{out} cannot be written on: {e.strerror}; {cure}") from e
+                cure = "free some disk space and run the same command again to continue"
+                raise ValueError(f"{out} cannot be written: {e.strerror}; {cure}") from e
     say(f"wrote {len(records):,} records to {out}")
-    if cut:
-        say(f"{cut:,} answers reached --max-new-tokens {most}; they are kept as far as they go")
+    if truncated:
+        say(f"{truncated:,} answers reached --max-new-tokens {max_new_tokens}; they are kept, cut at that length")
 
 
-def _write(f: FileIO, data: bytes) -> None:
-    """Writes all of it. Nothing stays in a buffer, whose writing would fail again when the file is closed."""
+def _write_all(f: FileIO, data: bytes) -> None:
+    """Writes all of `data` to an unbuffered file. A buffer that cannot be written would fail again when the file is
+    closed."""
     while data:
         data = data[f.write(data) :]
 
 
-def _finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
-    """Whole lines already there; a torn last line is cut off. Raises ValueError, and leaves the file alone, where they
-    are not what these records and options make."""
+def _count_finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
+    """The number of complete lines in the output file. An incomplete last line is removed.
+
+    Raises ValueError, and leaves the file unchanged, if it does not belong to these records and options.
+    """
     if not out.exists():
         return 0
-    text = out.read_bytes()
-    *lines, torn = text.split(b"\n")
-    begins = json.dumps(_head(records[0], options))[: len('{"source": "')].encode()
-    ours = len(lines) <= len(records) and torn[: len(begins)] == begins[: len(torn)]
+    content = out.read_bytes()
+    *lines, incomplete = content.split(b"\n")
+    expected_start = json.dumps(_row_header(records[0], options))[: len('{"source": "')].encode()
+    ours = len(lines) <= len(records) and incomplete[: len(expected_start)] == expected_start[: len(incomplete)]
     for line, record in zip(lines, records, strict=False):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        ours = ours and isinstance(row, dict) and row.items() >= _head(record, options).items()
+        ours = ours and isinstance(row, dict) and row.items() >= _row_header(record, options).items()
     if not ours:
-        raise ValueError(f"{out} is there, and not of this --data and these options; choose another --out")
-    if torn:
-        os.truncate(out, len(text) - len(torn))
+        raise ValueError(
+            f"{out} already exists and was not made from this --data with these options; choose another --out"
+        )
+    if incomplete:
+        os.truncate(out, len(content) - len(incomplete))
     return len(lines)
 
 
-def _head(record: Record, options: RegenerateOptions) -> dict[str, str]:
-    """What a line begins with: where its record is from, and a hash of all that decides its answers."""
-    most = options.max_new_tokens or NEW_TOKENS
-    asked = [record.messages, record.text, record.tools, options.target, most, options.prompt_tokens]
+def _row_header(record: Record, options: RegenerateOptions) -> dict[str, str]:
+    """The first fields of a row: the location of its record, and a hash of everything that determines its answers."""
+    max_new_tokens = options.max_new_tokens or NEW_TOKENS
+    asked = [record.messages, record.text, record.tools, options.target, max_new_tokens, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
     asked += [record.turns, record.prompt_length] if record.turns or record.prompt_length else []
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
 
 
-def _answer(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, most: int, start: int,
+def _answer_batch(
+    batch: list[Record], engine: Engine, options: RegenerateOptions, max_new_tokens: int, start: int,
     advance: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
-    """Answers every assistant turn anew in at most `most` tokens, each behind the target's own earlier answers.
-    Returns rows, answers cut.
-    Draws are numbered by record, of which `start` came before, and turn: a resumed run draws as an unbroken one.
-    `advance` is called for each answer."""
+    """Generates all answers of these records. Each prompt contains the target's earlier answers of its conversation.
+
+    Returns the rows to write and the number of answers that reached `max_new_tokens`. `start` is the index of the first
+    record in the data: random draws are keyed by record and turn, so that a continued job generates the same text as an
+    uninterrupted one. `advance` is called after each answer.
+    """
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
-    def answers(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
-        room = engine.target.context - most
+    def generate(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
+        """For each prompt, the answer and whether it was truncated. Keys are indices into `batch`."""
+        room = engine.target.context - max_new_tokens
         if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
             fewer = ", or lower --max-new-tokens" if len(prompts[long]) < engine.target.context else ""
             raise ValueError(
-                f"{batch[long].where}: {len(prompts[long])} tokens stand before an answer of {most}, "
-                f"and the target reads at most {engine.target.context}; shorten it{fewer}"
+                f"{batch[long].where}: a prompt of {len(prompts[long])} tokens and an answer of {max_new_tokens} "
+                f"exceed the target's context of {engine.target.context} tokens; shorten it{fewer}"
             )
-        done = engine.generate_all(
-            list(prompts.values()), batch=options.batch, max_new_tokens=most, sampling=sampling,
+        completions = engine.generate_all(
+            list(prompts.values()), batch=options.batch, max_new_tokens=max_new_tokens, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
             answered=lambda place: advance(),
         )  # fmt: skip
-        return [(c.text, c.finish == "length") for c in done]
+        return [(c.text, c.finish == "length") for c in completions]
 
-    told: list[list[dict[str, Any]]] = [[] for _ in batch]
-    rows: list[dict[str, Any]] = [_head(r, options) for r in batch]
-    cut = 0
+    histories: list[list[dict[str, Any]]] = [[] for _ in batch]
+    rows: list[dict[str, Any]] = [_row_header(r, options) for r in batch]
+    truncated = 0
     prompts = {
         i: template.prompt_ids(r.text[: r.prompt_length])
         if r.prompt_length
@@ -195,57 +210,62 @@ def _answer(
         for i, r in enumerate(batch)
         if r.text
     }
-    for i, (text, unfinished) in zip(prompts, answers(prompts, 0), strict=True):
-        if given := batch[i].prompt_length:
-            rows[i] |= {"prompt": batch[i].text[:given], "completion": text}
+    for i, (text, was_truncated) in zip(prompts, generate(prompts, 0), strict=True):
+        if length := batch[i].prompt_length:
+            rows[i] |= {"prompt": batch[i].text[:length], "completion": text}
         else:
             rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
-        cut += unfinished
-    waiting: dict[int, list[dict[str, Any]]] = {}
+        truncated += was_truncated
+    remaining: dict[int, list[dict[str, Any]]] = {}
     for i, record in enumerate(batch):
         if record.text is None:
-            told[i], waiting[i] = _to_answer(record)
+            histories[i], remaining[i] = _split_conversation(record)
     for turn in itertools.count(1):
-        for i in list(waiting):
-            while waiting[i] and waiting[i][0]["role"] != "assistant":
-                told[i].append(waiting[i].pop(0))
-            if not waiting[i]:
-                del waiting[i]
-        if not waiting:
+        for i in list(remaining):
+            while remaining[i] and remaining[i][0]["role"] != "assistant":
+                histories[i].append(remaining[i].pop(0))
+            if not remaining[i]:
+                del remaining[i]
+        if not remaining:
             break
-        asked = {i: template.prompt_ids(told[i], tools=batch[i].tools, where=batch[i].where) for i in waiting}
-        for i, (text, unfinished) in zip(asked, answers(asked, turn), strict=True):
-            told[i].append({"role": "assistant", "content": text})
-            waiting[i].pop(0)
-            cut += unfinished
+        asked = {i: template.prompt_ids(histories[i], tools=batch[i].tools, where=batch[i].where) for i in remaining}
+        for i, (text, was_truncated) in zip(asked, generate(asked, turn), strict=True):
+            histories[i].append({"role": "assistant", "content": text})
+            remaining[i].pop(0)
+            truncated += was_truncated
     for i, record in enumerate(batch):
         if record.text is None:
-            answered, given = _without_open_end(told[i]), record.prompt_length
-            said = {"prompt": answered[:given], "completion": answered[given:]} if given else {"messages": answered}
-            rows[i] |= said | ({"tools": record.tools} if record.tools else {})
-    return rows, cut
+            messages, length = _without_unanswered_turns(histories[i]), record.prompt_length
+            fields = (
+                {"prompt": messages[:length], "completion": messages[length:]} if length else {"messages": messages}
+            )
+            rows[i] |= fields | ({"tools": record.tools} if record.tools else {})
+    return rows, truncated
 
 
-def _answers(record: Record) -> int:
-    """How many answers a record asks for."""
+def _count_answers(record: Record) -> int:
+    """The number of answers to generate for a record."""
     if record.text is not None:
         return 1
-    return sum(m["role"] == "assistant" for m in _to_answer(record)[1])
+    return sum(m["role"] == "assistant" for m in _split_conversation(record)[1])
 
 
-def _to_answer(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation in two: messages that are only read, which are those given as a prompt or an opening of the
-    assistant's, and those with answers to be made anew. A prompt without any gets a place for one."""
-    place = {"role": "assistant"}
+def _split_conversation(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A conversation in two parts: the messages to keep, and the rest, whose assistant messages are to be generated.
+
+    The first part is the record's prompt, or an assistant message that opens the conversation. If the rest has no
+    assistant message, a placeholder for one is added.
+    """
+    placeholder = {"role": "assistant"}
     if record.turns:
-        return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, place)]
+        return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, placeholder)]
     messages = record.messages or []
-    read = record.prompt_length or int(messages[0]["role"] == "assistant")
-    rest = messages[read:]
-    return messages[:read], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [place])]
+    kept = record.prompt_length or int(messages[0]["role"] == "assistant")
+    rest = messages[kept:]
+    return messages[:kept], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [placeholder])]
 
 
-def _without_open_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drops user turns after the last answer: nobody answers them."""
+def _without_unanswered_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation up to its last assistant message."""
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
     return messages[: last + 1]

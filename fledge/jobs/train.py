@@ -1,4 +1,4 @@
-"""`fledge train`: from a target and chats to a draft."""
+"""`fledge train`: trains a draft for a target on chats or plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import LARGEST_SEED, Options, flags, opt, place_of, trust_option
+from fledge.files import check_output_path
+from fledge.jobs.options import MAX_SEED, Options, opt, option_fields, trust_remote_code_option
 from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
 
 OUT = "draft-run"
-WITH_RESUME = ("resume", "trust_remote_code")  # options that go together with --resume
-NOT_FROM_FILE = ("out", "trust_remote_code")  # options that a --config file does not set
+WITH_RESUME = ("resume", "trust_remote_code")  # the options that may be given together with --resume
+NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,118 +24,141 @@ class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
     config: str | None = opt(
-        "take options from this YAML file, such as the recipe.yaml of a run; flags override it, and a switch that it "
-        "turns on is turned off by its negation, such as --no-qk-norm", None
+        "take options from this YAML file, e.g. the recipe.yaml of a run; flags override it, and negated flags such as "
+        "--no-qk-norm turn off its switches", None
     )  # fmt: skip
-    target: str | None = opt("the model to speed up: a directory or hub id (owner/name or owner/name@revision)", None)
-    trust_remote_code: bool = trust_option()
+    target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
+    trust_remote_code: bool = trust_remote_code_option()
     data: list[str] = opt(
-        "files, quoted globs or hub ids (owner/name@revision:split); @0.5 takes half, @2 twice; repeatable", many=True
-    )
-    out: str = opt("directory of a new run; the draft to serve ends in OUT/draft", OUT)
-    resume: str | None = opt("continue the run in this directory, with its own options", None)
+        "training data: a file, quoted glob or hub id (owner/name@revision:split); @0.5 at the end takes half of it, "
+        "@2 all of it twice; repeatable", repeatable=True
+    )  # fmt: skip
+    out: str = opt("directory of the new run; the draft to serve is written to OUT/draft", OUT)
+    resume: str | None = opt("continue the run in this directory with its own options", None)
     init_from: str | None = opt(
-        "train this draft further, a directory or hub id (it keeps its vocabulary and shape)", None
+        "continue training this draft, a directory or hub id; its vocabulary and shape are kept", None
     )
-    method: str | None = opt(f"{', '.join(CHOICES)} (default: eagle3, or that of the --init-from draft)", None)
-    epochs: float = opt("passes over the data", 1.0, above=0)
-    steps: int | None = opt("optimizer steps, instead of --epochs", None, least=1)
+    method: str | None = opt(
+        f"draft method: {', '.join(CHOICES)} (default: eagle3, or the method of the --init-from draft)", None
+    )
+    epochs: float = opt("number of passes over the data", 1.0, greater_than=0)
+    steps: int | None = opt("number of optimizer steps (default: as many as --epochs takes)", None, minimum=1)
     depth: int | None = opt(
-        "draft steps trained (TTT; EAGLE-1 trains one) and drafted by default (default: 5, or the --init-from draft's)",
-        None, least=1, most=64,
+        "number of tokens drafted per round by default, and of draft steps trained (training-time test; EAGLE-1 trains "
+        "one) (default: 5, or that of the --init-from draft)", None, minimum=1, maximum=64,
     )  # fmt: skip
     draft_vocab: int | None = opt(
-        "size of the draft vocabulary (default: at most 32,000 of the target's tokens)", None, least=2
+        "size of the draft vocabulary (default: the target's, at most 32,000)", None, minimum=2
     )
     max_length: int | None = opt(
-        "longest document, in tokens; longer ones are cut into windows (default: 2,048, or the target's context)",
-        None, least=3,
+        "maximum document length in tokens; longer documents are cut into windows (default: 2,048, or the target's "
+        "context if that is shorter)", None, minimum=3,
     )  # fmt: skip
     row_length: int | None = opt(
-        "tokens of a packed row (default: twice --max-length; at most the data)", None, least=3
+        "tokens per packed row (default: twice --max-length, at most the tokens of the data)", None, minimum=3
     )
-    rows_per_step: int = opt("rows accumulated for each optimizer step", 1, least=1, most=65_536)
-    lr: float | None = opt("peak learning rate (default: 0.5 / draft width)", None, above=0)
-    warmup: float = opt("share of the steps that the learning rate rises for", 0.05, least=0, most=1)
-    weight_decay: float = opt("AdamW's weight decay, on matrices", 0.01, least=0)
-    clip: float = opt("largest gradient norm", 1.0, above=0)
-    gamma: float = opt("weight of step k is gamma^k (P-EAGLE: 1)", 0.8, above=0, most=1)
-    loss: str = opt("ce, kl, accept (-log α) or mixed (kl while α is low, then 1 - α)", "ce")
+    rows_per_step: int = opt("number of rows per optimizer step (gradient accumulation)", 1, minimum=1, maximum=65_536)
+    lr: float | None = opt("peak learning rate (default: 0.5 / hidden size of the draft)", None, greater_than=0)
+    warmup: float = opt("fraction of the steps over which the learning rate warms up", 0.05, minimum=0, maximum=1)
+    weight_decay: float = opt("AdamW weight decay, applied to matrices only", 0.01, minimum=0)
+    clip: float = opt("maximum gradient norm", 1.0, greater_than=0)
+    gamma: float = opt(
+        "the loss of draft step k is weighted by gamma^k (P-EAGLE: always 1)", 0.8, greater_than=0, maximum=1
+    )
+    loss: str = opt(
+        "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce"
+    )
     keep_out_of_vocab: bool = opt(
-        "also train on slots whose target token is outside the draft vocabulary", False, formerly="keep_unseen"
+        "also train on slots whose target token is outside the draft vocabulary", False, former_name="keep_unseen"
     )
-    fc_norm: bool = opt("EAGLE-3.1: an RMSNorm on each captured layer", False)
-    norm_output: bool = opt("EAGLE-3.1: feed back the normed state", False)
-    norm_before_fc: bool = opt("speculators: one RMSNorm over all captured layers", False)
-    norm_before_residual: bool = opt("the residual is the normed state (vLLM and speculators only)", False)
-    qk_norm: bool = opt("q and k norms as Qwen3 has them (vLLM only)", False)
-    aux_layers: str | None = opt("layers to read, e.g. 2,16,29 (default: 2, n/2, n-3, or others under 7 layers)", None)
-    layers: int = opt("decoder layers of the draft", 1, least=1, most=512)
-    train_embeddings: bool = opt("train embeddings of the draft's own (SGLang replaces them by the target's)", False)
-    fc_bias: bool = opt("EAGLE-1: a bias where embedding and state are joined (vLLM drops it)", False)
+    fc_norm: bool = opt("EAGLE-3.1: apply an RMSNorm to each hidden state that the draft reads", False)
+    norm_output: bool = opt("EAGLE-3.1: feed the normalized hidden state back to the next draft step", False)
+    norm_before_fc: bool = opt("apply one RMSNorm to all hidden states that the draft reads (speculators)", False)
+    norm_before_residual: bool = opt(
+        "use the normalized hidden state as the residual (only vLLM and speculators support this)", False
+    )
+    qk_norm: bool = opt("normalize queries and keys as Qwen3 does (only vLLM supports this)", False)
+    aux_layers: str | None = opt(
+        "target layers that the draft reads, e.g. 2,16,29 (default: 2, n/2, n-3 of n layers; others if n < 7)", None
+    )
+    layers: int = opt("number of decoder layers of the draft", 1, minimum=1, maximum=512)
+    train_embeddings: bool = opt(
+        "train token embeddings of the draft's own (SGLang replaces them by the target's)", False
+    )
+    fc_bias: bool = opt("EAGLE-1: add a bias to fc, which joins embedding and hidden state (vLLM ignores it)", False)
     cod_rate: float | None = opt(
-        "P-EAGLE: depth d trains this share, to the power d, of the slots that are live there (default: 0.8)", None,
-        above=0, most=1,
+        "P-EAGLE: depth d trains on the fraction rate^d of its live slots (conditional drop-token sampling) (default: "
+        "0.8)", None, greater_than=0, maximum=1,
     )  # fmt: skip
     cod_min_rate: float | None = opt(
-        "P-EAGLE: but no smaller share than this (default: 0.2)", None, least=0, most=1, formerly="cod_least"
-    )
-    feature_noise: float = opt(
-        "EAGLE-1: uniform noise on the states that the draft reads, up to this times 512 / a document's length",
-        0.0, least=0,
+        "P-EAGLE: minimum of the fraction of slots that each depth trains on (default: 0.2)", None, minimum=0,
+        maximum=1, former_name="cod_least",
     )  # fmt: skip
-    template_kwargs: str | None = opt("JSON passed to the chat template, e.g. '{\"enable_thinking\": false}'", None)
-    skip_bad: bool = opt("count and leave out records that are not text or that the template refuses", False)
+    feature_noise: float = opt(
+        "EAGLE-1: add uniform noise to the hidden states that the draft reads; its amplitude is this value times 512 / "
+        "document length", 0.0, minimum=0,
+    )  # fmt: skip
+    template_kwargs: str | None = opt(
+        "JSON object of chat template variables, e.g. '{\"enable_thinking\": false}'", None
+    )
+    skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
     eval_prompts: str | None = opt(
-        "file or hub id of prompts for τ while training, the first turns of 32 (default: 16 records of the data)", None
-    )
-    eval_every: int = opt("steps between τ by the real decoder (0: only at the end)", 0, least=0)
+        "file or hub id of prompts on which τ is measured during training; the first turns of 32 prompts are used "
+        "(default: 16 held-out records of the data)", None
+    )  # fmt: skip
+    eval_every: int = opt("number of steps between measurements of τ; 0 measures it only at the end", 0, minimum=0)
     eval_tokens: int | None = opt(
-        "new tokens for each of those prompts (default: 64, at most half the target's context)", None, least=1
-    )
-    save_every: int = opt("steps between checkpoints", 200, least=1)
-    log: str | None = opt("also log to 'tensorboard' or 'wandb'", None)
+        "maximum new tokens per prompt in these measurements (default: 64, at most half of the target's context)", None,
+        minimum=1,
+    )  # fmt: skip
+    save_every: int = opt("number of steps between checkpoints", 200, minimum=1)
+    log: str | None = opt("also log metrics to tensorboard or wandb", None)
     seed: int = opt(
-        "of initial weights, packing, held-out records and shares (@0.5) of the data", 0, least=0, most=LARGEST_SEED
+        "random seed of initial weights, packing, held-out records and shares (@0.5) of the data", 0, minimum=0,
+        maximum=MAX_SEED,
+    )  # fmt: skip
+    impl: str | None = opt(
+        "implementation of the training step: eager, flex or triton (default: triton on a GPU, otherwise eager)", None
     )
-    impl: str | None = opt("implementation of a step: eager, flex or triton (default: triton on a GPU)", None)
     slots: int | None = opt(
-        "slots in flight: fewer hold less memory (default: as many as fit, up to 8,192; on a CPU 256)", None, least=1
-    )
-    activations: str = opt("the MLP's activations: keep, recompute, or auto, which recomputes only to fit", "auto")
-    longest_row: bool = opt("find the longest row that fits this GPU, print it and stop", False)
-    compile_target: bool = opt("compile the target's norms and MLPs: a slower start, quicker steps on a GPU", False)
-    device: str = opt("auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on the CPU, else the target's)", None)
+        "number of slots in flight; fewer take less memory (default: as many as fit in GPU memory, up to 8,192; 256 on "
+        "a CPU)", None, minimum=1
+    )  # fmt: skip
+    activations: str = opt("activations of the MLP: keep, recompute, or auto (recompute if necessary to fit)", "auto")
+    longest_row: bool = opt("find the longest row that fits in GPU memory, print its length and stop", False)
+    compile_target: bool = opt("compile the target's norms and MLPs: a slower start, but faster steps on a GPU", False)
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume:
-            others = [f.name for f in flags(self) if f.name not in WITH_RESUME]
-            self.refuse(others, f"with --resume, which continues with the options that {self.resume} was started with;")
+            others = [f.name for f in option_fields(self) if f.name not in WITH_RESUME]
+            self.refuse(others, f"with --resume, which continues with the options of the run in {self.resume};")
         elif self.was_given("steps"):
             self.refuse(["epochs"], "with --steps, which sets the length of the training;")
 
 
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
-    """Trains (or continues) and returns the metrics of the last step. `say` prints a line, `progress` shows steps.
+    """Trains, or continues a run, and returns the metrics of the last step.
 
-    Raises KeyboardInterrupt where it was interrupted, after it said how to continue, and ValueError for options that
-    contradict each other or a directory that another process writes.
+    `say` prints a message, `progress` is a `ProgressDisplay`. Raises KeyboardInterrupt if the training was interrupted,
+    after a message with the command that continues it. Raises ValueError for options that contradict each other and for
+    a directory that another process writes to.
     """
-    from fledge.jobs.training.recipe_file import naming, resumed, with_config
+    from fledge.jobs.training.recipe_file import naming_config_file, resume_options, with_config
     from fledge.train.checkpoint import RunDirectory
 
     options = with_config(options, say)
     directory = RunDirectory(options.resume or options.out)
     recorded = None
     if options.resume:
-        options, recorded = resumed(directory, options)
+        options, recorded = resume_options(directory, options)
     else:
-        place_of(options.out, "--out", directory=True)
+        check_output_path(options.out, "--out", directory=True)
         directory.check_free()
     with directory.locked(say):
-        with naming(options):
+        with naming_config_file(options):
             recipe = _resolve(options, directory)
         return _train(options, recipe, recorded, directory, say, progress)
 
@@ -143,7 +167,8 @@ def _resolve(options: TrainOptions, directory: RunDirectory) -> Recipe:
     from fledge.jobs.training.recipe import resolve
 
     if options.resume and options.init_from and directory.checkpoint.exists():
-        options = replace(options, init_from=str(directory.checkpoint))  # the draft it names may be another by now
+        # the draft of --init-from may have changed since the run was started
+        options = replace(options, init_from=str(directory.checkpoint))
     return resolve(options)
 
 
@@ -151,19 +176,19 @@ def _train(
     options: TrainOptions, recipe: Recipe, recorded: dict[str, Any] | None, directory: RunDirectory,
     say: Callable[[str], None], progress: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """`run` with a recipe, in a directory that this process holds. `recorded` is what the run settled when it was
-    started; None: it is new."""
+    """Trains by a resolved recipe, in a directory that this process has locked. `recorded` are the settled values of
+    the run that is resumed; None for a new run."""
     from fledge.jobs.training.data import make_rows, read_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
-    from fledge.jobs.training.follow import Run, follow
     from fledge.jobs.training.implementation import choose_implementation
     from fledge.jobs.training.recipe_file import check_settled, recipe_text
+    from fledge.jobs.training.run import TrainingRun, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
-    from fledge.jobs.training.target import prepare
+    from fledge.jobs.training.target import prepare_target
 
-    target = prepare(recipe, say)
+    target = prepare_target(recipe, say)
     check_shape(recipe, target)
     documents, held_out = read_data(recipe, target, say, progress)
     draft = make_draft(recipe, target, documents, say)
@@ -179,5 +204,7 @@ def _train(
         directory.start(recipe_text(replace(options, method=recipe.choice), settled))
     else:
         check_settled(recorded, settled, directory)
-    made = Run(recipe, draft, rows, target.source, schedule, evaluate, directory, resumed=recorded is not None)
-    return follow(made, say, progress)
+    training = TrainingRun(
+        recipe, draft, rows, target.source, schedule, evaluate, directory, resumed=recorded is not None
+    )
+    return run_training(training, say, progress)

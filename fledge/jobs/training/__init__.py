@@ -1,1 +1,1 @@
-"""The parts of `fledge train`: the recipe and its file, then a module for each thing that a run sets up."""
+"""The parts of `fledge train`: the recipe, its file, and one module for each component of a run."""

@@ -1,4 +1,4 @@
-"""The draft of a training run: a new one that starts from the target's weights, or an existing one."""
+"""The draft of a training run: a new draft initialized from the target's weights, or an existing draft."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 from fledge.config import DraftConfig
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
-from fledge.jobs.training.target import Prepared
+from fledge.jobs.training.target import PreparedTarget
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft, mismatch
 from fledge.types import Document
 
-DRAFT_VOCAB = 32_000  # most tokens that a draft can propose, by default
+DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
 
 Say = Callable[[str], None]
 
 
-def make_draft(recipe: Recipe, prepared: Prepared, documents: list[Document], say: Say) -> Draft:
-    """The draft to train, on the target's device and in its dtype. `recipe.seed` decides its random weights."""
+def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
+    """The draft to train, on the target's device and in its dtype. `recipe.seed` seeds its random weights."""
     torch.manual_seed(recipe.seed)
-    make = _continued if isinstance(recipe.draft, ExistingDraft) else _new
+    make = _existing_draft if isinstance(recipe.draft, ExistingDraft) else _new_draft
     draft = make(recipe, prepared, documents, say).to(device=prepared.target.device, dtype=prepared.target.dtype)
     connect_draft(draft, prepared.target)
     return draft
 
 
-def check_shape(recipe: Recipe, prepared: Prepared) -> None:
-    """Validates the shape of a new draft, before the data is read. Raises ValueError for a shape that no draft has."""
+def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
+    """Validates the shape of a new draft before the data is read. Raises ValueError if it is not valid."""
     if not isinstance(recipe.draft, ExistingDraft):
         _config(recipe, prepared, mask_token=0)
 
 
-def _continued(recipe: Recipe, prepared: Prepared, documents: list[Document], say: Say) -> Draft:
-    """The existing draft. Raises ValueError where it does not fit the target, the data or --train-embeddings."""
+def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
+    """The draft of --init-from. Raises ValueError if it does not fit the target, the data or --train-embeddings."""
     name, target = recipe.draft.name, prepared.target
     draft = load_draft(name)
     if problem := mismatch(draft.config, target):
         raise ValueError(f"--init-from {name} does not fit {target.name}: {problem}")
     coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
-    say(f"the draft vocabulary covers {_covered(coverage)}")
-    draft.config = draft.config.with_provenance(coverage=coverage, **_known(recipe, prepared))
+    say(f"the draft vocabulary covers {_coverage_text(coverage)}")
+    draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
     mask = draft.config.mask_token_id
     if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
         raise ValueError(
@@ -53,30 +53,35 @@ def _continued(recipe: Recipe, prepared: Prepared, documents: list[Document], sa
             "mask token; train a new draft"
         )
     if recipe.train_embeddings and draft.embed_tokens is None:
-        raise ValueError("--train-embeddings cannot be added to a draft that reads the target's; train a new one")
+        raise ValueError(
+            "--train-embeddings cannot be used with a draft that has no embeddings of its own; train a new draft"
+        )
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.train_embeddings)
     return draft.train()
 
 
-def _new(recipe: Recipe, prepared: Prepared, documents: list[Document], say: Say) -> Draft:
+def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
     target, mask = prepared.target, None
     vocab = target.embedding.shape[0]
     ids, coverage = choose_vocabulary(documents, vocab, _vocab_size(recipe, vocab), target.stop_ids)
-    say(f"the draft vocabulary has {ids.numel():,} of {vocab:,} tokens and covers {_covered(coverage)}")
+    say(f"the draft vocabulary has {ids.numel():,} of {vocab:,} tokens and covers {_coverage_text(coverage)}")
     if recipe.method.one_pass:
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
-        say(f"mask token: {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for tokens not known yet")
+        say(
+            f"mask token: {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for tokens that are not "
+            "known yet"
+        )
     if recipe.train_embeddings:
-        say("training embeddings of the draft's own: vLLM serves them, SGLang replaces them by the target's")
+        say("the draft gets embeddings of its own: vLLM uses them, SGLang replaces them by the target's")
     config = _config(recipe, prepared, mask)
-    draft = Draft(config.with_provenance(coverage=coverage, **_known(recipe, prepared)))
+    draft = Draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
     draft.set_vocabulary(ids)
     initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 
-def _config(recipe: Recipe, prepared: Prepared, mask_token: int | None) -> DraftConfig:
+def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) -> DraftConfig:
     shape = prepared.target.shape
     return DraftConfig.for_target(
         shape,
@@ -93,12 +98,12 @@ def _config(recipe: Recipe, prepared: Prepared, mask_token: int | None) -> Draft
 
 
 def _vocab_size(recipe: Recipe, vocab: int) -> int:
-    """Tokens that a new draft can propose, of the target's `vocab`."""
+    """The vocabulary size of a new draft, for a target with `vocab` tokens."""
     return vocab if recipe.method.borrows_head else recipe.draft.vocab_size or min(vocab, DRAFT_VOCAB)
 
 
-def _known(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
-    """What the draft's config records of its training."""
+def _provenance(recipe: Recipe, prepared: PreparedTarget) -> dict[str, Any]:
+    """What the draft's config records about its training."""
     target = prepared.target
     return dict(
         target=target.name,
@@ -111,7 +116,7 @@ def _known(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     )
 
 
-def _covered(coverage: float) -> str:
-    """The share of the data's tokens that a draft can propose, and what it means where that is small."""
-    warning = "; the loss is of those alone, so a low loss says little: a larger draft vocabulary would learn more"
+def _coverage_text(coverage: float) -> str:
+    """The share of the assistant's tokens in the draft vocabulary, with a warning if it is small."""
+    warning = "; the loss covers only these tokens, so a low loss means little: use a larger draft vocabulary"
     return f"{coverage:.2%} of the assistant's tokens" + (warning if coverage < 0.5 else "")

@@ -1,4 +1,4 @@
-"""How steps are computed on this device: on a GPU, so that they fit, which is found by trying the heaviest rows."""
+"""Chooses how training steps are computed. On a GPU, tries the heaviest rows to find settings that fit in memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Say = Callable[[str], None]
 def choose_implementation(
     compute: ComputeRecipe, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, say: Say
 ) -> Implementation:
-    """The implementation that was asked for, with as many slots in flight as fit. Raises ValueError where none fits.
+    """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
 
-    On a GPU, with `compute.longest_row`, the longest row that fits is looked for and said instead.
+    With `compute.longest_row`, it searches for the longest row that fits and prints its length instead.
     """
     fast = "eager" if compute.impl == "eager" else "triton"
     implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
@@ -46,54 +46,55 @@ def choose_implementation(
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
 
-    def tried(tokens: int, taken: int | None) -> None:
-        say(row_tried(tokens, taken, available))
+    def report(tokens: int, taken: int | None) -> None:
+        say(trial_message(tokens, taken, available))
 
     if compute.longest_row:
-        say(_longest(longest_row(trial, asked[-1], available, tried), asked[-1], rows))
+        say(_longest_row_message(longest_row(trial, asked[-1], available, report), asked[-1], rows))
         return asked[-1]
-    chosen, taken = choose(trial, asked, available, tried)
-    say(_chosen(chosen, taken, available, rows))
+    chosen, taken = choose(trial, asked, available, report)
+    say(_choice_message(chosen, taken, available, rows))
     return chosen
 
 
 def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule) -> Trial:
-    """A step to try on the rows that ask most of it."""
+    """A training step to try on the rows that need the most memory."""
 
     def step(row: Any, implementation: Implementation) -> Any:
         upcoming = with_features([row, row], source.features, draft.device, prefetch=implementation.prefetch)
         row, features = next(upcoming)
         ttt(draft, row, features, source.logits, schedule.objective, implementation)
-        return upcoming  # which holds the next row's features
+        return upcoming  # the iterator holds the features of the next row, which count too
 
     return Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:
-    """Runs lazy initialisation before memory is measured."""
+    """Runs one small step, so that memory of lazy initialization is not measured with the trials."""
     trial.step(resize_row(trial.rows[0], MIN_TOKENS), implementation)
     trial.draft.zero_grad(set_to_none=True)
 
 
-def _longest(tokens: int, implementation: Implementation, rows: Rows) -> str:
+def _longest_row_message(tokens: int, implementation: Implementation, rows: Rows) -> str:
     return (
-        f"with {implementation.slots:,} slots in flight a row of {tokens:,} tokens fits, of documents of at most "
-        f"{max(d.tokens.numel() for d in rows.documents):,}, and none that is a tenth longer"
+        f"the longest row that fits with {implementation.slots:,} slots in flight has {tokens:,} tokens (documents of "
+        f"at most {max(d.tokens.numel() for d in rows.documents):,} tokens); a row that is 10% longer does not fit"
     )
 
 
-def _chosen(chosen: Implementation, taken: int, available: int, rows: Rows) -> str:
+def _choice_message(chosen: Implementation, taken: int, available: int, rows: Rows) -> str:
     return (
-        f"about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB for rows of {rows.row_length:,} tokens, computed by "
-        f"{chosen.attention}, {chosen.slots:,} slots in flight"
-        + (", the MLP's activations computed again" if chosen.recompute else "")
-        + (", the target one row ahead" if chosen.prefetch else "")
+        f"rows of {rows.row_length:,} tokens take about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB with "
+        f"--impl {chosen.attention} and {chosen.slots:,} slots in flight"
+        + (", recomputing the MLP's activations" if chosen.recompute else "")
+        + (", running the target one row ahead" if chosen.prefetch else "")
     )
 
 
-def row_tried(tokens: int, taken: int | None, available: int) -> str:
-    """What a row of so many tokens takes of the available bytes; `taken` None: more than those."""
+def trial_message(tokens: int, taken: int | None, available: int) -> str:
+    """A message about a tried row: the bytes it takes, or None if it needs more than the available bytes."""
     if taken is None:
-        return f"a row of {tokens:,} tokens is too much"
-    over = f", too much: {1 - USABLE_FRACTION:.0%} must stay free" if taken > USABLE_FRACTION * available else ""
+        return f"a row of {tokens:,} tokens does not fit in GPU memory"
+    too_much = taken > USABLE_FRACTION * available
+    over = f", which is too much: {1 - USABLE_FRACTION:.0%} must stay free" if too_much else ""
     return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"

@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard or wandb."""
+"""Logs training metrics to TensorBoard or wandb."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Logger = Callable[[dict[str, Any]], None]
 
 
 def make_logger(name: str | None, run: Path) -> Logger:
-    """A function that logs the metrics of a step to 'tensorboard' or 'wandb', in the run's directory; None: nowhere."""
+    """A function that logs the metrics of a step to 'tensorboard' or 'wandb', in the run's directory. With None, it
+    does nothing."""
     return {"tensorboard": _tensorboard, "wandb": _wandb}[name](run) if name else lambda metrics: None
 
 
@@ -34,6 +35,6 @@ def _wandb(run: Path) -> Logger:
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """The metrics with each list as one scalar a step: `hit/0`, `hit/1`, .."""
+    """The metrics, with each list split into scalars by draft step: `hit/0`, `hit/1`, .."""
     lists = {f"{k}/{i}": x for k, v in metrics.items() if isinstance(v, list) for i, x in enumerate(v)}
     return lists | {k: v for k, v in metrics.items() if not isinstance(v, list)}

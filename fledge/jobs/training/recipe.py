@@ -1,4 +1,4 @@
-"""What a training run does: its options resolved once, and contradictions refused before weights or data are loaded."""
+"""Resolves the options of `fledge train` into a recipe, and refuses contradictions before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.config import DraftConfig
-from fledge.jobs.options import flag_of, template_kwargs
+from fledge.jobs.options import flag_of, parse_template_kwargs
 from fledge.methods import CHOICES, METHODS, Choice, Method
 
 if TYPE_CHECKING:
     from fledge.jobs.train import TrainOptions
 
-MAX_LENGTH = 2048  # tokens of the longest document by default
-DEPTH = 5  # steps by default
+MAX_LENGTH = 2048  # default of --max-length
+DEPTH = 5  # default of --depth
 COD_RATE, COD_MIN_RATE = 0.8, 0.2
 LOGGERS = ("tensorboard", "wandb")
 ACTIVATIONS = ("keep", "recompute", "auto")
 SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "fc_bias")
-# options that an existing draft has settled
-SHAPE = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
-# why an option has no effect, as `Options.refuse` takes it
+# options that do not apply to an existing draft, whose vocabulary and shape are fixed
+SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
+# reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
-WITH_INIT_FROM = "with --init-from, which keeps the draft's own vocabulary and shape;"
+WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """The target: a directory or hub id, and how it is loaded. `dtype` None: float32 on a CPU, else the target's."""
+    """The target (a directory or hub id) and how to load it. With `dtype` None, it is float32 on a CPU and the target's
+    own dtype elsewhere."""
 
     name: str
     trust_remote_code: bool
@@ -39,7 +40,8 @@ class TargetRecipe:
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """What is read, and into how long pieces, in tokens (None: settled once target and data are known)."""
+    """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
+    the target and the data are loaded."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
@@ -49,14 +51,14 @@ class DataRecipe:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, unless the target's context is shorter."""
+        """Maximum document length in tokens; the target's context may lower it."""
         return self.max_length or min(MAX_LENGTH, self.row_length or MAX_LENGTH)
 
 
 @dataclass(frozen=True)
 class NewDraft:
-    """A draft to be made. `switches` are the fields of its DraftConfig that are turned on; `aux_layers` None: the
-    engines' default; `vocab_size` None: at most 32,000 tokens."""
+    """The shape of a new draft. `switches` are the boolean fields of its DraftConfig that are turned on. `aux_layers`
+    None stands for the engines' default, `vocab_size` None for the target's vocabulary size, at most 32,000."""
 
     vocab_size: int | None
     layers: int
@@ -66,7 +68,7 @@ class NewDraft:
 
 @dataclass(frozen=True)
 class ExistingDraft:
-    """A draft to train further: its directory or hub id, and its config, which is read once."""
+    """A draft to continue training: its directory or hub id, and its config, which is read only once."""
 
     name: str
     config: DraftConfig
@@ -74,8 +76,8 @@ class ExistingDraft:
 
 @dataclass(frozen=True)
 class ObjectiveRecipe:
-    """What is trained for. `depth` is the number of steps trained; step k has weight gamma^k. `drop` is the rate and
-    the least share of conditional drop-token sampling, None for methods without it."""
+    """The training objective. `depth` is the number of draft steps trained; the loss of step k is weighted by gamma^k.
+    `drop` holds the rate and the minimum rate of conditional drop-token sampling; None for methods without it."""
 
     depth: int
     gamma: float
@@ -87,7 +89,8 @@ class ObjectiveRecipe:
 
 @dataclass(frozen=True)
 class ScheduleRecipe:
-    """How long and how fast to train. `steps` None: as `epochs` passes take; `lr` None: by the draft's width."""
+    """The length and pace of the training. With `steps` None, `epochs` determines them; with `lr` None, the draft's
+    hidden size determines it."""
 
     epochs: float
     steps: int | None
@@ -101,8 +104,9 @@ class ScheduleRecipe:
 
 @dataclass(frozen=True)
 class EvaluationRecipe:
-    """τ while training: of these prompts (None: of held-out records), every so many steps (0: at the end), for so many
-    new tokens (None: by the target's context)."""
+    """Measurements of τ during training. `prompts` is their source (None: held-out records), `every` the number of
+    steps between two measurements (0: only at the end), and `tokens` the new tokens per prompt (None: depends on the
+    target's context)."""
 
     prompts: str | None
     every: int
@@ -111,8 +115,8 @@ class EvaluationRecipe:
 
 @dataclass(frozen=True)
 class ComputeRecipe:
-    """How a step is computed: `device` as torch names it, `impl` "eager", "flex" or "triton"; `slots` None: as many as
-    fit."""
+    """How a training step is computed. `device` is the torch device, `impl` is "eager", "flex" or "triton". With
+    `slots` None, as many slots are in flight as fit in memory."""
 
     device: str
     impl: str
@@ -127,8 +131,8 @@ class ComputeRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a run does, as far as it is known without weights and data. `choice` is a key of
-    `fledge.methods.CHOICES`; `depth` is what the draft drafts by default."""
+    """Everything about a run that is known before weights and data are loaded. `choice` is a key of
+    `fledge.methods.CHOICES`. `depth` is the number of tokens that the trained draft drafts by default."""
 
     choice: str
     depth: int
@@ -150,8 +154,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Settled:
-    """What only target, data and device can settle. Lengths are in tokens; `slots` are slots in flight; `mask_token` is
-    None for methods without one; `data_sha256` is the fingerprint of the training documents."""
+    """The values of a run that depend on the target, the data and the device; `settled` in recipe.yaml. Lengths are in
+    tokens. `slots` is the number of slots in flight, `mask_token` is None for methods without one, and `data_sha256` is
+    the fingerprint of the training documents."""
 
     depth: int
     max_length: int
@@ -168,13 +173,13 @@ class Settled:
 
 
 def resolve(options: TrainOptions) -> Recipe:
-    """The recipe that a run's options make. Reads the config of --init-from and nothing else.
+    """The recipe for these options. Reads no file but the config of the --init-from draft.
 
-    Raises ValueError, with the flags and the cure, for options that contradict each other, that the method or the
-    device does not have, or that name what is not there.
+    Raises ValueError, naming the flags and a remedy, for options that contradict each other, that the method or the
+    device does not support, or that name something that does not exist.
     """
     if not options.target or not options.data:
-        raise ValueError("give --target and --data (or --config FILE that has them, or --resume RUN)")
+        raise ValueError("give --target and --data, a --config file that sets them, or --resume RUN")
     existing = _existing(options)
     choice = _choice(options, existing)
     _check_method_options(options, choice.method)
@@ -195,15 +200,15 @@ def resolve(options: TrainOptions) -> Recipe:
     )
 
 
-def without_effect(options: TrainOptions, method: Method) -> dict[str, str]:
-    """Options that the others leave without effect, each with the reason as `Options.refuse` takes it."""
+def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]:
+    """Options that have no effect in combination with the others, with the reasons in the form of `Options.refuse`."""
     found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
-    found |= dict.fromkeys(SHAPE, WITH_INIT_FROM) if options.init_from else {}
-    return found | without_effect_in(method)
+    found |= dict.fromkeys(SHAPE_OPTIONS, WITH_INIT_FROM) if options.init_from else {}
+    return found | unsupported_options(method)
 
 
-def without_effect_in(method: Method) -> dict[str, str]:
-    """Options that a method does not have, each with the reason."""
+def unsupported_options(method: Method) -> dict[str, str]:
+    """Options that a method does not support, each with the reason."""
     found = {}
     for other in METHODS.values():
         foreign = [name for name in other.options if name not in method.options]
@@ -211,10 +216,10 @@ def without_effect_in(method: Method) -> dict[str, str]:
     return found | {name: f"with {method.title}: {why};" for name, why in method.without.items()}
 
 
-def method_named(name: str) -> Choice:
-    """What --method names. Raises ValueError for an unknown name."""
+def find_choice(name: str) -> Choice:
+    """The method of this name. Raises ValueError for an unknown name."""
     if name not in CHOICES:
-        raise ValueError(f"--method {name} is none of {', '.join(CHOICES)}")
+        raise ValueError(f"--method {name} is not one of {', '.join(CHOICES)}")
     return CHOICES[name]
 
 
@@ -227,9 +232,9 @@ def _existing(options: TrainOptions) -> ExistingDraft | None:
 
 
 def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
-    """The method to train; an existing draft has its own."""
+    """The method to train; that of the existing draft, if there is one."""
     name = options.method or (existing.config.method if existing else "eagle3")
-    choice = method_named(name)
+    choice = find_choice(name)
     if existing and choice.method.name != existing.config.method:
         raise ValueError(
             f"--method {name}, but {existing.name} is a draft of {existing.config.method}; leave --method out"
@@ -243,7 +248,7 @@ def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
 
 
 def _check_method_options(options: TrainOptions, method: Method) -> None:
-    reasons = without_effect(options, method)
+    reasons = ineffective_options(options, method)
     for why in dict.fromkeys(reasons.values()):
         options.refuse((name for name, reason in reasons.items() if reason == why), why)
 
@@ -259,10 +264,10 @@ def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method
 def _data(options: TrainOptions, existing: ExistingDraft | None) -> DataRecipe:
     if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(
-            f"--row-length {options.row_length} is shorter than --max-length {options.max_length}; a row has to hold "
-            "the longest document"
+            f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
+            "for the longest document"
         )
-    kwargs = template_kwargs(options.template_kwargs)
+    kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
     return DataRecipe(tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length)
@@ -280,7 +285,7 @@ def _layer_ids(text: str | None) -> tuple[int, ...] | None:
     except ValueError as e:
         raise ValueError(f"--aux-layers {text} is not a list of layer numbers such as 2,16,29") from e
     if layers and len(set(layers)) < len(layers):
-        raise ValueError(f"--aux-layers {text} names a layer twice")
+        raise ValueError(f"--aux-layers {text} contains a layer twice")
     return layers
 
 
@@ -317,27 +322,26 @@ def _evaluation(options: TrainOptions) -> EvaluationRecipe:
 
 def _compute(options: TrainOptions) -> ComputeRecipe:
     from fledge.decode.engine import resolve_device
-    from fledge.jobs.options import dtype_named
+    from fledge.jobs.options import parse_dtype
     from fledge.kernels.ttt_attention import IMPLS
 
     if options.impl is not None:
         _check_known("impl", options.impl, IMPLS)
     _check_known("activations", options.activations, ACTIVATIONS)
-    dtype_named(options.dtype)
+    parse_dtype(options.dtype)
     device = resolve_device(options.device)
     gpu, triton = device.startswith("cuda"), importlib.util.find_spec("triton") is not None
     impl = options.impl or ("triton" if gpu and triton else "eager")
     if gpu and impl != "eager" and not triton:
         raise ValueError(
-            f"--impl {impl} needs the package triton, which is not installed; use --impl eager, or an installation of "
-            "torch that comes with triton"
+            f"--impl {impl} needs the package triton, which is not installed; install it, or use --impl eager"
         )
     if not gpu and (impl != "eager" or options.longest_row):
         raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
     if impl == "eager" and options.activations == "recompute":
         raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
     if impl != "eager" and options.dtype == "float64":
-        raise ValueError(f"--impl {impl} computes in float32 at most; use --impl eager for --dtype float64")
+        raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
     return ComputeRecipe(device, impl, options.slots, options.activations, options.longest_row)
 
 
@@ -353,4 +357,4 @@ def _logger(name: str | None) -> str | None:
 def _check_known(name: str, value: str, known: Iterable[str]) -> None:
     known = tuple(known)
     if value not in known:
-        raise ValueError(f"{flag_of(name)} {value} is none of {', '.join(known)}")
+        raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The trainer's objective and schedule, from a recipe."""
+"""Makes the trainer's objective and schedule from a recipe."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from fledge.train.trainer import Schedule
 
 
 def make_schedule(recipe: Recipe, rows: Rows, width: int) -> Schedule:
-    """The schedule for a draft `width` wide on these rows: the number of steps, from the passes asked for, and the
-    learning rate (0.5 / width where none was given)."""
-    asked = recipe.schedule
+    """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, and
+    the default learning rate is 0.5 / width."""
+    requested = recipe.schedule
     return Schedule(
-        steps=asked.steps or math.ceil(asked.epochs * len(rows.epoch(0)) / asked.rows_per_step),
-        lr=asked.lr or 0.5 / width,
+        steps=requested.steps or math.ceil(requested.epochs * len(rows.epoch(0)) / requested.rows_per_step),
+        lr=requested.lr or 0.5 / width,
         objective=_objective(recipe.objective),
-        rows_per_step=asked.rows_per_step,
-        warmup=asked.warmup,
-        weight_decay=asked.weight_decay,
-        clip=asked.clip,
+        rows_per_step=requested.rows_per_step,
+        warmup=requested.warmup,
+        weight_decay=requested.weight_decay,
+        clip=requested.clip,
         seed=recipe.seed,
         eval_every=recipe.evaluation.every,
-        save_every=asked.save_every,
+        save_every=requested.save_every,
     )
 
 
-def _objective(asked: ObjectiveRecipe) -> Objective:
+def _objective(requested: ObjectiveRecipe) -> Objective:
     return Objective(
-        depth=asked.depth,
-        gamma=asked.gamma,
-        loss=asked.loss,
-        keep_out_of_vocab=asked.keep_out_of_vocab,
-        feature_noise=asked.feature_noise,
-        drop=DropTokens(*asked.drop) if asked.drop else None,
+        depth=requested.depth,
+        gamma=requested.gamma,
+        loss=requested.loss,
+        keep_out_of_vocab=requested.keep_out_of_vocab,
+        feature_noise=requested.feature_noise,
+        drop=DropTokens(*requested.drop) if requested.drop else None,
     )

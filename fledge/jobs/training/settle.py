@@ -1,16 +1,16 @@
-"""What only target, data and device can settle of a run, collected for its recipe."""
+"""Collects the values of a run that depend on the target, the data and the device, for its recipe.yaml."""
 
 from __future__ import annotations
 
 from fledge.data.dataset import Rows
 from fledge.jobs.training.data import fingerprint
 from fledge.jobs.training.recipe import Recipe, Settled
-from fledge.jobs.training.target import Prepared
+from fledge.jobs.training.target import PreparedTarget
 from fledge.models.draft import Draft
 from fledge.train.trainer import Schedule
 
 
-def settle(recipe: Recipe, prepared: Prepared, draft: Draft, rows: Rows, schedule: Schedule) -> Settled:
+def settle(recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, schedule: Schedule) -> Settled:
     implementation = schedule.implementation
     return Settled(
         depth=recipe.depth,

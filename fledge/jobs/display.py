@@ -1,0 +1,249 @@
+"""Terminal output of the commands: messages and progress on standard error, results on standard output.
+
+Text that comes from files or models is escaped, so that no terminal interprets control characters in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
+
+KEPT_START, KEPT_END = 1400, 600  # characters of a longer message that are printed
+LINE_INTERVAL = 20  # seconds between two progress lines, where standard error is not a terminal
+SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the remaining time
+MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
+MIN_BAR_WIDTH = 60  # a narrower terminal (in columns) shows no bar, only the counts
+
+# control characters, line separators, lone surrogates, and characters that change the direction of text
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """`text` with Python escape sequences (`\\x1b`) for all characters that a terminal could interpret, except those
+    in `keep`."""
+    return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else m[0].encode("unicode_escape").decode(), text)
+
+
+def format_message(text: object) -> str:
+    """`text` as one escaped line. Only the start and the end of a long text are kept."""
+    text = str(text)
+    omitted = len(text) - KEPT_START - KEPT_END
+    if omitted > 0:
+        text = f"{text[:KEPT_START]} [... {omitted:,} characters ...] {text[-KEPT_END:]}"
+    return escaped(text)
+
+
+def print_error(error: object) -> None:
+    """Prints an error message to standard error, if that is still open."""
+    print(f"fledge: {format_message(error)}", file=FaultTolerantStream(sys.stderr), flush=True)
+
+
+class _ResultConsole(Console):
+    """A console on standard output that raises BrokenPipeError when the pipe is closed, as `print` does."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        raise  # the exception that rich is handling when it calls this method
+
+
+class ResultPrinter:
+    """Prints a job's results, lines and tables, to standard output. On a terminal, lines are wrapped at words."""
+
+    def __init__(self) -> None:
+        self.console = _ResultConsole()
+
+    def print(self, line: str) -> None:
+        self.console.print(format_message(line), soft_wrap=not self.console.is_terminal)
+
+    def table(self, columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> list[str]:
+        """Prints a table, given as its columns by heading. The first column holds the row labels and wraps if needed.
+
+        If the table is still too wide, the columns named in `optional` are omitted, in that order, until it fits.
+        Returns the headings of the omitted columns.
+        """
+        shown = {heading: [format_message(cell) for cell in cells] for heading, cells in columns.items()}
+        omitted: list[str] = []
+        while len(omitted) < len(optional) and _min_width(shown) > self.console.width:
+            omitted.append(optional[len(omitted)])
+            del shown[omitted[-1]]
+        first, *others = shown
+        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        grid.add_column(first, overflow="fold")
+        for heading in others:
+            grid.add_column(heading, justify="right", no_wrap=True)
+        for row in zip(*shown.values(), strict=True):
+            grid.add_row(*row)
+        self.console.print(grid)
+        return omitted
+
+
+def _min_width(columns: Mapping[str, Sequence[str]]) -> int:
+    """The terminal columns that a table needs. The padding takes two for each column, and one more in total."""
+    labels, *others = (max(map(cell_len, (heading, *cells))) for heading, cells in columns.items())
+    return min(labels, MIN_LABEL_WIDTH) + sum(others) + 2 * len(columns) + 1
+
+
+def redirect_to_devnull(stream: TextIO) -> None:
+    """Discards everything written to a stream from now on, including what Python has buffered and flushes at exit."""
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), stream.fileno())
+
+
+class FaultTolerantStream:
+    """A stream that may be closed by its reader (a closed pipe, a terminal that hung up).
+
+    After the first failed write, `closed_by_reader` is True and further output is discarded.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.closed_by_reader = False
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._discard()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+
+    def _discard(self) -> None:
+        self.closed_by_reader = True
+        redirect_to_devnull(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class ProgressDisplay:
+    """Messages and progress bars on standard error while a job runs. With `quiet`, nothing is printed."""
+
+    def __init__(self, quiet: bool = False):
+        self._stream = FaultTolerantStream(sys.stderr)
+        self.console = Console(file=self._stream, stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
+        self._training: _ProgressBar | None = None
+
+    @property
+    def stderr_closed(self) -> bool:
+        """Whether the reader of standard error has closed it."""
+        return self._stream.closed_by_reader
+
+    def say(self, line: str) -> None:
+        self.console.print(format_message(line), soft_wrap=True)
+
+    @contextmanager
+    def count(self, label: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+        """Context manager: shows a progress bar of `total` items, `done` of which are finished already. Yields a
+        function that adds n finished items (by default one)."""
+        bar = _ProgressBar(self, label, total, done)
+        try:
+            yield lambda n=1: bar.update(int(bar.task.completed) + n)
+        finally:
+            bar.close()
+
+    def start_training(self, label: str, steps: int) -> None:
+        """Shows the progress bar of a training run, before its first step."""
+        self._training = _ProgressBar(self, label, steps)
+
+    def step(self, steps: int, metrics: dict[str, Any]) -> None:
+        """Shows the metrics of a training step: loss, simulated τ, speed, and the decoded τ if it was measured."""
+        tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
+        self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}  {metrics['tokens_per_s']:,.0f} tokens/s")
+        if "eval_tau" in metrics:
+            self.say(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
+        if metrics["step"] == steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the training bar, so that later messages appear below it."""
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+
+def _loss(metrics: dict[str, Any]) -> str:
+    """The loss of a step as text. A loss that would round to 0.000 is shown as "under 0.001", and a step in which no
+    token was scored has no loss."""
+    if not any(metrics["scored"]):
+        return "- (no token in the draft vocabulary)"
+    return f"{metrics['loss']:.3f}" if metrics["loss"] >= 0.001 else "under 0.001"
+
+
+class _ProgressBar:
+    """Counts, elapsed time and estimated remaining time: a bar on a terminal, otherwise a line at most every
+    LINE_INTERVAL seconds and one at the end."""
+
+    def __init__(self, display: ProgressDisplay, label: str, total: int, done: int = 0):
+        self.say, self.label, self.note, self.printed = display.say, format_message(label), "", done
+        self.prints_lines = not display.console.is_interactive
+        wide = display.console.width >= MIN_BAR_WIDTH
+
+        def fixed(kind: type[ProgressColumn]) -> ProgressColumn:
+            return kind(table_column=Column(no_wrap=True))
+
+        self.elapsed, self.left = fixed(TimeElapsedColumn), fixed(TimeRemainingColumn)
+        columns = [fixed(MofNCompleteColumn), *[self.elapsed] * wide, self.left, TextColumn("left"), _LabelColumn()]
+        self.bar = Progress(
+            *[BarColumn(bar_width=10)] * wide, *columns, console=display.console, disable=self.prints_lines,
+            speed_estimate_period=SPEED_WINDOW,
+        )  # fmt: skip
+        self.id = self.bar.add_task(self.label, total=total, completed=done)
+        self.printed_at = time.monotonic()
+        self.bar.start()
+
+    @property
+    def task(self) -> Task:
+        return self.bar.tasks[0]
+
+    def update(self, done: int, note: str = "") -> None:
+        """Sets the number of finished items. `note` is shown in place of the label, in a line after the label."""
+        self.note = note
+        self.bar.update(self.id, completed=done, description=note or self.label)
+        if self.prints_lines and time.monotonic() - self.printed_at >= LINE_INTERVAL:
+            self._print_line()
+
+    def close(self) -> None:
+        if self.prints_lines and self.printed != self.task.completed:
+            self._print_line()
+        self.bar.stop()
+
+    def _print_line(self) -> None:
+        self.printed_at, self.printed = time.monotonic(), self.task.completed
+        elapsed, left = (column.render(self.task).plain for column in (self.elapsed, self.left))
+        note = f"  {self.note}" if self.note else ""
+        self.say(f"{self.label} {self.printed:,}/{self.task.total:,}, {elapsed} elapsed, {left} left{note}")
+
+
+class _LabelColumn(ProgressColumn):
+    """The label or note of a progress bar, cropped if the terminal is narrow."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,108 @@
+"""Runs the trainer, displays its progress, and prints how it ended and how to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fledge.data.dataset import Rows
+from fledge.jobs.training.loggers import make_logger
+from fledge.jobs.training.recipe import Recipe
+from fledge.models.draft import Draft
+from fledge.targets.source import FeatureSource
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.trainer import Progress, Schedule, train
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The components of a training run. `evaluate` measures the τ of a draft, or is None. `resumed` tells whether the
+    directory holds a run to continue."""
+
+    recipe: Recipe
+    draft: Draft
+    rows: Rows
+    source: FeatureSource
+    schedule: Schedule
+    evaluate: Callable[[Draft], dict[str, float]] | None
+    directory: RunDirectory
+    resumed: bool
+
+
+def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
+    """Trains to the last step and returns its metrics. `progress` displays each step.
+
+    Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
+    ValueError, with a remedy, if the GPU runs out of memory.
+    """
+    say(_start_message(run))
+    metrics: dict[str, Any] = {}
+    report = _reporter(run, metrics, progress)
+    progress.start_training("training", run.schedule.steps)
+    try:
+        state = train(
+            run.draft, run.rows, run.source, run.schedule, run.directory,
+            save_dtype=torch.bfloat16, evaluate=run.evaluate, resume=run.resumed,
+            report=report, say=say, stop=lambda: progress.stderr_closed,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        progress.close()
+        say(_stop_message(run, "stopped at once"))
+        raise
+    except torch.OutOfMemoryError as e:
+        raise ValueError(f"the GPU ran out of memory; {_out_of_memory_advice(run)}") from e
+    finally:
+        progress.close()
+    if state.step < run.schedule.steps:
+        say(_stop_message(run, f"stopped after step {state.step}"))
+        raise KeyboardInterrupt
+    result = f"trained in {state.seconds:.0f} s" if metrics else "this run was already finished"
+    say(f"{result}; the draft is {run.directory.draft}{_best_step_note(state, run.schedule)}")
+    return metrics
+
+
+def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Callable[[dict[str, Any]], None]:
+    """A function that displays and logs the metrics of a step, and stores them in `metrics`."""
+    log = make_logger(run.recipe.log, run.directory.path)
+
+    def report(step_metrics: dict[str, Any]) -> None:
+        metrics.update(step_metrics)
+        progress.step(run.schedule.steps, step_metrics)
+        log(step_metrics)
+
+    return report
+
+
+def _start_message(run: TrainingRun) -> str:
+    trained = sum(p.numel() for p in run.draft.parameters() if p.requires_grad)
+    schedule = run.schedule
+    return (
+        f"training {trained:,} parameters on {run.recipe.compute.device}, {schedule.steps:,} steps of "
+        f"{schedule.rows_per_step} x {run.rows.row_length:,} tokens, lr {schedule.lr:.2g}"
+    )
+
+
+def _stop_message(run: TrainingRun, event: str) -> str:
+    trust = " --trust-remote-code" if run.recipe.target.trust_remote_code else ""
+    command = f"fledge train --resume {run.directory.path}{trust}"
+    if not run.directory.checkpoint.exists():
+        return f"{event}, before the first checkpoint; start again with: {command}"
+    return f"{event}; continue with: {command}"
+
+
+def _out_of_memory_advice(run: TrainingRun) -> str:
+    saved = run.directory.checkpoint
+    restart = f"continue from its weights (--init-from {saved})" if saved.exists() else "start again"
+    slots = run.schedule.implementation.slots
+    return f"{restart} in another --out, with fewer than {slots:,} --slots or a smaller --row-length"
+
+
+def _best_step_note(state: Progress, schedule: Schedule) -> str:
+    """The step of the saved draft, if several drafts were measured."""
+    several = schedule.eval_every and state.best_step
+    return f", of step {state.best_step:,} (decoded τ {state.best_tau:.3f})" if several else ""
