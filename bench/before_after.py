@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.eval.environment import environment
+from fledge.eval.record import write_record
 
 CLI = [sys.executable, "-c", "from fledge.cli import main; main()"]
 TARGET = "demo/target"
