@@ -85,7 +85,9 @@ def test_sampling_may_be_given_by_its_fields(engine: api.Engine) -> None:
     for call in (engine.generate, engine.stream, lambda p, **how: engine.generate_all([p], **how)):
         with pytest.raises(ValueError, match=r"give sampling=Sampling\(\.\.\) or temperature and seed, not both"):
             call(IDS, sampling=sampling, temperature=0.5, seed=1)
-        with pytest.raises(TypeError, match=r"temprature is no option of decoding; there are .*max_new_tokens.*temper"):
+        with pytest.raises(
+            TypeError, match=r"temprature is not an option of decoding; the options are .*max_new_tokens.*temper"
+        ):
             call(IDS, temprature=0.5)
 
 

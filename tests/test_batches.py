@@ -133,7 +133,7 @@ def test_prompts_are_read_together_and_apart(most: int, monkeypatch: pytest.Monk
     """However many go into one pass; and one that says one token alone leaves at once."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, depth=3)
-    monkeypatch.setattr(batch_module, "PREFILL", most)
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", most)
     asked = [[7], *asked, [8], [9, 10]]
     together = engine.generate_all(asked, batch=5, max_new_tokens=6)
     assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=6)]
@@ -195,7 +195,7 @@ def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch
     target, draft, _ = good_pair()
     engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
     monkeypatch.setattr(kv_cache, "LEAST", 8)
-    monkeypatch.setattr(batch_module, "ROOMS", 64)
+    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
     short, long = prompts(20, longest=6, seed=2), [5] * 450
     engine.generate_all(short[:2], **options)  # finds out what the target can do
     apart = peak_of(engine, short, batch=16, **options)[0] + peak_of(engine, [long], **options)[0]
@@ -203,7 +203,7 @@ def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch
     together, done = peak_of(engine, asked, batch=16, **options)
     assert together < 2 * apart
     assert [c.tokens for c in done] == [c.tokens for c in alone(engine, asked, **options)]
-    monkeypatch.setattr(batch_module, "ROOMS", 1 << 20)
+    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 1 << 20)
     assert peak_of(engine, asked, batch=16, **options)[0] > 4 * apart, "in one batch it did take more"
 
 
@@ -211,7 +211,7 @@ def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -
     """They are verified in one pass each round, as long as their rooms are at most twice what they need."""
     target, draft, _ = good_pair()
     engine, batches = Engine(target, draft, depth=3), []
-    monkeypatch.setattr(batch_module, "ROOMS", 64)
+    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
     begin = Batch.__init__
     monkeypatch.setattr(Batch, "__init__", lambda self, *of: batches.append(1) or begin(self, *of))
     engine.generate_all([[5] * n for n in range(40, 140, 10)], max_new_tokens=12)
@@ -249,7 +249,7 @@ def test_none_and_too_long() -> None:
     target = exact_target()
     engine = Engine(target, tiny_draft(target))
     assert engine.generate_all([]) == []
-    with pytest.raises(ValueError, match="reads at most"):
+    with pytest.raises(ValueError, match="has a context of"):
         engine.generate_all([[5, 6], [5] * 600], max_new_tokens=4)
     with pytest.raises(ValueError, match="batch of 0"):
         engine.generate_all([[5]], batch=0)
@@ -312,7 +312,7 @@ def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys
 MUTATIONS = [  # (owner, function, what replaces it)
     (TargetCache, "allocate", start_all_at_one_place),
     (TransformersTarget, "_positions_and_masks", see_everything),
-    (Batch, "_remember", remember_the_first_requests_states),
+    (Batch, "_store_states", remember_the_first_requests_states),
     (DraftCache, "allocate", draft_at_one_place),
     (DraftCache, "_visible_slots", draft_seeing_beyond_its_own),
     (TargetCache, "select", keep_the_first_request),

@@ -238,7 +238,7 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--layers", 0], "--layers 0: it must be at least 1"),
         (["--max-length", 0], "--max-length 0: it must be at least 3"),
         (["--max-length", 5000], "more than the target's context; give 512 or less"),
-        (["--device", "foo"], "'foo' is no device"),
+        (["--device", "foo"], "'foo' is not a device"),
         (["--device", "mps"], "fledge runs on CPUs and CUDA GPUs, not on mps"),
         (["--seed", 2**64], "--seed 18446744073709551616: it must be at least 0 and at most 18446744073709551615"),
         (["--seed", -1], "--seed -1: it must be at least 0"),
@@ -678,7 +678,7 @@ def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
     ):
         write_rows(tmp_path / "p.jsonl", [{"turns": ["it can fly"]}, line])
         went = fledge(*words, "--prompts", tmp_path / "p.jsonl")
-        assert went.code == 2 and f"p.jsonl, {where}" in went.err and "reads at most" in went.err, went.err
+        assert went.code == 2 and f"p.jsonl, {where}" in went.err and "has a context of" in went.err, went.err
 
 
 def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
@@ -1026,9 +1026,9 @@ def test_a_draft_of_another_tokenizer_is_refused(made, draft, fledge, tmp_path):
 
 def test_a_prompt_longer_than_the_context_is_refused(made, draft, fledge):
     refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 600)
-    assert refused.code == 2 and refused.err.endswith("reads at most 512; shorten the prompt\n"), refused.err
+    assert refused.code == 2 and refused.err.endswith("has a context of 512 tokens; shorten the prompt\n"), refused.err
     refused = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", 500)
-    room = int(re.search(r"or ask for at most (\d+) new tokens", refused.err)[1])
+    room = int(re.search(r"or generate at most (\d+) new tokens", refused.err)[1])
     fits = fledge("generate", "--target", made / "target", "--prompt", "bird " * 60, "--max-new-tokens", room)
     assert refused.code == 2 and fits.code == 0, fits.err
 

@@ -16,7 +16,7 @@ from fledge.decode.propose import Proposer
 from fledge.decode.verify import TargetSampler
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
-from fledge.eval.run import _bytes_drafting, _gaps, _round_split, evaluate, near_ties
+from fledge.eval.run import _draft_bytes, _gaps, _round_times, evaluate, near_ties
 from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Round, Sampling, Trace, Tree
@@ -189,7 +189,7 @@ def test_no_ceiling_is_below_the_speedup_measured(rounds, prefill, beside, plain
     alone = Trace(t_prefill=plain[0], t_total=plain[0] + len(tokens) * plain[1])
     speedup = alone.t_total / trace.t_total
     made = [Completion(tokens, trace=trace)], [Completion(tokens, trace=alone)]
-    split = _round_split(ENGINE, *made, speedup, trace.t_total)
+    split = _round_times(ENGINE, *made, speedup, trace.t_total)
     assert split["ceiling"] >= speedup * (1 - 1e-9)
 
 
@@ -197,7 +197,7 @@ def test_a_ceiling_drafts_at_the_price_of_bytes_and_spares_the_rest():
     """A round of a second each for drafting, verification and the rest, and two tokens alone of a second each."""
     trace = Trace([Round(3, 1, t_draft=1.0, t_verify=1.0)], t_total=3.0)
     made = [Completion([1, 2, 3], trace=trace)], [Completion([1, 2, 3], trace=Trace(t_total=2.0))]
-    once, each = _bytes_drafting(ENGINE.draft)
+    once, each = _draft_bytes(ENGINE.draft)
     share = (once + 3 * each) / TARGET.weight_bytes
     assert 0 < share < 1
-    assert _round_split(ENGINE, *made, 2 / 3, 3.0)["ceiling"] == pytest.approx(2 / (1 + share))
+    assert _round_times(ENGINE, *made, 2 / 3, 3.0)["ceiling"] == pytest.approx(2 / (1 + share))

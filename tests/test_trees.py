@@ -409,7 +409,7 @@ def follow_any_child(children: Any, *given: Any) -> list[AnyChild]:
 MUTATIONS = [  # (owner, function, what replaces it)
     (TargetCache, "keep", keep_the_first_nodes),
     (TargetCache, "keep", keep_a_node_too_many),
-    (Batch, "_remember", remember_the_first_nodes_states),
+    (Batch, "_store_states", remember_the_first_nodes_states),
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (Tree, "ancestors", see_all_nodes),
     (verify, "children", follow_any_child),

@@ -1,4 +1,4 @@
-"""Requests decoded together: a round drafts for all of them, verifies all in one pass, and commits to each its own."""
+"""Batched decoding: a round drafts for all requests of a batch and verifies all drafts in one pass of the target."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fledge.kernels.transfer import to_device
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Round, Tree, Verdict
 
-PREFILL = 8192  # most tokens, filling included, of several prompts that are read in one pass
-ROOMS = 8192  # slots of a batch's rooms up to which no request is too long for it
+PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass with several prompts
+SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
 
 
 class NoDrafter:
-    """Takes a proposer's place where nothing is drafted: a round is then one token. This is the baseline, with the same
-    sampler, cache and loop."""
+    """A proposer for decoding without a draft: trees of a root only, so that a round commits one token. The baseline
+    thus has the same sampler, cache and loop."""
 
     draft = None
 
     def admit(self, requests: Sequence[Any]) -> None:
-        """There is nothing to remember."""
+        """Does nothing."""
 
     dismiss = admit
 
     def propose(self, tokens: Sequence[Sequence[int]], aux: Sequence[None], paths: Sequence[Sequence[int]]) -> Tree:
-        """Roots alone."""
-        return Tree(torch.tensor([mine[-1:] for mine in tokens]), None, 0)
+        """Trees of the root only: each request's last committed token."""
+        return Tree(torch.tensor([new[-1:] for new in tokens]), None, 0)
 
 
 class Batch:
-    """The requests that are `running`, and the caches they share. `layers` are those that the proposer's draft reads,
-    None where nothing is drafted."""
+    """The `running` requests of a batch and their caches. `layers` are the target layers that the draft reads; None
+    without a draft."""
 
     def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
@@ -47,35 +47,36 @@ class Batch:
         self.cache: Cache | None = None
         self.running: list[Request] = []
 
-    def enter(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Reads prompts, several in a pass, and yields each request with its first token committed, which is no round.
-        Those that are not over then run with the others."""
+    def add(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Prefills requests, several in a pass, and yields each with its first token committed. Adds those that are not
+        complete to the running ones. The first token does not count as a round."""
         while requests:
-            together = self._fit(requests)
-            cache, slots = self._prefill(requests[:together])
-            yield from requests[:together]
-            staying = [i for i, request in enumerate(requests[:together]) if not request.over]
-            if staying:
-                if len(staying) < together:
-                    cache.select(staying)
-                self.proposer.admit([slots[i] for i in staying])
+            count = self._prefill_count(requests)
+            cache, slots = self._prefill(requests[:count])
+            yield from requests[:count]
+            unfinished = [i for i, request in enumerate(requests[:count]) if not request.over]
+            if unfinished:
+                if len(unfinished) < count:
+                    cache.select(unfinished)
+                self.proposer.admit([slots[i] for i in unfinished])
                 if self.running:
                     self.cache.append([cache])
                 else:
                     self.cache = cache
-                self.running += [requests[i] for i in staying]
-            requests = requests[together:]
+                self.running += [requests[i] for i in unfinished]
+            requests = requests[count:]
 
     @staticmethod
-    def _fit(requests: Sequence[Request]) -> int:
-        """How many of the first are read in one pass: at least one."""
+    def _prefill_count(requests: Sequence[Request]) -> int:
+        """The number of requests, from the first on, whose padded prompts fit in a prefill pass; at least one."""
         longest = itertools.accumulate((len(r.prefix) for r in requests), max)
-        return max(1, sum(n * most <= PREFILL for n, most in enumerate(longest, start=1)))
+        return max(1, sum(n * length <= PREFILL_TOKENS for n, length in enumerate(longest, start=1)))
 
     def _prefill(self, requests: Sequence[Request]) -> tuple[Cache, list[tuple[int, list[int], Tensor] | None]]:
-        """The prompts' cache, and what the proposer is to take in of each: all but the last slot, which the first round
-        begins with."""
-        began = time.perf_counter()
+        """Prefills requests and commits their first tokens. Returns the cache, and the arguments of `Proposer.admit`
+        (None without a draft), which have all slots of each prompt but the last one: that one is new in the first
+        round."""
+        start = time.perf_counter()
         prefixes = [r.prefix for r in requests]
         logits_BV, features, cache = self.target.prefill(prefixes, self.layers)
         self.target.check_numbers(logits_BV)
@@ -88,20 +89,20 @@ class Batch:
         roots = [([prefix[-1]], [-1]) for prefix in prefixes]
         first = verify_by_match([r.sampler for r in requests], prefixes, roots, logits_BV[:, None])
         for request, verdict in zip(requests, first, strict=True):
-            request.began = began
+            request.began = start
             request.commit(verdict.tokens)
-            request.done.trace.t_prefill = time.perf_counter() - began
+            request.done.trace.t_prefill = time.perf_counter() - start
         return cache, slots
 
     def round(self) -> None:
-        """One verification: commits to every request what it accepts of its draft, and the target's own next token."""
+        """One round: drafts, verifies, and commits to each request its accepted tokens and the target's own token."""
         target, running = self.target, self.running
-        lengths = [len(r.prefix) - 1 for r in running]  # the last token committed is the root
+        lengths = [len(r.prefix) - 1 for r in running]  # without the last committed token, which is the tree's root
         fresh, aux, paths = zip(*((r.fresh, r.aux_RAD, r.path) for r in running), strict=True)
-        clock = Clock(target.device)
+        timer = RoundTimer(target.device)
         proposed = self.proposer.propose(fresh, aux, paths)
         tree = proposed.to(target.device)
-        clock.tick()
+        timer.mark()
         logits_BNV, features = target.verify(tree, self.cache, self.layers)
         nodes = proposed.to_lists()
         verdicts = self._verify(tree, nodes, logits_BNV)
@@ -110,11 +111,11 @@ class Batch:
         for request, verdict in zip(running, verdicts, strict=True):
             request.commit(verdict.tokens)
         if self.drafts:
-            self._remember(self.proposer.draft.select_states(features), paths)
-            times = clock.read()
+            self._store_states(self.proposer.draft.select_states(features), paths)
+            times = timer.finish()
             for request, verdict, (tokens, _) in zip(running, verdicts, nodes, strict=True):
-                longest = len(tokens) - 1 if tree.parent_BN is None else tree.levels
-                request.done.trace.rounds.append(Round(longest, len(verdict.tokens) - 1, *times))
+                drafted = len(tokens) - 1 if tree.parent_BN is None else tree.levels
+                request.done.trace.rounds.append(Round(drafted, len(verdict.tokens) - 1, *times))
 
     def _verify(self, tree: Tree, nodes: Sequence[Nodes], logits_BNV: Tensor) -> list[Verdict]:
         samplers, prefixes = [r.sampler for r in self.running], [r.prefix for r in self.running]
@@ -123,18 +124,20 @@ class Batch:
             return verify_by_match(samplers, prefixes, nodes, logits_BNV, is_last if all(is_last) else None)
         chains, q_BKV = [tokens for tokens, _ in nodes], [self._scatter(q_KW) for q_KW in tree.q_BKW]
         return [
-            verify_by_rejection(*of) for of in zip(samplers, prefixes, chains, q_BKV, logits_BNV, is_last, strict=True)
+            verify_by_rejection(*arguments)
+            for arguments in zip(samplers, prefixes, chains, q_BKV, logits_BNV, is_last, strict=True)
         ]
 
     def _scatter(self, q_KW: Tensor) -> Tensor:
-        """Draft distributions over the target's vocabulary: zeros outside the draft's."""
+        """The draft's distributions [K, W] over the target's vocabulary, [K, V], with zeros outside the draft's."""
         draft = self.proposer.draft
         q_KV = q_KW.new_zeros(q_KW.shape[0], draft.config.vocab_size)
         q_KV[:, draft.target_ids()] = q_KW
         return q_KV
 
-    def _remember(self, states_MAD: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Gives each request the states of its accepted nodes, of those of B x N."""
+    def _store_states(self, states_MAD: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Stores in each request the target's hidden states of its accepted nodes. M = B N; `paths` are their node
+        indices."""
         B, longest = len(paths), max(map(len, paths))
         N = states_MAD.shape[0] // B
         nodes = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths])
@@ -144,67 +147,72 @@ class Batch:
             request.path, request.aux_RAD = path, aux_RAD[: len(path)]
 
     def dismiss(self) -> None:
-        """Lets go of the requests that are over."""
-        staying = [b for b, request in enumerate(self.running) if not request.over]
-        if len(staying) < len(self.running):
-            self.running = [self.running[b] for b in staying]
-            if staying:
-                self.cache.select(staying)
-            self.proposer.dismiss(staying)
+        """Removes complete requests from the batch and its caches."""
+        unfinished = [b for b, request in enumerate(self.running) if not request.over]
+        if len(unfinished) < len(self.running):
+            self.running = [self.running[b] for b in unfinished]
+            if unfinished:
+                self.cache.select(unfinished)
+            self.proposer.dismiss(unfinished)
 
 
-class Lanes:
-    """Batches that run side by side. Requests of a batch have rooms as long as its longest one's, so one that is much
-    longer than the others gets a batch of its own, made by `make`; a round is then one verification of each batch."""
+class BatchScheduler:
+    """Distributes requests over batches by length.
 
-    def __init__(self, make: Callable[[], Batch]):
-        self.make = make
-        self.lanes: list[Batch] = []
+    The cache of a batch has as many slots for each request as its longest request needs. A request that is much longer
+    than the others therefore gets another batch, created by `new_batch`. A round is one round of each batch.
+    """
+
+    def __init__(self, new_batch: Callable[[], Batch]):
+        self.new_batch = new_batch
+        self.batches: list[Batch] = []
 
     @property
     def running(self) -> int:
-        """Requests that are not over."""
-        return sum(len(lane.running) for lane in self.lanes)
+        """The number of requests that are not complete."""
+        return sum(len(batch.running) for batch in self.batches)
 
-    def enter(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """As `Batch.enter`, each request in the first batch where its room fits."""
-        entering: list[tuple[Batch, list[Request]]] = [(lane, []) for lane in self.lanes]
+    def add(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
+        assigned: list[tuple[Batch, list[Request]]] = [(batch, []) for batch in self.batches]
         for request in requests:
-            beside = (new for lane, new in entering if _share_rooms([*lane.running, *new, request]))
-            if (new := next(beside, None)) is None:
+            fitting = (new for batch, new in assigned if _fit_together([*batch.running, *new, request]))
+            if (new := next(fitting, None)) is None:
                 new = []
-                entering.append((self.make(), new))
+                assigned.append((self.new_batch(), new))
             new.append(request)
-        self.lanes = [lane for lane, _ in entering]
-        for lane, new in entering:
-            yield from lane.enter(new)
+        self.batches = [batch for batch, _ in assigned]
+        for batch, new in assigned:
+            yield from batch.add(new)
 
     def round(self) -> Iterator[Request]:
-        """A round of every batch: yields the requests that it committed to, and lets go of those that are over."""
-        for lane in self.lanes:
-            if lane.running:
-                lane.round()
-                yield from lane.running
-                lane.dismiss()
-        self.lanes = [lane for lane in self.lanes if lane.running]
+        """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete
+        ones."""
+        for batch in self.batches:
+            if batch.running:
+                batch.round()
+                yield from batch.running
+                batch.dismiss()
+        self.batches = [batch for batch in self.batches if batch.running]
 
 
-def _share_rooms(requests: Sequence[Request]) -> bool:
-    """Whether rooms for all of them, each as long as the longest needs it, are few slots, or at most twice those that
-    are needed."""
+def _fit_together(requests: Sequence[Request]) -> bool:
+    """Whether requests can share a batch: its cache has at most twice the slots that they need, or is small."""
     needed = [r.longest for r in requests]
-    return len(needed) * max(needed) <= max(2 * sum(needed), ROOMS)
+    return len(needed) * max(needed) <= max(2 * sum(needed), SMALL_BATCH_SLOTS)
 
 
-class Clock:
-    """Seconds of drafting and of verification, by device events where there are any."""
+class RoundTimer:
+    """Measures the seconds of drafting and of verification, with CUDA events on a GPU. Drafting starts when the timer
+    is created, and ends at `mark`."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.marks: list[Any] = []
-        self.tick()
+        self.mark()
 
-    def tick(self) -> None:
+    def mark(self) -> None:
+        """Records the current time."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -212,8 +220,9 @@ class Clock:
         else:
             self.marks.append(time.perf_counter())
 
-    def read(self) -> tuple[float, float]:
-        self.tick()
+    def finish(self) -> tuple[float, float]:
+        """Ends the verification. Returns the seconds of drafting and of verification."""
+        self.mark()
         a, b, c = self.marks
         if not self.cuda:
             return b - a, c - b

@@ -1,4 +1,4 @@
-"""Speculative decoding of one request or many: propose, verify, commit, until each one's turn ends."""
+"""The engine: speculative decoding of one or many requests, and `load`, which creates an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.batch import Batch, Lanes, NoDrafter
+from fledge.decode.batch import Batch, BatchScheduler, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
@@ -30,17 +30,17 @@ from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
 from fledge.types import Sampling, check_type
 
-BATCH = 16  # requests decoded together by default
-NEW_TOKENS = 256  # most new tokens of a request by default
+BATCH = 16  # default number of requests decoded together
+NEW_TOKENS = 256  # default maximum of new tokens per request
 
 
 class Engine:
-    """A target, and a draft that speeds it up without changing its output.
+    """A target, and optionally a draft that speeds up decoding without changing the output distribution.
 
-    `drafting` are the fields of `fledge.decode.propose.Drafting`: `mode="tree", depth=6`. A draft whose tokens turn out
-    to be accepted no more often than by chance is reported once, by a `ChanceWarning`. Raises ValueError where draft
-    and target do not belong together, the target cannot do what verification needs, or the options contradict each
-    other, and TypeError for arguments of another type.
+    `drafting` are fields of `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
+    are accepted no more often than by chance, a `ChanceWarning` is issued once. Raises ValueError if draft and target
+    do not belong together, if the target does not support what verification needs, or if options contradict each
+    other; raises TypeError for arguments of a wrong type.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Engine:
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Completion | list[Completion]:
-        """Decodes to the end of the turn: one prompt with the options of `stream`, or a list of prompts with those of
-        `generate_all`, whose answers it returns as a list.
+        """Decodes one prompt, with the options of `stream`, or a list of prompts, with those of `generate_all`.
 
-        A list of integers is one prompt's token ids, and a list of messages one chat.
+        Returns a completion, or a list of completions. A list of integers is one prompt, its token ids, and a list of
+        messages is one prompt, a chat.
         """
         if is_several(prompt):
             return self.generate_all(prompt, **options)
-        options.pop("batch", None)  # at most so many together, which one prompt always is
+        options.pop("batch", None)  # has no effect on one prompt
         completion = options.pop("into", None) or Completion()
         for _ in self.stream(prompt, into=completion, **options):
             pass
@@ -90,41 +90,45 @@ class Engine:
         stop: str | Sequence[str] = (),
         speculate: bool = True,
         request: int | Sequence[int] = 0,
-        answered: Callable[[int], None] = lambda place: None,
+        answered: Callable[[int], None] = lambda index: None,
         **sampling_options: Any,
     ) -> list[Completion]:
-        """Decodes many prompts, at most `batch` together (None: 16, or one by one where the target keeps requests apart
-        no other way); where one ends, the next takes its place. Each answer is what the prompt alone would get, as
-        request number `request`, + 1, + 2 .. (or those given), with logits processors of its own, copies of those
-        given, since they may remember what they saw. `answered` is told of each prompt's place when its answer is over.
-        Other options are those of `stream`. Raises TypeError and ValueError, before any is decoded, for what is no list
-        of prompts, or where one is empty or does not fit."""
+        """Decodes many prompts, at most `batch` of them together, and returns their completions.
+
+        When a request ends, the next one starts. Each completion is the one that the prompt would get alone. `batch`
+        None is 16, or 1 if the target cannot decode several requests together. `request` is the first request's number
+        (the following ones count up), or a list of the requests' numbers. Each request gets copies of the logits
+        processors, which may have state. `answered` is called with a prompt's index when its answer is complete. The
+        other options are those of `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list
+        of prompts, if a prompt is empty or exceeds the target's context, or if `batch` is above 1 and the target does
+        not support that.
+        """
         sampling, prompts = _sampling(sampling, sampling_options), check_prompts(prompts)
         check_type("batch", batch, Integral | None, "an integer")
         if batch is not None and batch < 1:
-            raise ValueError(f"a batch of {batch} decodes nothing; 1 is least")
-        if batch != 1 and (refusal := self._refusal):
+            raise ValueError(f"batch is {batch}; it must be at least 1")
+        if batch != 1 and (problem := self._batching_problem):
             if batch:
-                raise ValueError(refusal)
+                raise ValueError(problem)
             batch = 1
         numbers = range(request, request + len(prompts)) if isinstance(request, int) else request
         requests = []
         for number, prompt in zip(numbers, prompts, strict=True):
-            own = replace(sampling, processors=copy.deepcopy(sampling.processors))
-            requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
-        places = {asked: place for place, asked in enumerate(requests)}
-        for asked in self._decode(requests, batch or BATCH, speculate):
-            asked.hand_out()
-            if asked.over:
-                answered(places[asked])
-        for asked in requests:
-            asked.close()
-        self._watch(requests)
-        return [asked.done for asked in requests]
+            copied = replace(sampling, processors=copy.deepcopy(sampling.processors))
+            requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
+        indices = {r: index for index, r in enumerate(requests)}
+        for updated in self._decode(requests, batch or BATCH, speculate):
+            updated.hand_out()
+            if updated.over:
+                answered(indices[updated])
+        for r in requests:
+            r.close()
+        self._warn_at_chance(requests)
+        return [r.done for r in requests]
 
     @functools.cached_property
-    def _refusal(self) -> str:
-        """Why the target does not decode several requests together; empty where it does."""
+    def _batching_problem(self) -> str:
+        """The reason why the target cannot decode several requests together; empty if it can."""
         try:
             self.target.check_masks(requests=2)
         except ValueError as e:
@@ -143,32 +147,32 @@ class Engine:
         into: Completion | None = None,
         **sampling_options: Any,
     ) -> Iterator[str]:
-        """Yields text as it is committed, for a raw string, chat messages, or token ids.
+        """Yields the generated text in pieces. The prompt is a string, a list of chat messages, or a list of token ids.
 
-        `max_new_tokens` None is 256, or as many as the target still reads after the prompt where that is less.
-        `sampling` says how tokens are chosen, or `sampling_options`, which are the fields of `Sampling`:
-        `temperature=0.7, top_p=0.9`. `stop` are strings that end the text before themselves. `request` numbers requests
-        that share a seed. `speculate` False decodes token by token, the baseline. `into` receives tokens, text and
-        trace. Raises, when it is called, TypeError for what is no prompt or no option, and ValueError for a prompt that
-        is empty or does not fit the target's context.
+        `max_new_tokens` None is 256, or less if the target's context ends before. The sampling parameters are a
+        `Sampling`, or its fields as keywords: `temperature=0.7, top_p=0.9`. `stop` is a string or several; the text
+        ends before the first of them. `request` is the request's number: requests with the same seed and different
+        numbers have different random streams. `speculate` False decodes without the draft, one token per pass. `into`
+        receives tokens, text and trace. Raises, when called, TypeError for an invalid prompt or option, and ValueError
+        if the prompt is empty or exceeds the target's context.
         """
-        asked = self._request(
+        created = self._request(
             prompt, request, max_new_tokens=max_new_tokens, sampling=_sampling(sampling, sampling_options), stop=stop,
             into=into,
         )  # fmt: skip
-        return self._pieces(asked, speculate)
+        return self._text_pieces(created, speculate)
 
-    def _pieces(self, asked: Request, speculate: bool) -> Iterator[str]:
-        for _ in self._decode([asked], 1, speculate):
-            if piece := asked.hand_out():
+    def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
+        for _ in self._decode([request], 1, speculate):
+            if piece := request.hand_out():
                 yield piece
-        rest = asked.close()
-        self._watch([asked])
+        rest = request.close()
+        self._warn_at_chance([request])
         if rest:
             yield rest
 
-    def _watch(self, requests: Sequence[Request]) -> None:
-        """Warns of a draft whose words are accepted no more often than by chance."""
+    def _warn_at_chance(self, requests: Sequence[Request]) -> None:
+        """Issues a `ChanceWarning` if the draft's tokens are accepted no more often than by chance."""
         if self.draft is not None and requests:
             traces, sampling = [r.done.trace for r in requests], requests[0].sampler.sampling
             self._acceptance.add(traces, sampling, self.draft.config, self.target.name)
@@ -185,7 +189,7 @@ class Engine:
         ids = isinstance(prompt, list) and isinstance(prompt[0], int)
         prefix = list(prompt if ids else self.template.prompt_ids(prompt))
         if max_new_tokens is None:
-            max_new_tokens = max(1, min(NEW_TOKENS, self._positions - len(prefix)))
+            max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prefix)))
         self.check_length(len(prefix), max_new_tokens)
         vocabulary = self.target.embedding.shape[0]
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
@@ -196,38 +200,40 @@ class Engine:
         )  # fmt: skip
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raises ValueError where so many tokens and so many new ones are not what the target reads."""
+        """Raises ValueError unless a prompt of `prompt` tokens and `new` new ones fit the target's context, and neither
+        is empty."""
         limit = self.target.context
         if prompt == 0:
             raise ValueError("the prompt is empty")
         if new < 1:
-            raise ValueError(f"max_new_tokens is {new}; ask for at least one")
+            raise ValueError(f"max_new_tokens is {new}; it must be at least 1")
         if prompt + new > limit:
-            fewer = f", or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
+            fewer = f", or generate at most {limit - prompt} new tokens" if prompt < limit else ""
             raise ValueError(
                 f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
-                f"reads at most {limit}; shorten the prompt{fewer}"
+                f"has a context of {limit} tokens; shorten the prompt{fewer}"
             )
 
     @property
-    def _positions(self) -> int:
-        """Most tokens of a request: the target's context, less the drafts that go beyond a text where its positions
-        are a table."""
-        beyond = self.drafting.depth if self.draft is not None and not self.target.rotary else 0
-        return self.target.context - beyond
+    def _max_length(self) -> int:
+        """The maximum tokens of a request: the target's context, minus the draft's depth if the target has a table of
+        positions, since drafted tokens after the last position have no embedding."""
+        reserved = self.drafting.depth if self.draft is not None and not self.target.rotary else 0
+        return self.target.context - reserved
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
-        """Yields a request whenever something was committed to it, until it is over: its reader has it `say` that."""
+        """Decodes requests, and yields a request each time that tokens were committed to it, until it is complete. The
+        consumer must call `Request.hand_out` each time, which determines completion."""
         if not requests:
             return
         drafts = speculate and self.draft is not None
         sampling = requests[0].sampler.sampling
-        most = max(len(r.prefix) + r.limit for r in requests)
-        if drafts and most > self._positions:
+        longest = max(len(r.prefix) + r.limit for r in requests)
+        if drafts and longest > self._max_length:
             raise ValueError(
                 f"{self.target.name or 'the target'} has {self.target.context} positions, but the prompt, the new "
-                f"tokens and a draft of {self.drafting.depth} need {most + self.drafting.depth}; ask for fewer new "
-                "tokens, or draft fewer"
+                f"tokens and a draft of {self.drafting.depth} need {longest + self.drafting.depth}; generate fewer new "
+                "tokens, or use a smaller depth"
             )
 
         def new_batch() -> Batch:
@@ -235,18 +241,19 @@ class Engine:
                 return Batch(self.target, NoDrafter(), None)
             return Batch(self.target, self.drafting.proposer(self.draft, sampling), self.layers)
 
-        together, waiting = Lanes(new_batch), deque(requests)
-        while waiting or together.running:
-            free = min(batch - together.running, len(waiting))
-            yield from together.enter([waiting.popleft() for _ in range(free)])
-            yield from together.round()
+        scheduler, waiting = BatchScheduler(new_batch), deque(requests)
+        while waiting or scheduler.running:
+            free = min(batch - scheduler.running, len(waiting))
+            yield from scheduler.add([waiting.popleft() for _ in range(free)])
+            yield from scheduler.round()
 
 
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
-    """How tokens are chosen, from a `Sampling` or from its fields as keywords."""
+    """The sampling parameters, given as a `Sampling` or as its fields. Raises TypeError for unknown options, and
+    ValueError if both are given."""
     known = [*inspect.signature(Engine.generate_all).parameters][2:-1] + [f.name for f in fields(Sampling)]
     if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{unknown[0]} is no option of decoding; there are {', '.join(known)}")
+        raise TypeError(f"{unknown[0]} is not an option of decoding; the options are {', '.join(known)}")
     check_type("sampling", given, Sampling | None, "a fledge.Sampling")
     if given is not None and options:
         raise ValueError(f"give sampling=Sampling(..) or {' and '.join(options)}, not both")
@@ -265,52 +272,57 @@ def load(
     trust_remote_code: bool = False,
     **drafting: Any,
 ) -> Engine:
-    """Loads a target and a draft for it, each from a directory or by a hub id, which may end in a revision
-    (owner/name@revision).
+    """Loads a target and optionally a draft for it, and returns an engine.
 
-    Code that comes with the target's files runs only with `trust_remote_code`; a draft has none. The target may be
-    loaded already: a `Target`, or a transformers model, which is used in place, frozen. Its tokenizer is then
-    `tokenizer`, or None to load the one that lies where the model came from. `device` "auto" is the GPU where there is
-    one; `draft_device` None is the target's. `dtype` None is float32 on the CPU and the checkpoint's own elsewhere.
-    `drafting` are `Engine`'s options. Raises ValueError with the cause where something is missing, damaged, or does not
-    fit, and TypeError for arguments of another kind.
+    Both are a directory or a hub id, which may have a revision (owner/name@revision). The target may also be a loaded
+    `Target`, or a transformers model, which is not copied, and is frozen. `tokenizer` is for a transformers model; None
+    loads it from the model's `name_or_path`. `device` "auto" is the GPU if there is one. `draft_device` None is the
+    target's device. `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. Code in the target's
+    files runs only with `trust_remote_code`; a draft has no code. `template_kwargs` are arguments of the chat template.
+    `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, or if draft and target do not
+    belong together; raises TypeError for arguments of a wrong type.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"
-    most = config.provenance.max_length if longrope else None
+    max_length = config.provenance.max_length if longrope else None
     if isinstance(target, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer= goes with a loaded model; a target's directory has its own")
         loaded = load_target(
-            target, device=resolve_device(device), dtype=dtype, max_length=most, trust_remote_code=trust_remote_code
+            target,
+            device=resolve_device(device),
+            dtype=dtype,
+            max_length=max_length,
+            trust_remote_code=trust_remote_code,
         )
     elif isinstance(target, PreTrainedModel):
         if device != "auto" or dtype is not None:
             raise ValueError("this model is loaded already: move it with model.to(..), and leave device and dtype out")
-        loaded = target_of(target, tokenizer, max_length=most)
+        loaded = target_of(target, tokenizer, max_length=max_length)
     else:
         check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
         loaded = target
     if config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
-    made = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
-    return Engine(loaded, made, template_kwargs=template_kwargs, **drafting)
+    loaded_draft = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
+    return Engine(loaded, loaded_draft, template_kwargs=template_kwargs, **drafting)
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" to what this machine has. Raises ValueError for a device that is no CPU or CUDA GPU, or is not there."""
+    """The device, with "auto" replaced by "cuda" if there is a GPU, else by "cpu". Raises ValueError for a device that
+    does not exist on this machine, and for other types than CPU and CUDA."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         named = torch.device(device)
     except RuntimeError as e:
-        raise ValueError(f"{device!r} is no device; use auto, cpu, cuda, cuda:1, ..") from e
+        raise ValueError(f"{device!r} is not a device; use auto, cpu, cuda, cuda:1, ..") from e
     if named.type not in ("cpu", "cuda"):
         raise ValueError(f"fledge runs on CPUs and CUDA GPUs, not on {device}; use auto, cpu, cuda, cuda:1, ..")
-    there = torch.cuda.device_count()
-    if named.type == "cuda" and (named.index or 0) >= there:
-        shows = f"{there} of them, from cuda:0 on" if there else "no CUDA device; use cpu"
-        raise ValueError(f"device {device}: this machine shows {shows}")
+    count = torch.cuda.device_count()
+    if named.type == "cuda" and (named.index or 0) >= count:
+        available = f"{count} CUDA devices, from cuda:0 on" if count else "no CUDA device; use cpu"
+        raise ValueError(f"device {device}: this machine has {available}")
     return device

@@ -1,1 +1,1 @@
-"""What a draft gains: prompts decoded with and without it, in one run, and figures that are sums divided once."""
+"""Evaluation of drafts: decodes prompts with and without a draft, and compares speed and output."""

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The hardware and software of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def environment(device: str, dtype: str) -> dict[str, Any]:
-    """Machine, versions, threads and commit, as plain data for a record."""
+    """Device, dtype, CPU cores and threads, versions and commit, as JSON-ready data for a record."""
     import torch
     import transformers
 
@@ -28,7 +28,8 @@ def environment(device: str, dtype: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, `+` behind it where tracked files differ; None outside a checkout."""
+    """The commit of this checkout, with `+` appended if files of the package differ from it; None outside a
+    checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Figures from traces: sums over a stated population, divided once."""
+"""Metrics of traces. Each is a sum over all rounds of all traces, divided once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from fledge.types import Trace
 
 
 def tau(traces: Sequence[Trace]) -> float:
-    """Tokens committed per round, bonus included, before cutting at a stop; 0 without a round."""
+    """The tokens committed per round, including the target's own token, before the text is cut at a stop; 0 if there
+    are no rounds."""
     rounds = [r for t in traces for r in t.rounds]
     return sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else 0.0
 
 
 def alpha(traces: Sequence[Trace]) -> list[float]:
-    """α_k: share of rounds whose k-th drafted token was accepted among those whose first k - 1 were; of trees, the
-    share of accepted paths that went on to depth k."""
+    """α_k, the acceptance rate of the k-th drafted token, among the rounds that drafted it and accepted the k - 1
+    tokens before it. For trees, the share of accepted paths of length k - 1 that continue to depth k."""
     rounds = [r for t in traces for r in t.rounds]
     reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(_depth(rounds))]
     passed = [sum(r.accepted > k for r in rounds) for k in range(_depth(rounds))]
@@ -27,7 +28,7 @@ def _depth(rounds: Sequence) -> int:
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
-    """(n-grams that the sequence holds already, n-grams in all): how much a generation loops."""
+    """(n-grams that occurred earlier in the sequence, all n-grams), a measure of how much a generation loops."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     total = max(len(tokens) - n + 1, 0)

@@ -1,4 +1,4 @@
-"""Evaluation prompts, from the same files and hub data sets as training data."""
+"""Evaluation prompts, read from the formats of training data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fledge.data.record import Record
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """Either a raw `text`, or user `turns` to be answered one after another behind fixed `messages`; and `where` it
-    stands."""
+    """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is its
+    location, for messages."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
@@ -22,12 +22,12 @@ class EvalPrompt:
 
     @property
     def answers(self) -> int:
-        """How many answers it asks for."""
+        """The number of answers to generate."""
         return max(len(self.turns), 1)
 
 
 def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
-    """At most `limit` prompts, spread evenly over a source. Raises ValueError as `read_records`."""
+    """At most `limit` prompts of a source, evenly spaced. Raises ValueError as `read_records`."""
     return spread([prompt_of(record) for record in read_records([str(source)])], limit)
 
 
@@ -39,9 +39,12 @@ def spread(items: list[Any], limit: int | None) -> list[Any]:
 
 
 def prompt_of(record: Record) -> EvalPrompt:
-    """Where a decoder goes on: behind what the record gives as a prompt. Where it gives none, before the middle
-    assistant turn, or behind the messages if nobody answered them, or in the middle of the text. User turns are all
-    answered, one after another."""
+    """The prompt of a record.
+
+    If the record has user turns only, each is answered in order. Otherwise the prompt is the part that the record marks
+    as prompt. Without a mark, it ends before the middle assistant turn, after the last message if there is no assistant
+    turn, or in the middle of a text.
+    """
     if record.turns:
         return EvalPrompt(turns=record.turns, where=record.where)
     if record.text is not None:

@@ -1,4 +1,4 @@
-"""Decodes prompts with and without a draft in one run and reports what was gained, and whether a word changed."""
+"""Decodes prompts with and without a draft in one run, and reports the speedup and whether any token differs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fledge.models.size import weight_bytes
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Sampling, Tree, without_processors
 
-BASELINE = None  # the way of token by token, beside the engines' names
-LOOPING = 0.2  # a generation loops where more than this share of its 8-grams it has already said
+BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
+LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
 
 
 def evaluate(
@@ -34,42 +34,44 @@ def evaluate(
     batch: int = 1,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Every prompt by every engine, all of one target, and without a draft, `batch` of them together; one by one, the
-    ways take turns at going first. Returns a JSON-ready record for each engine, all against the same baseline.
-    `advance` is called for each answer: every turn of every prompt, by each engine and by the baseline.
+    """Decodes all prompts with every engine, and without a draft, `batch` prompts at a time.
 
-    Output must be identical where the rule promises it (greedy, and sampling with greedy drafts); a difference is
-    allowed only where the target's two best scores are closer than the noise of its batch shapes, measured in the
-    same run, and is counted under `near_ties` (SPEC: verification is lossless). Raises ValueError for a prompt that
-    does not fit, before any is decoded, or when earlier answers have made it too long.
+    The engines have the same target. Returns a JSON-ready record for each engine, with the same baseline for all. The
+    arms take turns at decoding a prompt (or group of prompts) first. `advance` is called after each answer of each arm.
+
+    With greedy decoding, and with sampling and greedy drafts, the output of all arms must be identical. A difference is
+    accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
+    shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding, or in a
+    later turn if the answers have made it too long.
     """
-    ways = _AllWays(engines)
+    comparison = _Comparison(engines)
     for prompt in prompts:
-        ways.ids_of(prompt, (), max_new_tokens)
+        comparison.prompt_ids(prompt, (), max_new_tokens)
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-    ways.warm([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
-    ways.decode(prompts, options, batch, advance)
-    plain = None
-    if sampling.greedy and batch == 1 and isinstance(ways.plain.target, ReferenceDecoding):
+    comparison.warm_up([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
+    comparison.decode(prompts, options, batch, advance)
+    over_transformers = None
+    if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
         # a few prompts are enough to show that the baseline is not slow
-        plain = compare_with_transformers(ways.plain, ways.ids[:4], min(max_new_tokens, 64))
+        ids = comparison.ids[:4]
+        over_transformers = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
     records = {}
     for name, engine in engines.items():
-        records[name] = _record(engine, ways, name, sampling, batch) | {"max_new_tokens": max_new_tokens}
-        if plain is not None:
-            records[name]["baseline_over_transformers"] = plain
+        records[name] = _record(engine, comparison, name, sampling, batch) | {"max_new_tokens": max_new_tokens}
+        if over_transformers is not None:
+            records[name]["baseline_over_transformers"] = over_transformers
     return records
 
 
-def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
-    with_draft, without, ids = ways.made[name], ways.made[BASELINE], ways.ids
+def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
+    with_draft, without, ids = comparison.completions[name], comparison.completions[BASELINE], comparison.ids
     differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
     promised = sampling.greedy or sampling.draft == "greedy"
     ties, noise = (0, None)
     if promised:
         shapes = (1, engine.drafting.verified), batch
         ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, *shapes)
-    fast, slow = ways.speed(name), ways.speed(BASELINE)
+    fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     return {
         "tau": tau([c.trace for c in with_draft]),
         "alpha": alpha([c.trace for c in with_draft]),
@@ -81,9 +83,11 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
         "different": len(differing) - ties if promised else None,
         "batch_noise": noise,
         "prompts": len(ids),
-        **_loops(with_draft),
-        # together, a request's time is that of others' prompts too
-        "round": _round_split(engine, with_draft, without, fast / slow, ways.seconds[name]) if batch == 1 else None,
+        **_repetition(with_draft),
+        # in a batch, the time of a request includes the prefill of others
+        "round": (
+            _round_times(engine, with_draft, without, fast / slow, comparison.seconds[name]) if batch == 1 else None
+        ),
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
         **engine.drafting.record(),
@@ -96,8 +100,8 @@ def _record(engine: Engine, ways: _AllWays, name: str, sampling: Sampling, batch
 
 
 def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
-    """τ of greedy decoding alone, for choosing checkpoints; empty where no round was decoded. A draft that has learnt
-    nothing yet is no news there."""
+    """τ of greedy decoding, to choose the best checkpoint; empty if there were no rounds. `ChanceWarning` is
+    suppressed, since early checkpoints are at chance."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)
         done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
@@ -106,7 +110,7 @@ def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: in
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
-    """The raw text, or the messages up to the next answer."""
+    """The raw text, or the messages before the next answer, given the earlier answers."""
     if prompt.text is not None:
         return prompt.text
     messages = list(prompt.messages)
@@ -118,84 +122,96 @@ def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
 
 
 def first_prompt(prompt: EvalPrompt) -> Any:
-    """What the engine is asked first: the raw text, or the messages up to the first answer."""
+    """The input of the first answer: the raw text, or the messages before the first answer."""
     return _prompt(prompt, ())
 
 
-class _AllWays:
-    """What was said by each engine and by the baseline, the prompts' ids, and the seconds that each way took. A
-    completion's place is its request's number."""
+class _Comparison:
+    """The arms of an evaluation: each engine, and the baseline without a draft.
+
+    For each arm it has the completions of all requests and the seconds of decoding. `ids` are the requests' prompts; a
+    request's index is also its number, which selects its random stream.
+    """
 
     def __init__(self, engines: Mapping[str, Engine]):
         self.engines = engines
-        self.plain = next(iter(engines.values()))  # any of them, asked without its draft, is the baseline
-        self.made: dict[str | None, list[Completion]] = {way: [] for way in (*engines, BASELINE)}
-        self.seconds = dict.fromkeys(self.made, 0.0)
+        self.baseline = next(iter(engines.values()))  # any engine; its draft is not used
+        self.completions: dict[str | None, list[Completion]] = {arm: [] for arm in (*engines, BASELINE)}
+        self.seconds = dict.fromkeys(self.completions, 0.0)
         self.ids: list[list[int]] = []
 
-    def _generate(self, way: str | None, asked: list[Any], batch: int, options: dict[str, Any]) -> list[Completion]:
-        engine = self.engines.get(way, self.plain)
-        return engine.generate_all(asked, batch=batch, speculate=way is not BASELINE, **options)
+    def _generate(self, arm: str | None, prompts: list[Any], batch: int, options: dict[str, Any]) -> list[Completion]:
+        engine = self.engines.get(arm, self.baseline)
+        return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
-    def ids_of(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
-        """Token ids of the prompt's next turn. Raises ValueError, naming it, where so many more do not fit."""
+    def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
+        """The token ids of a prompt's next turn. Raises ValueError with the prompt's location if they and `new` new
+        tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = list(self.plain.template.prompt_ids(_prompt(prompt, answers), where=where))
+        ids = list(self.baseline.template.prompt_ids(_prompt(prompt, answers), where=where))
         try:
-            self.plain.check_length(len(ids), new)
+            self.baseline.check_length(len(ids), new)
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
         return ids
 
-    def warm(self, asked: list[Any], options: dict[str, Any], batch: int) -> None:
-        """First calls pay for memory, threads and kernels."""
-        for way in self.made:
-            self._generate(way, asked, batch, options)
+    def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:
+        """Decodes with each arm once, without counting it: first calls allocate memory and compile kernels."""
+        for arm in self.completions:
+            self._generate(arm, prompts, batch, options)
 
     def decode(
         self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[], None]
     ) -> None:
-        """A turn of every prompt, then the next of those that have one, which follows the baseline's answers."""
-        options = options | dict(answered=lambda place: advance())
+        """Decodes the first turn of every prompt, then the second, and so on. Later turns follow the baseline's answers
+        in all arms."""
+        options = options | dict(answered=lambda index: advance())
         answers: list[list[str]] = [[] for _ in prompts]
         for turn in range(max(p.answers for p in prompts)):
-            asking = [i for i, p in enumerate(prompts) if turn < p.answers]
-            together = 1 if batch == 1 else 4 * batch  # so that others take the place of those that end
-            for group in (asking[i : i + together] for i in range(0, len(asking), together)):
-                asked = [self.ids_of(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
-                first = len(self.ids) % len(self.made)
-                for way in [*self.made][first:] + [*self.made][:first]:
-                    began = time.perf_counter()
-                    done = self._generate(way, asked, batch, options | dict(request=len(self.ids)))
-                    self.seconds[way] += time.perf_counter() - began
-                    self.made[way] += done
-                for i, completion in zip(group, self.made[BASELINE][-len(group) :], strict=True):
+            remaining = [i for i, p in enumerate(prompts) if turn < p.answers]
+            group_size = 1 if batch == 1 else 4 * batch  # several batches, so that a finished request is replaced
+            for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
+                ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
+                arms = [*self.completions]
+                first = len(self.ids) % len(arms)
+                for arm in arms[first:] + arms[:first]:
+                    start = time.perf_counter()
+                    done = self._generate(arm, ids, batch, options | dict(request=len(self.ids)))
+                    self.seconds[arm] += time.perf_counter() - start
+                    self.completions[arm] += done
+                for i, completion in zip(group, self.completions[BASELINE][-len(group) :], strict=True):
                     answers[i].append(completion.text)
-                self.ids += asked
+                self.ids += ids
 
-    def speed(self, way: str | None) -> float:
-        """Tokens a second."""
-        return sum(len(c.tokens) for c in self.made[way]) / self.seconds[way]
+    def speed(self, arm: str | None) -> float:
+        """Tokens per second."""
+        return sum(len(c.tokens) for c in self.completions[arm]) / self.seconds[arm]
 
 
-def _loops(completions: list[Completion]) -> dict[str, Any]:
+def _repetition(completions: list[Completion]) -> dict[str, Any]:
+    """The fields of a record about repeated text, and τ without looping generations."""
     counts = [repeated_ngrams(c.tokens) for c in completions]
-    straight = [c.trace for c, (said, n) in zip(completions, counts, strict=True) if said <= LOOPING * n]
+    not_looping = [
+        c.trace for c, (repeated, n) in zip(completions, counts, strict=True) if repeated <= LOOPING_SHARE * n
+    ]
     return {
-        "repeated_8grams": sum(said for said, _ in counts) / max(sum(n for _, n in counts), 1),
-        "not_looping": len(straight),
-        "tau_not_looping": tau(straight),
+        "repeated_8grams": sum(repeated for repeated, _ in counts) / max(sum(n for _, n in counts), 1),
+        "not_looping": len(not_looping),
+        "tau_not_looping": tau(not_looping),
         "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
     }
 
 
-def _round_split(
+def _round_times(
     engine: Engine, with_draft: list[Completion], without: list[Completion], speedup: float, seconds: float
 ) -> dict[str, float]:
-    """Milliseconds of a mean round by part, and a ceiling of the `speedup` that was measured over so many `seconds`:
-    what it would have been without overhead, and with drafting at the price of its bytes, d vanilla tokens, d being the
-    bytes that drafting reads over those the target reads. Where drafting cost less than that (weights that stay in a
-    cache), it keeps its own price, so that the ceiling is never below what was measured."""
+    """The milliseconds of a mean round by part, and a ceiling of the speedup.
+
+    `speedup` was measured in `seconds`. The ceiling is the speedup without overhead and with drafting at memory speed:
+    a round's drafting then takes the time of d baseline tokens, where d is the ratio of the bytes of weights that
+    drafting and a target pass read. If drafting was faster than that (weights that stay in a cache), its measured time
+    is used, so that the ceiling is never below the measured speedup.
+    """
     traces = [c.trace for c in with_draft]
     n = max(sum(len(t.rounds) for t in traces), 1)
     draft = sum(r.t_draft for t in traces for r in t.rounds) / n
@@ -204,7 +220,7 @@ def _round_split(
     steps = sum(max(len(c.tokens) - 1, 1) for c in without)
     token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
     drafted = sum(r.drafted for t in traces for r in t.rounds) / n
-    once, each = _bytes_drafting(engine.draft)
+    once, each = _draft_bytes(engine.draft)
     by_bytes = token * (once + drafted * each) / engine.target.weight_bytes
     spared = n * (max(draft - by_bytes, 0.0) + max(overhead, 0.0))
     return {
@@ -218,11 +234,11 @@ def _round_split(
     }
 
 
-def _bytes_drafting(draft: Draft) -> tuple[int, int]:
-    """Bytes of the weights that drafting reads once a round, and once more for every drafted token.
+def _draft_bytes(draft: Draft) -> tuple[int, int]:
+    """The bytes of weights that drafting reads once per round, and those that it reads for every drafted token.
 
-    A one-pass draft reads all of them once a round. Otherwise `fc` is read once a round where it fuses the target's
-    states, and every token where it fuses the embedding. A head borrowed from the target counts like an own one.
+    A one-pass draft (P-EAGLE) reads all weights once per round. EAGLE-3 reads `fc` once per round and the rest for each
+    token. EAGLE-1 reads everything for each token, including the target's head.
     """
     whole = weight_bytes(draft)
     if draft.family.borrows_head:
@@ -243,11 +259,13 @@ def near_ties(
     widths: Sequence[int],
     batch: int,
 ) -> tuple[int, float | None]:
-    """How many first differences are ties within the noise that another batch shape makes, and that noise.
+    """The number of `differing` requests whose first different token is a near tie, and the rounding noise (None if no
+    request differs).
 
-    The noise is the largest change of the gap between the two best-ranked tokens when the same text goes through the
-    target in passes of the `widths` that the runs had (one token at a time, a round's), alone and, where several
-    prompts were decoded together, beside as many, over all the text on which both runs agree.
+    A near tie is a token at which the gap between the target's two best scores is at most the noise. The noise is the
+    largest difference of that gap between passes of different shapes, over all tokens on which both runs agree. The
+    shapes are the `widths` of passes in tokens (one token, and the tokens of a verification), with one sequence and
+    with `batch` sequences. `ids` are the prompts, and `with_draft` and `without` the completions, of all requests.
     """
     gaps, noise = [], 0.0
     for i in differing:
@@ -264,8 +282,8 @@ def near_ties(
 def _gaps(
     engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, sampler: TargetSampler
 ) -> torch.Tensor:
-    """The gap between the two best-ranked tokens at each of `tokens`, which are fed `width` at a time, in each of
-    `batch` equal requests. float64."""
+    """The gap between the target's two best scores at each of `tokens`, float64, if the tokens are run in passes of
+    `width` tokens and `batch` copies of the sequence."""
     target = engine.target
     first, _, cache = target.prefill([prefix] * batch)
     logits, done = [first[:1]], len(prefix)
@@ -281,18 +299,20 @@ def _gaps(
 
 
 def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:
-    """Vanilla tokens per second over those of transformers' own greedy `generate`, on the same prompts. Before it is
-    timed it answers once, on a GPU each prompt at full length: there torch may plan anew for every length."""
+    """The baseline's tokens per second divided by those of transformers' greedy `generate`, on the same prompts.
+
+    The warm-up decodes each prompt once on a GPU, since cuDNN may compile a kernel for every new length.
+    """
     target = engine.target
     seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
-    asked = [(prefix, max_new_tokens) for prefix in ids]
-    warming = [(ids[0], 8)] if target.device.type == "cpu" else asked
-    for i, (prefix, limit) in enumerate(warming + asked):
-        began = time.perf_counter()
-        n = len(target.reference_generate(prefix, limit))  # token ids on the host: the device is done
-        if i < len(warming):
+    timed = [(prefix, max_new_tokens) for prefix in ids]
+    warm_up = [(ids[0], 8)] if target.device.type == "cpu" else timed
+    for i, (prefix, limit) in enumerate(warm_up + timed):
+        start = time.perf_counter()
+        n = len(target.reference_generate(prefix, limit))  # returns lists, so the device has finished
+        if i < len(warm_up):
             continue
-        seconds, tokens = seconds + time.perf_counter() - began, tokens + n
+        seconds, tokens = seconds + time.perf_counter() - start, tokens + n
         done = engine.generate(prefix, speculate=False, max_new_tokens=n)
         own_seconds, own_tokens = own_seconds + done.trace.t_total, own_tokens + len(done.tokens)
     return (own_tokens / own_seconds) / (tokens / seconds)
