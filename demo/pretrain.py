@@ -349,8 +349,9 @@ and the model may reproduce parts of it.
 
 A file is held out when the SHA-256 of its path relative to its root (`json/decoder.py`), read as one big-endian
 number, is divisible by {HELD_OUT_ONE_IN}. Neither the tokenizer nor the model was trained on those files:
-{unseen["files"]} of the standard library ({unseen["mb"]:.2f} MB), and their copies in packages. The rule depends on the path: a module that moved
-between Python versions may have been trained on under its Python {python} path.
+{unseen["files"]} of the standard library ({unseen["mb"]:.2f} MB), and their copies in packages.
+The rule depends on the path: a module that moved between
+Python versions may have been trained on under its Python {python} path.
 
 | package | files | MB |
 | --- | --- | --- |
