@@ -1,7 +1,7 @@
-"""Python source that is already on the machine: the standard library, and installed packages.
+"""The demo's text: Python source on this machine, from the standard library and from installed packages.
 
-The demo needs text it may use offline on any machine, and files no model has seen to measure on. The split is by path,
-so that every machine and every Python version agrees on it without a list to ship.
+It is available offline on every machine. Some files are held out to measure on, and no model is trained on them. The
+split depends only on a file's path, so every machine and Python version makes the same split without a list of files.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ from pathlib import Path
 HELD_OUT_ONE_IN = 12
 MIN_BYTES, MAX_BYTES = 1_000, 200_000
 
-# encodings holds generated tables and dozens of copies of one boilerplate page; the rest is tests, or other trees.
+# encodings has generated tables and dozens of near-identical files; the others are tests or trees of other packages.
 SKIPPED_FOLDERS = {
     "test", "tests", "testing", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__",
 }  # fmt: skip
 SKIPPED_NAMES = re.compile(r"_sysconfigdata.*|test_.*|.*_test\.py|conftest\.py")
 GENERATED = re.compile(r"auto-?generated|automatically generated|@generated|do not edit", re.IGNORECASE)
-GENERATED_WITHIN = 2_000  # characters: the notice comes after the licence, before the code
+GENERATED_WITHIN = 2_000  # characters at the start of a file that are searched for a notice that it is generated
 LONG_LINE = 160  # characters
 DATA_LINE = re.compile(r"[\s\[\](){},:+*-]*(?:b?[\"'].*[\"']|0x[0-9a-fA-F]+|[0-9.]+)[\s\[\](){},:]*(?:#.*)?")
-TELLING_LINE = 30  # characters: a shorter line says little about where it was copied from
+MIN_DISTINCTIVE_LENGTH = 30  # characters of a line; shorter lines occur in unrelated files too
 
 
 def held_out(path: str) -> bool:
-    """Whether the file at this POSIX path, relative to its root ("json/decoder.py"), is kept for measuring."""
+    """Whether the file at this POSIX path, relative to its root ("json/decoder.py"), is held out for measurements."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()) % HELD_OUT_ONE_IN == 0
 
 
@@ -37,19 +37,19 @@ def stdlib_files() -> list[tuple[str, str]]:
 
 
 def package_files(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The installed ones of these import packages as (path relative to site-packages, text), sorted by path.
+    """The source of those of these packages that are installed, as (path relative to site-packages, text), sorted.
 
-    Leaves out held-out paths, exact duplicates, and vendored copies of the standard library's held-out files.
+    Excludes held-out paths, exact duplicates, and vendored copies of held-out files of the standard library.
     """
     roots = {Path(sysconfig.get_paths()[key]) for key in ("purelib", "platlib")}
     found = sorted({file for root in roots for name in names for file in source_files(root, root / name)})
-    unseen = {line for path, text in stdlib_files() if held_out(path) for line in telling_lines(text)}
-    by_text = {text: path for path, text in found if not held_out(path) and not copied(text, unseen)}
+    held_out_lines = {line for path, text in stdlib_files() if held_out(path) for line in distinctive_lines(text)}
+    by_text = {text: path for path, text in found if not held_out(path) and not is_copy(text, held_out_lines)}
     return sorted((path, text) for text, path in by_text.items())
 
 
 def source_files(root: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """The usable .py files under the folder, with paths relative to the root."""
+    """The suitable .py files in the folder as (path relative to the root, text)."""
     for file in folder.rglob("*.py"):
         path = file.relative_to(root)
         if SKIPPED_FOLDERS.isdisjoint(path.parts) and not SKIPPED_NAMES.fullmatch(path.name):
@@ -59,7 +59,7 @@ def source_files(root: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_source(file: Path) -> str | None:
-    """The file's text, or None if it is too short, too long, not UTF-8, generated or mostly data."""
+    """The text of the file, or None if it is too short, too long, not UTF-8, generated or mostly data."""
     if not file.is_file() or not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
         return None
     try:
@@ -70,19 +70,19 @@ def read_source(file: Path) -> str | None:
 
 
 def mostly_data(text: str) -> bool:
-    """Whether long lines, or lines that hold nothing but literals, make up a large part of the text."""
+    """Whether a large part of the text is long lines, or lines that contain only literals."""
     lines = text.splitlines()
     long = sum(len(line) for line in lines if len(line) > LONG_LINE)
     literal = sum(len(line) for line in lines if DATA_LINE.fullmatch(line))
     return long > len(text) / 10 or literal > 0.6 * len(text)
 
 
-def telling_lines(text: str) -> list[str]:
-    """The text's longer lines, without the space around them."""
-    return [line for line in map(str.strip, text.splitlines()) if len(line) >= TELLING_LINE]
+def distinctive_lines(text: str) -> list[str]:
+    """The longer lines of the text, stripped."""
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= MIN_DISTINCTIVE_LENGTH]
 
 
-def copied(text: str, unseen: set[str]) -> bool:
-    """Whether more than half of the text's longer lines are among the lines that no model may see."""
-    lines = telling_lines(text)
-    return 2 * sum(line in unseen for line in lines) > len(lines)
+def is_copy(text: str, held_out_lines: set[str]) -> bool:
+    """Whether more than half of the longer lines of the text occur in held-out files."""
+    lines = distinctive_lines(text)
+    return 2 * sum(line in held_out_lines for line in lines) > len(lines)

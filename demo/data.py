@@ -1,4 +1,4 @@
-"""The demo's text: training records and prompts from the standard library that is running it.
+"""Writes the demo's data: training records and prompts from the running interpreter's standard library.
 
 python -m demo.data --out build/demo
 """
@@ -10,23 +10,25 @@ from pathlib import Path
 from demo.corpus import held_out, stdlib_files
 
 PROMPT_CHARACTERS = 900  # about 250 tokens of the bundled target
-NEEDED_CHARACTERS = 2 * PROMPT_CHARACTERS  # a file that goes on for as long as the prompt again
+NEEDED_CHARACTERS = (
+    2 * PROMPT_CHARACTERS
+)  # minimum length of a file for a prompt: as much text again follows the prompt
 
 
 def write(out: Path, prompts: int) -> None:
-    """Writes train.jsonl (`text`) and prompts.jsonl (`prompt`, of files that no model was trained on)."""
+    """Writes train.jsonl (rows with `text`) and prompts.jsonl (rows with `prompt`, from held-out files)."""
     files = stdlib_files()
     train = [{"text": text} for path, text in files if not held_out(path)]
-    unseen = [(path, text) for path, text in files if held_out(path) and len(text) >= NEEDED_CHARACTERS]
-    chosen = [unseen[i * len(unseen) // prompts] for i in range(min(prompts, len(unseen)))]
+    candidates = [(path, text) for path, text in files if held_out(path) and len(text) >= NEEDED_CHARACTERS]
+    chosen = [candidates[i * len(candidates) // prompts] for i in range(min(prompts, len(candidates)))]
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", train)
     write_lines(out / "prompts.jsonl", [{"prompt": beginning(text), "path": path} for path, text in chosen])
 
 
 def beginning(text: str) -> str:
-    """The first lines of a text, whole, up to about PROMPT_CHARACTERS; without the last line's end, which is one token
-    with the indentation that follows it."""
+    """The first lines of a text, about PROMPT_CHARACTERS characters. The last newline is removed, because the tokenizer
+    joins a newline and the following indentation into one token."""
     return text[: text.index("\n", PROMPT_CHARACTERS)]
 
 
@@ -36,8 +38,8 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="output directory (default: build/demo)")
+    parser.add_argument("--prompts", type=int, default=24, help="number of prompts (default: 24)")
     options = parser.parse_args()
     write(options.out, options.prompts)
 

@@ -1,6 +1,6 @@
-"""Makes demo/target, the small language model that the demo speeds up: a BPE tokenizer and a Llama of 7.4 M parameters.
+"""Makes demo/target, the small target model of the demo: a BPE tokenizer and a Llama of 7.4 M parameters.
 
-Both learn from Python source that is installed on the machine (demo/corpus.py says which). Nothing is downloaded.
+Both are trained on Python source that is installed on the machine (see demo/corpus.py). Nothing is downloaded.
 
     python -m demo.pretrain --minutes 6.5
 """
@@ -29,13 +29,13 @@ from demo.corpus import HELD_OUT_ONE_IN, held_out, package_files, stdlib_files
 EOS = "<|endoftext|>"
 VOCABULARY = 4096
 CONTEXT = 1024  # tokens of a training sequence
-STDLIB_COPIES = 3  # how often a pass repeats the standard library's files, for one copy of the packages'
-TOKENIZER_BYTES = 60_000_000  # of source that the tokenizer is trained on
-WARM_UP = 0.02  # share of the time
-RECORDS = 40  # points of the loss curve
-HELD_OUT_EVERY = 4  # records
+STDLIB_COPIES = 3  # copies of the standard library in a pass over the text; package files have one copy
+TOKENIZER_BYTES = 60_000_000  # of source text on which the tokenizer is trained
+WARM_UP = 0.02  # fraction of the training time
+RECORDS = 40  # number of points of the loss curve
+HELD_OUT_EVERY = 4  # the held-out loss is measured at every fourth point
 
-# In order: an indentation with the line end before it, words, numbers, operators, spaces inside a line.
+# In this order: a newline with the indentation after it, words, numbers, operators, spaces within a line.
 PIECES = r"\s*\n[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 PACKAGES = """
@@ -53,12 +53,24 @@ treescope triton typer urllib3 werkzeug wrapt xarray yaml yarl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo/target"), help="folder that the model is written to")
-    parser.add_argument("--minutes", type=float, default=6.0, help="training time, without data and compilation")
-    parser.add_argument("--sequences", type=int, default=128, help=f"sequences of {CONTEXT} tokens in a batch")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after warm-up")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--packages", nargs="*", default=PACKAGES, help="import names to train on, where installed")
+    parser.add_argument("--out", type=Path, default=Path("demo/target"), help="output directory (default: demo/target)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=6.0,
+        help="training time in minutes, without data preparation and compilation (default: 6)",
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=128, help=f"batch size, in sequences of {CONTEXT} tokens (default: 128)"
+    )
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after warm-up (default: 0.003)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument(
+        "--packages",
+        nargs="*",
+        default=PACKAGES,
+        help="import names of the packages to train on, if installed (default: a list of about 90)",
+    )
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
@@ -75,12 +87,12 @@ def main() -> None:
     random.shuffle(documents)
     train, valid = (on_device(docs, device) for docs in (documents, encode(tokenizer, unseen)))
     valid_bytes = sum(len(text.encode()) for _, text in unseen)
-    print(f"{len(train):,} tokens a pass, {len(valid):,} held out, {valid_bytes / len(valid):.2f} bytes a token")
+    print(f"{len(train):,} tokens per pass, {len(valid):,} held out, {valid_bytes / len(valid):.2f} bytes per token")
 
     model = LlamaForCausalLM(model_config()).to(device)
     untrained = evaluate(model, valid)
     figures = pretrain(model, train, valid, options.minutes * 60, options.sequences, options.lr)
-    model.to(torch.bfloat16)  # what is saved is what is measured
+    model.to(torch.bfloat16)  # the saved model has this dtype, so the figures below are those of the saved model
     loss = evaluate(model, valid)
     figures |= {
         "parameters": model.num_parameters(),
@@ -101,7 +113,7 @@ def main() -> None:
 
 
 def amount(files: list[tuple[str, str]]) -> dict[str, float]:
-    """How many files these are, and how large in MB."""
+    """The number of these files, and their size in MB."""
     return {"files": len(files), "mb": round(sum(len(text.encode()) for _, text in files) / 1e6, 2)}
 
 
@@ -111,7 +123,7 @@ def amounts_by_package(files: list[tuple[str, str]]) -> dict[str, dict[str, floa
 
 
 def train_tokenizer(seen: list[str], packages: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of the standard library's seen files and a sample of the packages'."""
+    """A byte-level BPE tokenizer, trained on seen standard-library files and a sample of the package files."""
     share = TOKENIZER_BYTES / sum(map(len, seen + packages))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -126,9 +138,9 @@ def train_tokenizer(seen: list[str], packages: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, files: list[tuple[str, str]]) -> list[np.ndarray]:
-    """Each file's tokens, ended by the end-of-text token."""
+    """The tokens of each file, with the end-of-text token at the end."""
     end = tokenizer.token_to_id(EOS)
-    # In pieces: the encodings of the whole corpus, with what else they carry, would fill the memory.
+    # In groups of 1,000 files, because the encoding objects of the whole corpus would not fit in memory.
     pieces = [files[at : at + 1000] for at in range(0, len(files), 1000)]
     encodings = (one for piece in pieces for one in tokenizer.encode_batch_fast([text for _, text in piece]))
     return [np.array([*one.ids, end], dtype=np.int32) for one in encodings]
@@ -139,7 +151,7 @@ def on_device(documents: list[np.ndarray], device: str) -> torch.Tensor:
 
 
 def model_config() -> LlamaConfig:
-    # No pad_token_id: the embedding would then never learn from the end-of-text token, which is also the padding.
+    # No pad_token_id: it would be the end-of-text token, whose embedding would then get no gradient.
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -158,9 +170,9 @@ def model_config() -> LlamaConfig:
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
-    """Attention to all earlier tokens, by the flash kernel.
+    """Causal attention with the flash kernel.
 
-    transformers' own "sdpa" builds a mask when it is compiled, and then a slower kernel runs.
+    The "sdpa" attention of transformers builds a mask when it is compiled, which selects a slower kernel.
     """
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
@@ -172,7 +184,7 @@ AttentionInterface.register("causal", causal_attention)
 def pretrain(
     model: LlamaForCausalLM, train: torch.Tensor, valid: torch.Tensor, seconds: float, sequences: int, lr: float
 ) -> dict:
-    """Trains the model for the given time and returns the figures of the run. Losses are in nats a token."""
+    """Trains the model for the given time and returns figures about the run. Losses are in nats per token."""
     device = train.device.type
     model.set_attn_implementation("causal")
     forward = torch.compile(model) if device == "cuda" else model
@@ -223,7 +235,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def cut(tokens: torch.Tensor, sequences: int) -> Iterator[torch.Tensor]:
-    """Batches of sequences without end. Each pass cuts the tokens at other places and shuffles the sequences."""
+    """An endless iterator of batches. Each pass cuts the tokens at other offsets and shuffles the sequences."""
     while True:
         offset = random.randrange(CONTEXT)
         rows = (len(tokens) - offset) // CONTEXT
@@ -234,14 +246,14 @@ def cut(tokens: torch.Tensor, sequences: int) -> Iterator[torch.Tensor]:
 
 
 def loss_of(forward, batch: torch.Tensor) -> torch.Tensor:
-    """The mean next-token loss, in nats a token."""
+    """The mean next-token loss, in nats per token."""
     with torch.autocast(batch.device.type, torch.bfloat16):
         return forward(input_ids=batch, labels=batch, use_cache=False).loss
 
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
-    """The mean next-token loss over sequences of CONTEXT tokens, in nats a token; a last, shorter one is left out."""
+    """The mean next-token loss over sequences of CONTEXT tokens, in nats per token, without a shorter last one."""
     rows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT).long()
     losses = [loss_of(model, batch) * len(batch) for batch in rows.split(32)]
     return sum(losses).item() / len(rows)
@@ -258,7 +270,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that the script ran from, where git can tell."""
+    """The commit of this checkout, or None outside a git checkout."""
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     except FileNotFoundError:
@@ -267,7 +279,7 @@ def commit() -> str | None:
 
 
 def save(out: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, figures: dict) -> None:
-    """Writes the model, its tokenizer, the figures and the model card to the folder."""
+    """Writes the model, its tokenizer, the figures and the model card to the directory."""
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(out)
     PreTrainedTokenizerFast(
@@ -296,8 +308,7 @@ tags: [code, demo]
 # A very small language model of Python source
 
 The target model of fledge's demo: {figures["parameters"] / 1e6:.1f} M parameters, enough to continue Python source
-in the style of the standard library. It is a research and demonstration artefact, made so that the demo needs
-no download and takes minutes.
+in the style of the standard library. It exists so that the demo needs no download and takes only minutes.
 
 ## How it was made
 
@@ -307,48 +318,50 @@ python -m demo.pretrain --minutes {options["minutes"]:g} --sequences {options["s
 ```
 
 Machine: {figures["machine"]}; {", ".join(f"{name} {version}" for name, version in software.items())}.
-In {figures["seconds"] / 60:.1f} minutes it saw {figures["tokens"] / 1e6:,.0f} M tokens,
+In {figures["seconds"] / 60:.1f} minutes it was trained on {figures["tokens"] / 1e6:,.0f} M tokens,
 {figures["tokens"] / figures["tokens_a_pass"]:.1f} passes over the training text,
-in which the standard library stands {STDLIB_COPIES} times. `pretrain.json` holds the figures and the loss curve.
+which contains the standard library {STDLIB_COPIES} times. `pretrain.json` holds the figures and the loss curve.
 
-| | loss, nats a token | bits a byte |
+| | loss, nats per token | bits per byte |
 | --- | --- | --- |
 | training text, end of training | {figures["train_loss"]:.3f} | |
-| standard library, a part of the files trained on | {figures["seen_stdlib_loss"]:.3f} | |
-| standard library, files held out | {figures["held_out_loss"]:.3f} | {figures["held_out_bits_per_byte"]:.3f} |
-| standard library, files held out, before training | {figures["held_out_loss_untrained"]:.3f} | |
+| standard library, some of the training files | {figures["seen_stdlib_loss"]:.3f} | |
+| standard library, held-out files | {figures["held_out_loss"]:.3f} | {figures["held_out_bits_per_byte"]:.3f} |
+| standard library, held-out files, before training | {figures["held_out_loss_untrained"]:.3f} | |
 
-The last three are means over sequences of {CONTEXT} tokens, cut from the joined files.
+The last three losses are means over sequences of {CONTEXT} tokens, cut from the concatenated files.
 
 ## Architecture
 
 Llama with {config.num_hidden_layers} layers, hidden size {config.hidden_size},
 {config.num_attention_heads} attention heads of {config.head_dim} over {config.num_key_value_heads} key/value heads,
 intermediate size {config.intermediate_size}, tied embeddings, bfloat16.
-Byte-level BPE vocabulary of {config.vocab_size}; a line end and the indentation after it are one token.
-`{EOS}` ends a text, and nothing begins one.
-Trained on sequences of {CONTEXT} tokens; it accepts up to {config.max_position_embeddings}, but never saw more.
+Byte-level BPE vocabulary of {config.vocab_size}; a newline and the indentation after it are one token.
+`{EOS}` ends a text; there is no token at its start.
+Trained on sequences of {CONTEXT} tokens; it accepts up to {config.max_position_embeddings}, but was not trained on
+longer ones.
 
 ## What it was trained on
 
 The Python {python} standard library's own source ({stdlib["files"]} files, {stdlib["mb"]:.1f} MB) and files of the
-packages below, without tests, generated files and data. The licences of this text vary with the packages,
-and the model may repeat pieces of it.
+packages below, without tests, generated files and data. The licences of this text depend on the package,
+and the model may reproduce parts of it.
 
 A file is held out when the SHA-256 of its path relative to its root (`json/decoder.py`), read as one big-endian
-number, is divisible by {HELD_OUT_ONE_IN}. Neither the tokenizer nor the model saw those files: {unseen["files"]} of the
-standard library ({unseen["mb"]:.2f} MB), and their copies in packages. The rule goes by path: a module that moved
-between Python versions may have been seen under its Python {python} path.
+number, is divisible by {HELD_OUT_ONE_IN}. Neither the tokenizer nor the model was trained on those files:
+{unseen["files"]} of the standard library ({unseen["mb"]:.2f} MB), and their copies in packages.
+The rule depends on the path: a module that moved between
+Python versions may have been trained on under its Python {python} path.
 
 | package | files | MB |
 | --- | --- | --- |
 {chr(10).join(f"| {name} | {has['files']} | {has['mb']:.2f} |" for name, has in packages.items())}
 
-## What it is not for
+## Limitations
 
-Writing code, or judging it: the model knows the look of Python, not its meaning. Nor for comparing drafting
-methods beyond what the demo shows: so small a model may be easier to draft for than a large one, and it is so cheap
-to run that drafting gains little time.
+Do not use it to write or judge code: it imitates the look of Python, not its meaning. Do not use it to compare drafting
+methods beyond what the demo shows: a model this small may be easier to draft for than a large one, and it is so cheap
+to run that drafting saves little time.
 """
 
 

@@ -1,9 +1,10 @@
-"""Makes demo/draft, the draft that ships: trained for longer than the demo's, on a GPU, in three `fledge` commands.
+"""Makes demo/draft, the draft that ships with the repository. It is trained longer than the demo's, and on a GPU.
 
     python -m demo.ship --out demo/draft
 
-First on source text (the standard library's and other installed packages'), then on the target's own continuations of
-it, which are what a decoder will meet. Nothing held out (demo/corpus.py) is read.
+The training has three `fledge` commands. The draft is trained on source text of the standard library and installed
+packages, the target continues parts of this text, and the draft is trained on these continuations, which resemble the
+text it will meet in decoding. Held-out files (demo/corpus.py) are not used.
 """
 
 import argparse
@@ -26,14 +27,20 @@ STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo/draft"))
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text")
-    parser.add_argument("--own-steps", type=int, default=1000, help="optimizer steps on the target's own text")
-    parser.add_argument("--own-records", type=int, default=12_000, help="continuations that the target writes")
-    parser.add_argument("--megabytes", type=float, default=60, help="source of packages to train on")
+    parser.add_argument("--out", type=Path, default=Path("demo/draft"), help="output directory (default: demo/draft)")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text (default: 3000)")
+    parser.add_argument(
+        "--own-steps", type=int, default=1000, help="optimizer steps on the target's own text (default: 1000)"
+    )
+    parser.add_argument(
+        "--own-records", type=int, default=12_000, help="number of continuations by the target (default: 12000)"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=60, help="megabytes of package source to train on (default: 60)"
+    )
     options = parser.parse_args()
 
-    began = time.monotonic()
+    start = time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     write_texts(options.megabytes, options.own_records)
@@ -50,7 +57,7 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     shutil.copytree(WORK / "second" / "draft", options.out)
     record = {
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
         "machine": machine(),
         "versions": versions(),
         "options": {k: v for k, v in vars(options).items() if k != "out"},
@@ -60,7 +67,7 @@ def main() -> None:
 
 
 def write_texts(megabytes: float, records: int) -> None:
-    """text.jsonl to train on, and prompts.jsonl: beginnings and middles of the same files, at line ends."""
+    """Writes text.jsonl to train on, and prompts.jsonl with excerpts of the same files that start at a random line."""
     random.seed(0)
     packages = package_files(PACKAGES)
     random.shuffle(packages)
@@ -81,9 +88,9 @@ def write_texts(megabytes: float, records: int) -> None:
     write_lines(WORK / "prompts.jsonl", prompts)
 
 
-def fledge(*words: object) -> None:
-    """Runs a fledge command, shown first."""
-    command = [str(w) for w in words]
+def fledge(*arguments: object) -> None:
+    """Prints and runs a fledge command."""
+    command = [str(a) for a in arguments]
     print("$ fledge " + " ".join(command), flush=True)
     subprocess.run([sys.executable, "-m", "fledge.cli", *command], check=True)
 
