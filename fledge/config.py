@@ -1,7 +1,8 @@
-"""What a draft is, as frozen data; the only place that knows the quirks of foreign configs.
+"""The configuration of a draft, and its conversion from and to config.json.
 
-`DraftConfig.from_hf` reads a draft's config.json (ours, vLLM's, SGLang's or SafeAILab's flat layout),
-`DraftConfig.for_target` derives a draft's shape from a target's config, `to_hf` writes the portable file.
+`DraftConfig.from_hf` reads a draft's config.json in the layout of fledge, vLLM, SGLang or SafeAILab's code.
+`DraftConfig.for_target` derives a draft's config from a target's. `DraftConfig.to_hf` writes config.json. Everything
+specific to the configs of other projects is in this module.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_temp
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # the names that engines have for the same field
-# Default layers of targets that have too few for the engines' default. The output of the last layer is avoided where
-# possible, since SGLang cannot capture it.
-SHALLOW = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of this field
+# The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
+# if possible, since SGLang cannot capture it.
+SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Llama's names, and what configs call these sizes where their attribute map does not translate the name
+REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Llama's names of sizes, and other names of them that a config's attribute map may not translate
 LLAMA_NAMES = {
     "hidden_size": (),
     "num_attention_heads": (),
@@ -33,11 +34,11 @@ LLAMA_NAMES = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, as the `rope_parameters` of transformers name it.
+    """Rotary position embedding, with the fields of transformers' `rope_parameters`.
 
-    `long` says which of longrope's two factor lists the whole run uses. It is chosen once, from the configured
-    maximum length, because choosing by the length of a call makes packed rows differ from unpacked ones and
-    prefill from decoding. YaRN's fields are filled in with transformers' defaults, since SpecForge has none of its own.
+    `long` selects the long one of longrope's two factor lists. It is set once, from the configured maximum length: a
+    choice by the length of each call would make packed rows differ from unpacked ones, and prefill from decoding.
+    Missing YaRN fields are set to transformers' defaults, since SpecForge does not have defaults for them.
     """
 
     rope_type: str = "default"
@@ -62,7 +63,7 @@ class RopeConfig:
             return
         defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         filled = {k: v for k, v in defaults.items() if getattr(self, k) is None}
-        if not (self.mscale and self.mscale_all_dim):  # one alone counts for nothing in transformers: as it is here
+        if not (self.mscale and self.mscale_all_dim):  # transformers ignores either one without the other
             filled |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -71,12 +72,12 @@ class RopeConfig:
     def from_hf(cls, hf: dict[str, Any]) -> RopeConfig:
         """Reads transformers 5's `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-        A non-null `rope_scaling` wins over `rope_parameters`, as it does in transformers. Raises ValueError for a kind
-        that cannot be used, or naming a field that is missing or holds what it cannot.
+        A non-null `rope_scaling` has precedence over `rope_parameters`, as in transformers. Raises ValueError for an
+        unsupported RoPE type, and for a missing or invalid field.
         """
         top = Fields(hf, CONFIG)
         given = top.get("rope_parameters", {})
-        if "full_attention" in given:  # one set a layer type: the draft's layers attend fully
+        if "full_attention" in given:  # one dict for each layer type; the draft's layers have full attention
             given = given["full_attention"]
         params = Fields(given, ROPE, "rope_parameters")
         theta = params.get("rope_theta")
@@ -92,20 +93,20 @@ class RopeConfig:
                 "'linear' in the target's config, or remove the scaling and stay within its trained length."
             )
         if kind not in ROPE_TYPES:
-            raise ValueError(f"unknown RoPE type {format_value(kind)}; fledge knows {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"unknown RoPE type {format_value(kind)}; fledge supports {', '.join(ROPE_TYPES)}")
         values["rope_theta"] = values["rope_theta"] or theta or top.get("rope_theta", cls.rope_theta)
         if values["partial_rotary_factor"] is None:
             values["partial_rotary_factor"] = top.get("partial_rotary_factor", cls.partial_rotary_factor)
         if kind in ("llama3", "yarn", "longrope"):
-            # as in transformers: the top level's trained length wins, and where there is none the positions stand in
+            # as in transformers: the top level's field has precedence, and the default is max_position_embeddings
             trained = values["original_max_position_embeddings"] or top.get("max_position_embeddings")
             values["original_max_position_embeddings"] = top.get("original_max_position_embeddings", trained)
         known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "type"}
         return cls(rope_type=kind, **known)._complete(top.get("max_position_embeddings"))
 
     def _complete(self, max_positions: int | None) -> RopeConfig:
-        """Writes out a `factor` that the source leaves to be derived from two lengths (Phi-3, DeepSeek). Raises
-        ValueError for a field that its kind needs and has not."""
+        """Sets a missing `factor` to the ratio of the maximum and the original length (Phi-3, DeepSeek). Raises
+        ValueError for a field that the RoPE type requires and that is missing."""
         needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
         missing = [f"a `{key}`" for key in needed.get(self.rope_type, ()) if getattr(self, key) is None]
         if missing:
@@ -115,12 +116,13 @@ class RopeConfig:
         original = self.original_max_position_embeddings
         if not original or not max_positions:
             raise ValueError(
-                f"RoPE type {self.rope_type!r} needs a `factor` in the config, or the two lengths it is the ratio of"
+                f"RoPE type {self.rope_type!r} needs a `factor` in the config, or max_position_embeddings and "
+                "original_max_position_embeddings"
             )
         return replace(self, factor=max_positions / original)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_parameters` dict of transformers 5; fields left unset are left out."""
+        """The `rope_parameters` dict of transformers 5, without fields that are None."""
         out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "long"}
         out = {k: list(v) if isinstance(v, tuple) else v for k, v in out.items() if v is not None}
         if self.partial_rotary_factor == 1.0:
@@ -128,7 +130,7 @@ class RopeConfig:
         return out
 
     def for_length(self, max_length: int) -> RopeConfig:
-        """The same embedding with longrope's list chosen for runs of at most `max_length` tokens."""
+        """A copy with longrope's factor list for sequences of at most `max_length` tokens."""
         if self.rope_type != "longrope":
             return self
         original = self.original_max_position_embeddings
@@ -139,7 +141,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a draft was trained for; written under `fledge` in config.json and checked when it is loaded."""
+    """Facts about a draft's training, written under `fledge` in config.json and checked when the draft is loaded.
+
+    `target` is the target's directory or hub id and `target_layers` its number of layers. `depth` is the number of TTT
+    steps, `max_length` the maximum length in tokens, and `coverage` the share of the data's tokens that are in the
+    draft's vocabulary. The hashes are those of `models.weights`.
+    """
 
     target: str = ""
     target_layers: int | None = None
@@ -154,14 +161,14 @@ class Provenance:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The shape and variant of a draft. Symbols: D target hidden, E draft hidden, V and W vocabularies.
+    """The configuration of a draft.
 
-    `method` is a key of `fledge.methods.METHODS`, whose row (`family`) says what the draft reads and how it drafts.
-    The switches below it are variants of EAGLE-3: EAGLE-3.1 sets `fc_norm` and `norm_output`; the other norms are
-    speculators' and SpecForge's. `fc_bias` is for EAGLE-1 only. `mask_token_id` is the token that a one-pass draft
-    reads where the token is not known yet. `aux_layers` are the target layers that are read, counted as transformers'
-    `hidden_states`: id i is the input of layer i, which is the output of layer i - 1; None means the engines' common
-    default (`engine_layers`). Raises ValueError for fields that contradict each other.
+    `method` is a key of `fledge.methods.METHODS`, and `family` its entry there. `qk_norm`, `norm_before_residual`,
+    `norm_before_fc`, `fc_norm` and `norm_output` are variants of EAGLE-3: EAGLE-3.1 has `fc_norm` and `norm_output`,
+    the others are from speculators and SpecForge. `fc_bias` is for EAGLE-1 only. `mask_token_id` is the input token of
+    a one-pass draft at depths where the token is unknown. `aux_layers` are the ids of the target's hidden states that
+    are read, as in transformers' `hidden_states`: id i is the input of layer i, i.e. the output of layer i - 1. None
+    means the engines' default (`engine_layers`). Raises ValueError for fields that contradict each other.
     """
 
     hidden_size: int
@@ -200,15 +207,15 @@ class DraftConfig:
         self._check_family()
         if self.family.one_pass != (self.mask_token_id is not None):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: drafts that draft in one pass (P-EAGLE) need one, and others "
-                "have none"
+                f"mask_token_id is {self.mask_token_id}: one-pass drafts (P-EAGLE) need one, and other drafts must not "
+                "have one"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"the draft vocabulary has {self.draft_vocab_size} tokens and the target's only {self.vocab_size}; "
-                f"choose {self.vocab_size} at most"
+                f"choose at most {self.vocab_size}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -219,8 +226,8 @@ class DraftConfig:
             raise ValueError("fc_norm (EAGLE-3.1) and norm_before_fc (speculators) exclude each other; choose one")
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
-                f"a draft {self.hidden_size} wide cannot read the target's {self.target_hidden_size}-wide embeddings; "
-                "it needs embeddings of its own, or to be as wide as the target"
+                f"a draft of hidden size {self.hidden_size} cannot use the target's embeddings of size "
+                f"{self.target_hidden_size}; it needs embeddings of its own, or the target's hidden size"
             )
         if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_hidden_states:
             raise ValueError(
@@ -230,16 +237,16 @@ class DraftConfig:
 
     @property
     def family(self) -> Method:
-        """The draft's row in the table of methods."""
+        """The draft's entry in the table of methods."""
         return METHODS[self.method]
 
     def _check_family(self) -> None:
-        """Raises ValueError for what the method does not have."""
+        """Raises ValueError for fields that the method does not support."""
         family = self.family
         same_shape = self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size
         if family.borrows_head and not same_shape:
             raise ValueError(
-                f"an {family.title} draft uses its target's head, so it must be as wide as the target and have its "
+                f"an {family.title} draft uses its target's head, so it must have the target's hidden size and its "
                 "whole vocabulary"
             )
         if on := [name for name in SWITCHES if name in family.without and getattr(self, name)]:
@@ -249,14 +256,16 @@ class DraftConfig:
 
     @classmethod
     def for_target(cls, hf: dict[str, Any], *, max_length: int, **overrides: Any) -> DraftConfig:
-        """A one-layer draft as wide as the target, with its heads, RoPE and norms' epsilon.
+        """A one-layer draft with the target's hidden size, attention heads, RoPE and norm epsilon.
 
-        `hf` is what `llama_names` makes of the target's text config; `overrides` replace any field. Raises ValueError
-        where the target's RoPE cannot be used or the overrides contradict each other.
+        `hf` is the target's text config from `llama_names`. `overrides` replace any fields. Raises ValueError if the
+        target's config lacks a required field or has an unsupported RoPE type, or if overrides contradict each other.
         """
-        missing = [k for k in NEEDED if hf.get(k) is None]
+        missing = [k for k in REQUIRED if hf.get(k) is None]
         if missing:
-            raise ValueError(f"the target's config has no {', '.join(missing)}, which its draft's shape is taken from")
+            raise ValueError(
+                f"the target's config has no {', '.join(missing)}, from which the draft's shape is derived"
+            )
         width = overrides.get("hidden_size", hf["hidden_size"])
         shape = dict(
             hidden_size=width,
@@ -277,17 +286,18 @@ class DraftConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
-        """Reads a draft's config.json. Raises ValueError for what is not an EAGLE draft, with the reason."""
+        """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
+        unsupported field."""
         top = Fields(hf, CONFIG)
         if "speculators_config" in hf or "speculators_model_type" in hf:
             raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
-        missing = [k for k in NEEDED if k not in top]
+        missing = [k for k in REQUIRED if k not in top]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
         eagle, own = top.nested("eagle_config", EAGLE_CONFIG), top.nested("fledge", FLEDGE)
         family, mask = _family(top), _mask_token(top)
         if family is EAGLE1 and top.get("qkv_bias"):
-            raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not compute")
+            raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
         if family.one_pass and mask is None:
             raise ValueError(
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
@@ -298,7 +308,7 @@ class DraftConfig:
             )
         aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
         if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
-            # the nested list counts as SGLang does, by the layer whose output is read
+            # the nested list is SGLang's, with the indices of the layers whose outputs are read
             aux = [i + 1 for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
         hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
         width = top.get("target_hidden_size", hidden)
@@ -316,7 +326,7 @@ class DraftConfig:
             max_position_embeddings=top.get("max_position_embeddings", 2048),
             num_hidden_layers=top.get("num_hidden_layers", 1),
             method=family.name,
-            fc_bias=family is EAGLE1 and top.get("bias", True),  # the authors' code takes a missing field for True
+            fc_bias=family is EAGLE1 and top.get("bias", True),  # the default in the authors' code
             num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
             attention_bias=top.get("attention_bias", False),
@@ -336,15 +346,15 @@ class DraftConfig:
         )
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """config.json that vLLM, SGLang, SafeAILab and transformers parse alike.
+        """The content of config.json, for vLLM, SGLang, SafeAILab's code and transformers.
 
-        `rope_theta` and `rope_scaling` stand beside `rope_parameters` because SafeAILab reads only the former and
-        transformers 5 writes only the latter.
+        It has `rope_theta` and `rope_scaling`, which are all that SafeAILab's code reads, and also `rope_parameters`,
+        the format of transformers 5.
         """
         rope = self.rope.to_hf()
         scaling = None if self.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
         if self.rope.rope_type == "linear":
-            scaling = {"type": "linear", "factor": self.rope.factor}  # the one scaling SafeAILab takes, in its words
+            scaling = {"type": "linear", "factor": self.rope.factor}  # the only scaling that SafeAILab's code supports
         hf: dict[str, Any] = {
             "architectures": self._architectures(),
             "model_type": "qwen3" if self.qk_norm else "llama",
@@ -379,10 +389,10 @@ class DraftConfig:
                 "norm_before_fc": self.norm_before_fc,
                 "num_aux_hidden_states": self.num_aux_hidden_states,
             }
-            # only where they are true: at a `norm_output` of false SpecForge skips its final norm
+            # left out if false: SpecForge skips the final norm if `norm_output` is present and false
             hf |= {name: True for name in ("fc_norm", "norm_output") if getattr(self, name)}
         if self.mask_token_id is not None:
-            hf |= dict.fromkeys(MASK_TOKEN, self.mask_token_id)
+            hf |= dict.fromkeys(MASK_TOKEN_FIELDS, self.mask_token_id)
         if self.rope.partial_rotary_factor != 1.0:
             hf["partial_rotary_factor"] = self.rope.partial_rotary_factor
         if self.rope.original_max_position_embeddings and self.rope.rope_type == "longrope":
@@ -403,22 +413,21 @@ class DraftConfig:
         return hf
 
     def _architectures(self) -> list[str]:
-        # SGLang has no draft class with q/k norms, so such a draft names vLLM's
+        # SGLang has no draft class with q/k norms; this is vLLM's
         return ["Eagle3Qwen3ForCausalLM"] if self.qk_norm else list(self.family.architectures)
 
     def with_provenance(self, **known: Any) -> DraftConfig:
-        """The same draft with these facts of its training written in."""
+        """A copy with these provenance fields replaced."""
         return replace(self, provenance=replace(self.provenance, **known))
 
 
 def llama_names(config: Any) -> dict[str, Any]:
-    """A transformers text config as a dict that has its sizes under the names of Llama's config, as `for_target` reads
-    them.
+    """A transformers text config as a dict with the field names of Llama's config, for `DraftConfig.for_target`.
 
-    Names are translated by the config's attribute map and by `LLAMA_NAMES`. A size that the family does not have is
-    derived: an MLP is four times as wide as the hidden state (GPT-2, Bloom), a model without attention gets heads 64
-    wide (Mamba), and a RoPE that no draft can use (Gemma 4's "proportional") becomes a plain one of the same base.
-    `max_position_embeddings` is left out where no longest input is named, as for ALiBi and recurrent layers.
+    Names are translated by the config's attribute map and by LLAMA_NAMES. Missing sizes get defaults: an MLP of four
+    times the hidden size (GPT-2, Bloom), and heads of dimension 64 for models without attention (Mamba). A RoPE type
+    that drafts do not support (Gemma 4's "proportional") is replaced by plain RoPE with the same base.
+    `max_position_embeddings` is missing if the config has no maximum length (ALiBi, recurrent layers).
     """
     hf = {name: value for name, value in config.to_dict().items() if value is not None}
     for name, others in LLAMA_NAMES.items():
@@ -428,14 +437,14 @@ def llama_names(config: Any) -> dict[str, Any]:
     if width := hf.get("hidden_size"):
         hf.setdefault("intermediate_size", 4 * width)
         hf.setdefault("num_attention_heads", width // math.gcd(width, 64))
-    if hf.get("multi_query") and not hf.get("new_decoder_architecture"):  # Falcon-7B and GPTBigCode: one for all heads
+    if hf.get("multi_query") and not hf.get("new_decoder_architecture"):  # Falcon-7B and GPTBigCode have one KV head
         hf["num_key_value_heads"] = 1
     return hf | {"rope_parameters": _usable_rope(hf.get("rope_parameters"))}
 
 
 def _usable_rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The RoPE that a draft takes over. "dynamic" stays, to be refused: with it the target itself changes with the
-    length of a call."""
+    """The RoPE parameters of a draft. "dynamic" is kept, and refused later: with it, the target's own features depend
+    on the length of a call."""
     parameters = (parameters or {}).get("full_attention") or parameters or {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in (*ROPE_TYPES, "su", "dynamic"):
@@ -444,30 +453,29 @@ def _usable_rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def default_aux_layers(target_layers: int) -> tuple[int, ...]:
-    """The three layers that a draft reads where nobody names them, counted as `DraftConfig.aux_layers` are: those of
-    every known EAGLE-3 trainer and engine where the target has them, else others, which its config then lists.
+    """The default `DraftConfig.aux_layers`: `engine_layers`, or for targets of 2 to 6 layers SHALLOW_TARGET_LAYERS.
 
-    Raises ValueError for a target that has no three (fewer than 2 layers).
+    Raises ValueError for a target with fewer than 2 layers.
     """
     if target_layers < 2:
         raise ValueError(
-            "a target of one layer has no three hidden states for EAGLE-3 to read; use fledge train --method eagle1, "
-            "which reads the last one alone"
+            "EAGLE-3 reads three hidden states, and a target of one layer has fewer; use fledge train --method eagle1, "
+            "which reads the final hidden state only"
         )
-    return engine_layers(target_layers) or SHALLOW[target_layers]
+    return engine_layers(target_layers) or SHALLOW_TARGET_LAYERS[target_layers]
 
 
 def engine_layers(n: int) -> tuple[int, int, int] | None:
-    """What engines read of a target of n layers where a draft's config lists none; None where those would not be three
-    different layers."""
+    """The layers that engines read of a target of n layers if a draft's config lists none; None if these would not be
+    three different layers."""
     return (2, n // 2, n - 3) if n >= 7 else None
 
 
 def _family(top: Fields) -> Method:
-    """The method of the draft that a config describes, by our own field or by the architecture's name.
+    """The method of a draft, from fledge's own field in its config or from the architecture's name.
 
-    The EAGLE authors' configs name no architecture but Llama's. Of those, one with a draft vocabulary is EAGLE-3, and
-    one with a single layer, which no whole model has, is EAGLE-1. Raises ValueError for any other config.
+    The EAGLE authors' configs have Llama's architecture. Such a config is EAGLE-3 if it has one of EAGLE-3's fields,
+    and EAGLE-1 if it has a single layer, as no complete model has. Raises ValueError for other configs.
     """
     own = top.nested("fledge", FLEDGE).get("method")
     names = top.get("architectures") or ["Eagle3"]
@@ -493,7 +501,7 @@ def _mentions(word: str, names: list[str]) -> bool:
 
 
 def _mask_token(top: Fields) -> int | None:
-    return next((top.get(key) for key in MASK_TOKEN if key in top), None)
+    return next((top.get(key) for key in MASK_TOKEN_FIELDS if key in top), None)
 
 
 def _first(ids: int | list[int] | None) -> int | None:

@@ -1,8 +1,8 @@
-"""The draft methods, a row each: what a draft reads, which head it has, how it is trained, drafts and is written.
+"""The table of draft methods.
 
-Everything that differs between methods is a field of `Method`; no other module asks for a method by its name. A new
-method is a row here, an objective in `train/objective.py` and, where it drafts in another way, a source of candidates
-in `decode/sources.py`.
+Everything that differs between methods is a field of `Method`; no other module compares a method's name. A new method
+needs an entry here, its objective in `train/objective.py`, and a source of candidates in `decode/sources.py` if it
+drafts in another way.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Method:
-    """One family of drafts.
+    """A draft method.
 
-    `name` is what a draft's config.json records; `title` and `paper` are for people.
+    `name` is written to a draft's config.json; `title` and `paper` are for messages.
 
-    What it reads and computes:
-    `reads_layers`: hidden states of several target layers, fused by `fc`; False: the target's final hidden state alone.
-    `fuses_embedding`: `fc` joins token embedding and hidden state before the first layer, which is then a plain decoder
-    layer without an input norm; False: the first layer's projections read both side by side, each normed.
-    `borrows_head`: logits are the target's head applied to the last layer's output, over the target's whole
-    vocabulary; False: a norm and a head of the draft's own.
-    `one_pass`: all tokens of a round are drafted in one pass, in which a mask token and a learned state stand for what
-    is not known yet; False: one pass drafts one token.
+    Inputs and computation:
+    `reads_layers`: reads hidden states of several target layers, joined by `fc`; False: only the final hidden state.
+    `fuses_embedding`: `fc` joins token embedding and hidden state before the first layer, which is then an ordinary
+    decoder layer without an input norm; False: the first layer's projections read both concatenated, each normed.
+    `borrows_head`: the logits are the target's head applied to the last layer's output, over the target's whole
+    vocabulary; False: the draft has a norm and a head of its own.
+    `one_pass`: one pass drafts all tokens of a round, with a mask token and a learned state in place of unknown inputs;
+    False: one pass drafts one token.
 
-    How it is trained:
-    `trained_depth`: the number of steps trained, where the method fixes it; else None. `least_depth`: the fewest steps
-    with which it drafts as intended. `gamma`: the weight of step k is gamma^k, where the method fixes gamma; else None.
-    `cross_entropy`: the weight of the distillation loss. `regression`: the draft's output is also fitted to the
-    target's next hidden state by a Smooth L1 loss. `drops_slots`: fewer slots are trained the deeper the step
-    (conditional drop-token sampling). `options`: the training options that only this method has; `without`: those that
-    it lacks, with the reason.
+    Training:
+    `trained_depth`: the number of TTT steps, if the method fixes it; else None. `min_depth`: the fewest steps with
+    which the method makes sense. `gamma`: step k has weight gamma^k, if the method fixes gamma; else None.
+    `cross_entropy`: the weight of the distillation loss. `regression`: adds a Smooth L1 loss between the draft's output
+    and the target's next hidden state. `drops_slots`: the share of trained slots decreases with the step (conditional
+    drop-token sampling). `options`: training options that only this method has. `without`: options that it does not
+    support, with the reason.
 
-    How it is written:
-    `architectures`: what config.json says, each the class name of an engine; `first_layer`: the prefix of the first
-    layer's tensors on disk; `notes`: what engines and trainers other than fledge do with such a draft, for people.
+    Checkpoints:
+    `architectures`: the entry in config.json, the engines' class names. `first_layer`: the prefix of the first layer's
+    tensors in the file. `notes`: how engines and trainers other than fledge treat such a draft, for messages.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Method:
     borrows_head: bool = False
     one_pass: bool = False
     trained_depth: int | None = None
-    least_depth: int = 1
+    min_depth: int = 1
     gamma: float | None = None
     cross_entropy: float = 1.0
     regression: bool = False
@@ -99,14 +99,14 @@ PEAGLE = Method(
     paper="Hui et al. 2026, arXiv:2602.01469",
     architectures=("LlamaForCausalLMEagle3",),
     one_pass=True,
-    least_depth=2,
+    min_depth=2,
     gamma=1.0,
     drops_slots=True,
     options=("cod_rate", "cod_min_rate"),
     without={"gamma": "the depths of P-EAGLE have equal weights"},
     notes=(
         "SGLang has no P-EAGLE and would draft one token a pass with it; vLLM serves it with parallel_drafting.",
-        "SpecForge reads this file as a one-layer EAGLE-3 draft; continue its training with fledge.",
+        "SpecForge loads this file as a one-layer EAGLE-3 draft; continue its training with fledge.",
     ),
 )
 
@@ -115,7 +115,7 @@ METHODS: dict[str, Method] = {m.name: m for m in (EAGLE1, EAGLE3, PEAGLE)}
 
 @dataclass(frozen=True)
 class Choice:
-    """What `fledge train --method` can be: a method, and the switches of a draft's config that it turns on."""
+    """A value of `fledge train --method`: a method, and the fields of a draft's config that it sets to True."""
 
     method: Method
     title: str

@@ -145,7 +145,7 @@ def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPa
     """What it took is given back while the others go on, and their words stay the same."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, **WAYS[way])
-    monkeypatch.setattr(kv_cache, "LEAST", 8)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 8)
     seen, dismiss = [], Batch.dismiss
 
     def watched(self: Batch) -> None:
@@ -194,7 +194,7 @@ def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch
     same."""
     target, draft, _ = good_pair()
     engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
-    monkeypatch.setattr(kv_cache, "LEAST", 8)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 8)
     monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
     short, long = prompts(20, longest=6, seed=2), [5] * 450
     engine.generate_all(short[:2], **options)  # finds out what the target can do
@@ -208,7 +208,7 @@ def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch
 
 
 def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are verified in one pass each round, as long as their rooms are at most twice what they need."""
+    """They are verified in one pass each round, if their cache has at most twice the slots that they need."""
     target, draft, _ = good_pair()
     engine, batches = Engine(target, draft, depth=3), []
     monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)

@@ -213,7 +213,7 @@ def test_every_field_of_yarn_is_written(given):
     ("changes", "remark"),
     [
         (dict(draft_vocab_size=V), "SpecForge leaves t2d and d2t uninitialized"),
-        (dict(method="peagle", mask_token_id=3), "SpecForge reads this file as a one-layer EAGLE-3 draft"),
+        (dict(method="peagle", mask_token_id=3), "SpecForge loads this file as a one-layer EAGLE-3 draft"),
     ],
 )
 def test_inspect_says_what_specforge_would_misread(tmp_path, changes, remark):

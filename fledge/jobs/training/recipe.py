@@ -256,8 +256,8 @@ def _check_method_options(options: TrainOptions, method: Method) -> None:
 def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method) -> int:
     known = existing.config.provenance.depth if existing else None
     depth = options.depth or known or DEPTH
-    if depth < method.least_depth:
-        raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.least_depth}")
+    if depth < method.min_depth:
+        raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.min_depth}")
     return depth
 
 
