@@ -525,7 +525,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda c: [c], "holds a list, not an object"),
+        (lambda c: [c], "contains a list, not a JSON object"),
         (lambda c: {**c, "options": [1]}, "does not contain the options of the run"),
         (lambda c: {"options": c["options"]}, "does not contain the options of the run"),
         (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "--lr 'fast' is not of type"),
@@ -540,7 +540,7 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
     options = asdict(train_job.TrainOptions(target="target", data=["chats.jsonl"]))
     (tmp_path / "train.json").write_text(json.dumps(change({"options": options, "data_sha256": "0"})))
     ran = fledge("train", "--resume", tmp_path)
-    assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
+    assert ran.code == 2 and reason in ran.err and "damaged; start a new run" in ran.err, ran.err
 
 
 def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_path, fledge, monkeypatch):
@@ -573,7 +573,7 @@ def recipe_with(change: Callable[[dict], object]) -> dict:
         (lambda r: {**r, "settled": None}, "has no settled values (key settled)"),
         (lambda r: {**r, "settled": {"depth": 5}}, "has no settled values (key settled)"),
         (lambda r: {**r, "settled": {**r["settled"], "slots": "many"}}, "settled.slots has the invalid value 'many'"),
-        (lambda r: {**r, "settled": {**r["settled"], "depht": 3}}, "settled.depht cannot be 3"),
+        (lambda r: {**r, "settled": {**r["settled"], "depht": 3}}, "settled.depht has the invalid value 3"),
         (lambda r: {**r, "settled": {**r["settled"], "depth": 0}}, "--depth 0: it must be at least 1"),
         (lambda r: {**r, "lr": "fast"}, "lr: 'fast' is not of type float | None"),
         (lambda r: {**r, "data": [3]}, "data: [3] is not of type list[str]"),
@@ -583,7 +583,7 @@ def recipe_with(change: Callable[[dict], object]) -> dict:
 def test_a_recipe_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
     write_recipe(tmp_path, recipe_with(change))
     ran = fledge("train", "--resume", tmp_path)
-    assert ran.code == 2 and reason in ran.err and "damaged, start a new run" in ran.err, ran.err
+    assert ran.code == 2 and reason in ran.err and "damaged; start a new run" in ran.err, ran.err
 
 
 def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):

@@ -657,7 +657,7 @@ def test_a_checkpoint_of_before_there_were_hashes_goes_on(tmp_path):
 def test_a_train_json_that_is_none_is_told(tmp_path, text):
     run = RunDirectory(tmp_path)
     run.old_config.write_text(text)
-    with pytest.raises(ValueError, match=r"train\.json .* is damaged, start a new run"):
+    with pytest.raises(ValueError, match=r"train\.json .* is damaged; start a new run"):
         resume_options(run, TrainOptions(resume=str(tmp_path)))
 
 
