@@ -1,11 +1,11 @@
-"""Tokens per second of many ragged prompts decoded together, over those of the same prompts one by one.
+"""Compares the tokens per second of batched decoding with those of the same prompts decoded one at a time.
 
     python bench/batches.py --target DIR --draft DIR [DIR ..] --prompts FILE [FILE ..] --out bench/results/batches.json
 
-For each draft and each way of drafting, and without a draft: `--limit` prompts, taken in turn from the files and spread
-over each, at most `--batch` of them at once, where one that ends makes room for the next; and one after the other, in
-the same run, after one pass that is not counted. Greedy; a stop token ends an answer, so some end early. An answer
-that differs from the same prompt's alone is a near tie or, by `fledge eval`'s rule, `different`.
+Decodes `--limit` prompts greedily, alternating between the files and evenly spaced within each: at most `--batch` at a
+time, where the next prompt starts when one ends, and one at a time, in the same run after a warm-up. Measured for each
+draft as a chain and as a tree, and without a draft. Generation ends at stop tokens, so lengths differ. An output that
+differs from that of the prompt alone counts as a near tie or as `different`, by the rule of `fledge eval`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--out", type=Path, default=Path("bench/results/batches.json"))
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--limit", type=int, default=None, help="prompts; so many as are decoded at once if not given")
+    parser.add_argument("--limit", type=int, default=None, help="number of prompts (default: --batch)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--width", type=int, default=8)
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     target = load(options.target, device=options.device, dtype=parse_dtype(options.dtype)).target
-    prompts = in_turn(options.prompts, options.limit or options.batch)
+    prompts = interleaved(options.prompts, options.limit or options.batch)
     rows = []
     for draft in options.draft:
         for mode in (None, "tree"):
@@ -53,8 +53,8 @@ def main() -> None:
     write_record(options.out, record)
 
 
-def in_turn(files: list[str], limit: int) -> list[Any]:
-    """So many first prompts, one of each file after the other."""
+def interleaved(files: list[str], limit: int) -> list[Any]:
+    """The first turns of `limit` prompts, alternating between the files."""
     of_each = [read_prompts(file, -(-limit // len(files))) for file in files]
     return [first_prompt(p) for row in itertools.zip_longest(*of_each) for p in row if p is not None][:limit]
 

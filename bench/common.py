@@ -1,4 +1,4 @@
-"""What the benchmarks share: model shapes, rows, timing, the machine's ceiling and profiles."""
+"""Functions shared by the benchmarks: model shapes, training rows, timing, peak FLOP/s and profiles."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
-    """A row of one document with random tokens. A share of `supervised` is covered by evenly spread spans of SPAN
-    tokens; 1 is one span over all of it. Raises ValueError where whole spans cannot make up that share."""
+def make_row(tokens: int, supervised: float, vocab: int) -> Packed:
+    """A row of one document with random tokens. A share `supervised` of the tokens is in evenly spaced spans of SPAN
+    tokens; with 1, the document is a single span. Raises ValueError if complete spans cannot have that share."""
     span = torch.zeros(tokens, dtype=torch.int32)
     if supervised < 1:
         block = torch.arange(tokens, dtype=torch.int32) // SPAN
-        begun = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # spans due before each block
-        span = torch.where((begun[1:] > begun[:-1])[block], block, -1)
+        before = (supervised * torch.arange(block[-1] + 2) + 1e-9).floor()  # number of spans before each block
+        span = torch.where((before[1:] > before[:-1])[block], block, -1)
     share = (span >= 0).float().mean().item()
     if abs(share - supervised) > 0.01:
         raise ValueError(
-            f"spans of {SPAN} tokens can supervise {share:.0%} of {tokens} tokens, not {supervised:.0%}; choose other "
+            f"complete spans of {SPAN} tokens cover {share:.0%} of {tokens} tokens, not {supervised:.0%}; choose other "
             "--tokens or --supervised"
         )
     token = torch.randint(vocab, (tokens,), dtype=torch.int32)
@@ -46,7 +46,7 @@ def row_of(tokens: int, supervised: float, vocab: int) -> Packed:
 def random_draft(
     config: DraftConfig, tokens: int, device: str, dtype: torch.dtype
 ) -> tuple[Draft, Features, torch.Tensor]:
-    """A draft with random weights, features of so many tokens, and a target's head [V, E]."""
+    """A draft with random weights, random features of `tokens` tokens, and a random target head [V, E]."""
     E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
     with torch.device(device):
         draft = Draft(config).to(device, dtype)
@@ -60,7 +60,7 @@ def random_draft(
 
 
 def peak_tflops(device: str, n: int = 8192) -> float | None:
-    """TFLOP/s of a bf16 product of random matrices; None on a CPU, where nothing is measured against it."""
+    """The TFLOP/s of a product of random bf16 matrices [n, n]; None on a CPU."""
     if device == "cpu":
         return None
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -70,11 +70,11 @@ def peak_tflops(device: str, n: int = 8192) -> float | None:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """Seconds of one call, by device events on a GPU."""
+    """The seconds of one call, measured with CUDA events on a GPU."""
     if device == "cpu":
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -84,8 +84,8 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def queued_seconds(work: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Seconds of each of several calls that are queued without waiting in between. The host's work at the start of each
-    then overlaps with the device's, as in training, where the target's pass comes first."""
+    """The seconds of each of several calls, without synchronization between them. The host's work of a call then
+    overlaps with the device's work of the previous one, as in training."""
     if device == "cpu":
         return [seconds(work, device) for _ in range(repeats)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -99,13 +99,13 @@ def queued_seconds(work: Callable[[], object], repeats: int, device: str) -> lis
 
 
 def profile(step: Callable[[], object]) -> None:
-    """Prints the kernels that take most of a step's time on the GPU."""
+    """Prints the kernels with the largest GPU time of a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
         step()
         torch.cuda.synchronize()
-    found = [e for e in p.key_averages() if e.self_device_time_total]  # the host's calls stand among them
-    found.sort(key=lambda e: -e.self_device_time_total)
-    for e in found[:28]:
+    kernels = [e for e in p.key_averages() if e.self_device_time_total]  # without host calls
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    for e in kernels[:28]:
         print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5} x {e.key[:100]}", flush=True)
-    total = sum(e.self_device_time_total for e in found)
-    print(f"    {total / 1e3:8.2f} ms on the GPU in all, {sum(e.count for e in found)} kernels", flush=True)
+    total = sum(e.self_device_time_total for e in kernels)
+    print(f"    {total / 1e3:8.2f} ms on the GPU in total, {sum(e.count for e in kernels)} kernels", flush=True)

@@ -1,13 +1,13 @@
-"""Trains every method of the family for the same number of tokens, and records what each reaches, way by way.
+"""Trains a draft of every method on the same tokens, and records acceptance and speed for each mode of drafting.
 
     python bench/family.py --target DIR --chats DIR --out bench/results/family.json
 
-`--chats` holds sgd_train, sgd_dev, gsm8k_train and stories (.jsonl of messages); the last 32 records of the latter two
-are held out. Four drafts are trained on the same rows for `--steps` steps, side by side. Then each way of drafting, at
-temperature 0 and 1: τ and α over 32 prompts, 16 of them decoded together, at most 64 new tokens; and, one process
-alone and one prompt at a time, the time of a round and tokens a second over a few of the prompts. `long` are prompts of
-three dialogues in one, longer than anything in training. Rows with another `depth` than the drafts were trained to, or
-with the sizes of a tree, are there to choose defaults by.
+`--chats` is a directory with sgd_train, sgd_dev, gsm8k_train and stories (.jsonl files of messages); the last 32
+records of the latter two are held out. Four drafts are trained on the same rows for `--steps` steps, in parallel
+processes. Then each draft decodes in each mode at temperatures 0 and 1: τ and α over 32 prompts, 16 at a time, with at
+most 64 new tokens. After that, a single process measures the time of a round and tokens per second over a few prompts,
+one at a time. The prompts of `long` are three dialogues each, longer than any training document. Rows with a `depth`
+other than the trained one, or with other tree sizes, serve to choose defaults.
 """
 
 import argparse
@@ -37,8 +37,8 @@ SETS = ("sgd_dev", "gsm8k", "stories")
 
 
 @dataclass(frozen=True)
-class Way:
-    """A row of the record: how a method's draft is used, and on what."""
+class Setting:
+    """A row of the record: the method, the drafting options, the temperature and the prompt set."""
 
     method: str
     mode: str
@@ -61,28 +61,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/family.json"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompts", type=int, default=HELD, help="prompts of each set")
-    parser.add_argument("--timed", type=int, default=2, help="of those timed one by one")
+    parser.add_argument("--timed", type=int, default=2, help="prompts of each set that are timed, one at a time")
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     split(options)
     with ProcessPoolExecutor(len(options.methods), multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(reached, options.methods, [options] * len(options.methods)))
+        found = list(pool.map(train_and_decode, options.methods, [options] * len(options.methods)))
     rows = [row for _, mine in found for row in mine]
     target = load(options.target, device=options.device).target
     dtype = str(target.dtype).removeprefix("torch.")
     record = {"environment": environment(target.device.type, dtype), "training": [t for t, _ in found], "rows": rows}
     print(*record["training"], sep="\n", flush=True)
-    # those that compare methods first
+    # rows that compare methods first
     for row in sorted(rows, key=lambda r: (r["depth"] != DEPTH or r["nodes"] not in (0, 32), r["temperature"])):
-        row |= timed(Way(**{k: row[k] for k in Way.__dataclass_fields__}), target, options)
-        print(show(row), flush=True)
+        row |= measure_speed(Setting(**{k: row[k] for k in Setting.__dataclass_fields__}), target, options)
+        print(describe(row), flush=True)
         write_record(options.out, record)
 
 
 def split(options: argparse.Namespace) -> None:
-    """Keeps the ends of two files out of training, and writes the prompts."""
+    """Splits the data into training files and held-out prompts."""
     data = options.work / "data"
     data.mkdir(parents=True, exist_ok=True)
 
@@ -99,7 +99,7 @@ def split(options: argparse.Namespace) -> None:
     write("sgd_dev", lines("sgd_dev"))
     dialogues = [json.loads(line)["messages"] for line in lines("sgd_dev")[: 3 * HELD]]
     joined = [list(itertools.chain(*dialogues[i : i + 3])) for i in range(0, len(dialogues), 3)]
-    # cut before the middle answer they are, so twice the length
+    # a prompt ends before the middle answer, so the dialogues are written twice
     write("long", [json.dumps({"messages": [*j, *j]}) for j in joined])
 
 
@@ -108,23 +108,25 @@ def prompts_of(name: str, options: argparse.Namespace) -> list[Any]:
     return [first_prompt(p) for p in read_prompts(file, options.prompts)]
 
 
-def ways(method: str) -> list[Way]:
+def settings_of(method: str) -> list[Setting]:
     one = "parallel" if method == "peagle" else "chain"
     found = [
-        Way(method, mode, temperature, name, nodes=32 if mode == "tree" else 0, width=8 if mode == "tree" else 0)
+        Setting(method, mode, temperature, name, nodes=32 if mode == "tree" else 0, width=8 if mode == "tree" else 0)
         for name in SETS for temperature in (0.0, 1.0) for mode in (one, "tree")
     ]  # fmt: skip
-    deeper = [Way(method, one, 0.0, name, depth=depth) for name, depth in (("sgd_dev", 10), ("long", 5), ("long", 10))]
+    deeper = [
+        Setting(method, one, 0.0, name, depth=depth) for name, depth in (("sgd_dev", 10), ("long", 5), ("long", 10))
+    ]
     found += deeper if method != "eagle1" else []
     if method in ("eagle3", "peagle"):
         sizes = ((5, 8, 4), (5, 16, 4), (5, 16, 8), (5, 60, 10), (7, 60, 10))
-        found += [Way(method, "tree", 0.0, "sgd_dev", depth, nodes, width) for depth, nodes, width in sizes]
-        found += [Way(method, one, 0.0, "sgd_dev", depth=depth) for depth in (2, 3, 4, 7)]
+        found += [Setting(method, "tree", 0.0, "sgd_dev", depth, nodes, width) for depth, nodes, width in sizes]
+        found += [Setting(method, one, 0.0, "sgd_dev", depth=depth) for depth in (2, 3, 4, 7)]
     return found
 
 
-def reached(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]:
-    """Trains a method's draft; τ and α of every way of using it."""
+def train_and_decode(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]:
+    """Trains a method's draft, and measures τ and α of every setting. Returns the training's summary and the rows."""
     show = ProgressDisplay(quiet=True)
     data = [str(options.work / "data" / f"{name}.jsonl") for name in ("sgd_train", "gsm8k_train", "stories")]
     asked = train.TrainOptions(
@@ -140,22 +142,22 @@ def reached(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]
         "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in lines),
     }  # fmt: skip
     target, rows = load(options.target, device=options.device).target, []
-    for way in ways(method):
-        sampling = Sampling(temperature=way.temperature)
-        done = way.engine(options.work, target).generate_all(
-            prompts_of(way.set, options), batch=16, max_new_tokens=NEW, sampling=sampling
+    for setting in settings_of(method):
+        sampling = Sampling(temperature=setting.temperature)
+        done = setting.engine(options.work, target).generate_all(
+            prompts_of(setting.set, options), batch=16, max_new_tokens=NEW, sampling=sampling
         )
         traces = [c.trace for c in done]
         rows.append(
-            {**vars(way), "tau": tau(traces), "alpha": alpha(traces), "rounds": sum(len(t.rounds) for t in traces)}
+            {**vars(setting), "tau": tau(traces), "alpha": alpha(traces), "rounds": sum(len(t.rounds) for t in traces)}
         )
     return trained, rows
 
 
-def timed(way: Way, target: Any, options: argparse.Namespace) -> dict[str, float]:
-    """One prompt at a time, after a few words that are not counted."""
-    engine, sampling = way.engine(options.work, target), Sampling(temperature=way.temperature)
-    asked = prompts_of(way.set, options)[: options.timed]
+def measure_speed(setting: Setting, target: Any, options: argparse.Namespace) -> dict[str, float]:
+    """Decodes a few prompts one at a time, after a warm-up of 8 tokens."""
+    engine, sampling = setting.engine(options.work, target), Sampling(temperature=setting.temperature)
+    asked = prompts_of(setting.set, options)[: options.timed]
     engine.generate(asked[0], max_new_tokens=8, sampling=sampling)
     done = [engine.generate(p, max_new_tokens=NEW, sampling=sampling) for p in asked]
     rounds = [r for c in done for r in c.trace.rounds]
@@ -167,7 +169,7 @@ def timed(way: Way, target: Any, options: argparse.Namespace) -> dict[str, float
     }
 
 
-def show(row: dict) -> str:
+def describe(row: dict) -> str:
     tree = f" {row['nodes']}x{row['width']}" if row["nodes"] else ""
     return (
         f"{row['method']:9} {row['mode']}{tree:6} depth {row['depth']:2} T={row['temperature']:.0f} {row['set']:8} "

@@ -1,9 +1,9 @@
-"""Times training steps on this CPU with and without a heap that keeps what is freed (fledge/train/heap.py).
+"""Times training steps on a CPU with and without `heap.retain_freed_memory` (fledge/train/heap.py).
 
     python bench/heap.py --target demo/target --data build/demo/train.jsonl@0.1 --out bench/results/heap.json
 
-Each way in processes of its own, in turns; the median step of each process, the first steps left out, and the page
-faults of a step.
+Runs alternate between the two, each in a process of its own. Records the median time of a step and the page faults per
+step of each process, without its first steps.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fledge.jobs import train
 from fledge.jobs.display import ProgressDisplay
 from fledge.train import heap
 
-FIRST = 10  # steps that are left out
+FIRST = 10  # initial steps that are not measured
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(kept: bool, options: argparse.Namespace) -> dict:
-    """Some steps of training as the demo does, with a larger vocabulary."""
+    """Trains with the demo's options and a larger draft vocabulary. Returns the row of the record."""
     if not kept:
         heap.retain_freed_memory = lambda: False
     faults: list[int] = []

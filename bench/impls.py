@@ -1,10 +1,10 @@
-"""Trains the same small draft with every implementation of the training step, and compares τ.
+"""Trains the same small draft with each implementation of the training step, and compares τ.
 
     python bench/impls.py --target DIR --data sgd_train.jsonl --prompts sgd_dev.jsonl --out bench/results/impls.json
 
-Each implementation with several seeds (initial weights and order of the data); τ by the real decoder, greedy, on the
-same 32 prompts. They agree where the difference of two means is within two standard errors of it. Rows that --out
-already holds of the same training are kept and not trained again.
+Each implementation is trained with several seeds (initial weights and order of the data). τ is measured by greedy
+decoding of the same 32 prompts. Two implementations agree if their mean τ differ by at most two standard errors of the
+difference. Rows of the same training that --out already has are not computed again.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def mean_and_error(rows: list[dict], impl: str) -> dict[str, float]:
-    """Mean τ over seeds and its standard error."""
+    """The mean τ over seeds and its standard error."""
     taus = [r["tau"] for r in rows if r["impl"] == impl]
     return {"tau": statistics.mean(taus), "error": statistics.stdev(taus) / len(taus) ** 0.5}
 

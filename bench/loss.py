@@ -1,15 +1,18 @@
-"""Times the loss from hidden states to their gradients and the head's, beside head product and loss apart.
+"""Times the fused loss (from the head's inputs to the gradients of inputs and head) against a separate head and loss.
 
     python bench/loss.py --out bench/results/loss.json
     python bench/loss.py --device cpu --width 64 --sizes 300 500      # a dry run anywhere
 
-Sizes of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot scored; the
-teacher's logits are the draft's W columns, made from its final hidden states within the measured time. "apart" makes
-all logits, then calls the plain loss (compiled where there is a GPU), with autograd, and has the head's gradient in
-bf16; ours is in float32, with `chunk` teacher rows at a time: few, or as many as training takes where nobody says
-(null). "apart32" hands that loss float32 logits, as losses that are kernels of their own take them.
-`ms` is the median of several queued one after the other, as in training, and `idle_ms` of one that begins on an idle
-GPU, which waits for the host first. Memory is the peak above the inputs, gradients included.
+The sizes are those of SpecForge's benchmark: (T, W) slots and draft tokens, E = 4096, bf16, one step, every slot
+scored. The teacher has the draft's vocabulary; its logits are computed from final hidden states within the measured
+time.
+
+"eager" and "triton" are fledge's loss, with `chunk` teacher rows at a time (null: the default of training) and the
+head's gradient in float32. "apart" computes all logits, then a plain loss (compiled on a GPU) with autograd, and the
+head's gradient is bf16. "apart32" is the same with float32 logits, which separate loss kernels take.
+
+`ms` is the median of several calls without synchronization in between, as in training. `idle_ms` is the median of calls
+that start on an idle GPU, and includes waiting for the host. Memory is the peak, including gradients, minus the inputs.
 """
 
 import argparse
@@ -32,21 +35,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/loss.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=1024, help="teacher rows at a time where memory is to be small")
+    parser.add_argument("--chunk", type=int, default=1024, help="teacher rows at a time of the low-memory variants")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", help="T W T W ...")
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     if options.device == "cpu" and not options.sizes:
-        parser.error("the record's sizes are for a GPU; --sizes chooses others")
+        parser.error("the record's sizes need a GPU; choose others with --sizes")
     sizes = list(zip(options.sizes[::2], options.sizes[1::2], strict=True)) if options.sizes else SIZES
     record = {"environment": environment(options.device, "bfloat16"), "ceiling_tflops": peak_tflops(options.device)}
     record |= {"width": options.width, "rows": []}
-    ways = [("apart32", None), ("apart", None), ("eager", options.chunk)]
+    variants = [("apart32", None), ("apart", None), ("eager", options.chunk)]
     if options.device != "cpu":
-        ways += [("triton", options.chunk), ("triton", None)]
+        variants += [("triton", options.chunk), ("triton", None)]
     for T, W in sizes:
-        for impl, chunk in ways:
+        for impl, chunk in variants:
             row = {"T": T, "W": W, "impl": impl, "chunk": chunk, **measure(impl, T, W, chunk, options)}
             record["rows"].append(row)
             memory = "" if row["gib"] is None else f" {row['gib']:6.3f} GiB"
@@ -92,7 +95,7 @@ def measure(impl: str, T: int, W: int, chunk: int | None, options: argparse.Name
 
 
 def plain(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """Σ soft cross-entropy of logits [T, W] against teacher logits [T, W]."""
+    """The sum of the soft cross-entropies of logits [T, W] with teacher logits [T, W]."""
     return -(t.float().softmax(-1) * z.float().log_softmax(-1)).sum()
 
 

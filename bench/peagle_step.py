@@ -3,9 +3,9 @@
     python bench/peagle_step.py --out bench/results/peagle_step.json
     python bench/peagle_step.py --shape tiny --device cpu --tokens 512      # a dry run anywhere
 
-Llama-3.1-8B's shape as in train_step.py, with four layers, K = 8 depths and a retention of 0.8: one document of T
-tokens, every one supervised, every slot scored. Features and final hidden states are given. Time is the median of
-`--repeats` steps, queued one after the other; memory is the peak above weights and inputs, gradients included.
+The draft has the shape of train_step.py (Llama-3.1-8B), four layers, K = 8 depths and a COD rate of 0.8. A row is one
+document of T tokens, all supervised, with every slot scored. Features are random inputs. Time is the median of
+`--repeats` steps without synchronization in between. Memory is the peak, including gradients, minus weights and inputs.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from common import SHAPES, queued_seconds, random_draft, row_of
+from common import SHAPES, make_row, queued_seconds, random_draft
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
@@ -51,21 +51,21 @@ def main() -> None:
 def measure(tokens: int, recompute: bool, options: argparse.Namespace) -> dict:
     device, dtype = options.device, torch.bfloat16
     impl = "eager" if device == "cpu" else "triton"
-    ways = Implementation(impl, impl, impl, options.slots, recompute and impl == "triton", 512)
+    implementation = Implementation(impl, impl, impl, options.slots, recompute and impl == "triton", 512)
     torch.manual_seed(0)
     config = DraftConfig(**SHAPES[options.shape], num_hidden_layers=options.layers, method="peagle", mask_token_id=0)
-    config = replace(config, vocab_size=config.draft_vocab_size)  # a target that says the draft's words alone
+    config = replace(config, vocab_size=config.draft_vocab_size)  # a target with the draft's vocabulary
     draft, features, head = random_draft(config, tokens, device, dtype)
-    packed, drop = row_of(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2)
+    packed, drop = make_row(tokens, 1.0, config.vocab_size), DropTokens(options.rate, 0.2)
 
     objective = Objective(depth=options.depth, gamma=1.0, keep_out_of_vocab=True, drop=drop)
 
     def step():
         draft.zero_grad(set_to_none=True)
-        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, ways, "0")
+        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, implementation, "0")
 
     gpu = device != "cpu"
-    row = {"T": tokens, "ways": asdict(ways)}
+    row = {"T": tokens, "ways": asdict(implementation)}
     before = torch.cuda.memory_allocated() if gpu else 0
     try:
         if gpu:

@@ -1,11 +1,11 @@
-"""What attention at ever new lengths costs, by torch's own choice of backend and without cuDNN's.
+"""Times attention at lengths that are new in each call, with torch's choice of backend and without cuDNN's.
 
     python bench/sdpa.py --out bench/results/sdpa.json
 
-One query of 32 heads of 128 dimensions, bf16, over keys that grow by one a call, as in decoding (with keys repeated
-for heads that share them, as transformers has it under a mask); alone, with a mask over a batch of 16, and alone with
-one. Milliseconds a call, host included, over the first 60 lengths and over the same
-lengths again.
+One bf16 query with 32 heads of dimension 128 attends to keys that grow by one per call, as in decoding. Keys are
+repeated for the heads that share them, as transformers does with a mask. Three cases: batch 1 without mask, batch 16
+with a mask, batch 1 with a mask. Records milliseconds per call, including host time, over 60 new lengths and over the
+same lengths again.
 """
 
 import argparse

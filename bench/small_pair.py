@@ -1,10 +1,10 @@
-"""Trains drafts for a small chat model on one GPU within a time, and records what they reach.
+"""Trains drafts for a small chat model on one GPU within a time limit, and records their τ.
 
     python bench/small_pair.py --target DIR --chats DIR --prompts DIR --out bench/results/small_pair.json
 
-Two drafts: one on the dialogues of `sgd_train` alone, within `--seconds`, to compare with the plain trainer whose
-figure is known; one on all chat files for `--mixed-seconds`, for every prompt set. Training time is the optimizer
-loop's, without reading data and measuring τ.
+One draft is trained on `sgd_train` for `--seconds`, to compare with a known result of a plain trainer. Another is
+trained on all chat files for `--mixed-seconds`, and evaluated on every prompt set. Training time is the time spent in
+optimizer steps, without reading data and evaluation.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from fledge.eval.record import check_record_path, write_record
 from fledge.jobs import evaluate, train
 from fledge.jobs.display import ProgressDisplay
 
-PLACES = ("target", "data", "eval_prompts", "out")  # options that are no setting
-CALIBRATION = 40  # steps, of which the first half warms up
+PATHS = ("target", "data", "eval_prompts", "out")  # options that are left out of the record
+CALIBRATION = 40  # steps to measure the time of a step; the first half is warm-up
 MIXED = ("sgd_train", "gsm8k_train", "stories", "taskmaster")
 PROMPT_SETS = ("sgd_dev", "mt_bench", "humaneval", "gsm8k", "alpaca", "qa", "sum")
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--mixed-seconds", type=float, default=150)
     parser.add_argument("--lr", type=float, default=None)
     parser.add_argument("--limit", type=int, default=16, help="prompts of each of the six sets")
-    parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, which is quicker")
+    parser.add_argument("--batch", type=int, default=1, help="prompts decoded together")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     check_record_path(options.out, "--out")
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict:
-    """Measures a step, then trains for as many as fit in the time."""
+    """Measures the time of a step, then trains for the number of steps that fit in `seconds`."""
     show = ProgressDisplay()
     shutil.rmtree(out, ignore_errors=True)
     train.run(replace(options, steps=CALIBRATION, out=str(out), eval_tokens=1), show.say, show)
@@ -80,13 +80,14 @@ def train_within(options: train.TrainOptions, out: Path, seconds: float) -> dict
         "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in lines),
         "walked_tau_last_steps": sum(m["tau"] for m in lines[-50:]) / 50,
         "decoded_tau": last["eval_tau"],
-        "options": {k: v for k, v in options.as_dict().items() if k not in PLACES},
+        "options": {k: v for k, v in options.as_dict().items() if k not in PATHS},
         "data": [Path(d).stem for d in options.data],
     }
 
 
 def measure(options: argparse.Namespace, draft: Path, name: str) -> dict:
-    """`fledge eval` of a set, in float32 as the known figure was: 32 dialogues and at most 64 tokens of sgd_dev."""
+    """Runs `fledge eval` on a prompt set, in float32. For sgd_dev, with 32 dialogues and at most 64 new tokens, as in
+    the known result."""
     dialogues = name == "sgd_dev"
     return evaluate.run(
         evaluate.EvalOptions(

@@ -1,9 +1,9 @@
-"""Times the two orders of multiplying few float32 rows with a weight matrix on this CPU: x Wᵀ, and (W xᵀ)ᵀ
-with one row doubled.
+"""Times two ways of multiplying a few float32 rows by a weight matrix on a CPU: x Wᵀ, and (W xᵀ)ᵀ, where a single row
+is computed as two.
 
     python bench/small_rows.py --out bench/results/small_rows.json
 
-What fledge/kernels/linear.py chooses by. Weights are rotated among enough copies that none stays in a cache.
+fledge/kernels/linear.py chooses by the results. Weights rotate among enough copies that none stays in a cache.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def microseconds(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor], repeats: int = 9):
-    """Median over passes through all weights, a product's share."""
+    """The microseconds of a product: the median over passes through all weights."""
     for w in weights:
         product(w)
     times = []

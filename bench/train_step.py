@@ -1,18 +1,19 @@
-"""Times a training step of an EAGLE-3 draft, forward and backward, beside its plain-torch definition.
+"""Times a training step of an EAGLE-3 draft, forward and backward, for each implementation.
 
     python bench/train_step.py --out bench/results/train_step.json
     python bench/train_step.py --shape tiny --device cpu --tokens 1024     # a dry run anywhere
 
-The default shape is Llama-3.1-8B's draft: hidden size 4096, MLP 14336, 32 heads over 8, V 128,256, W 32,000, K = 7,
-bf16. One document of T tokens; supervised are spans of 256 tokens, evenly spread (all: one span). Features and final
-hidden states are given, embeddings are frozen, every slot is scored. Time is the median of `--repeats` steps, queued
-one after the other (of plain torch at the longest row, which takes about a minute, one step alone); memory is the peak
-above weights and inputs, gradients included. `tflops` counts scored slots' work, K0/V0 and fc.
+The default shape is that of a draft for Llama-3.1-8B: hidden size 4096, MLP 14336, 32 query and 8 key-value heads,
+V 128,256, W 32,000, K = 7, bf16. A row is one document of T tokens, with evenly spaced supervised spans of 256 tokens,
+or one span if all tokens are supervised. Features are random inputs, embeddings are frozen, and every slot is scored.
+Time is the median of `--repeats` steps without synchronization in between; eager attention on the longest row takes
+about a minute and is timed once. Memory is the peak, including gradients, minus weights and inputs. `tflops` counts the
+work of scored slots, of the keys and values of step 0, and of fc.
 
-Without --tokens it measures the record's cases; --supervised and --teachers are for those of --tokens. With --online,
-whole optimizer steps of the trainer too, fed by a target of the shape with random weights and 32 layers in the same
-process: its forward pass, full-vocabulary teacher, draft step and AdamW; tokens/s. With the target one row ahead on a
-stream of its own, and without.
+Without --tokens, the cases of the record are measured. --supervised and --teachers apply to those of --tokens. With
+--online, complete optimizer steps of the trainer are measured too, with a target of the same shape, random weights and
+32 layers: the target's forward pass, teacher logits over the whole vocabulary, the draft's step and AdamW, in tokens/s,
+with and without prefetching the next row's features on a side stream.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from common import SHAPES, peak_tflops, profile, queued_seconds, random_draft, row_of, seconds
+from common import SHAPES, make_row, peak_tflops, profile, queued_seconds, random_draft, seconds
 
 from fledge.config import DraftConfig
 from fledge.eval.environment import environment
@@ -34,18 +35,18 @@ from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features
 from fledge.types import Packed
 
-LONG = 100_000  # tokens of a row that plain torch takes about a minute for
+LONG = 100_000  # rows from this number of tokens on take about a minute with eager attention
 LONGER = ((8192, 1.0, "V"), (32_768, 0.25, "W"), (131_072, 0.25, "W"))  # T, supervised, teacher
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the record: T tokens, how much of them is supervised, how many slots are in flight, whether the MLP
-    is recomputed, and what the teacher's logits are made of: the draft's W columns or the full V."""
+    """One row of the record: the tokens of the training row, the supervised share of them, the implementation, and the
+    teacher's vocabulary: the draft's W tokens or the target's V."""
 
     tokens: int
     supervised: float
-    ways: Implementation
+    implementation: Implementation
     teacher: str = "W"
 
 
@@ -59,38 +60,43 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", help="lengths of rows (default: the record's cases)")
     parser.add_argument("--supervised", type=float, nargs="*", help="shares of the tokens (default: 1 0.25)")
     parser.add_argument("--impls", nargs="*", choices=["eager", "flex", "triton"], help="default: all the device has")
-    parser.add_argument("--slots", type=int, default=4096, help="slots in flight of the fast ways")
-    parser.add_argument("--recompute", action="store_true", help="compute the MLP's activations again")
+    parser.add_argument("--slots", type=int, default=4096, help="slots in flight, except with eager")
+    parser.add_argument("--recompute", action="store_true", help="recompute the MLP's activations in the backward pass")
     parser.add_argument("--chunk", type=int, help="teacher rows of the loss at a time (default: the loss's own)")
     parser.add_argument("--teachers", nargs="*", choices=["W", "V"], help="default: W")
-    parser.add_argument("--online", action="store_true", help="whole steps too, of 4,096 tokens or the first --tokens")
+    parser.add_argument(
+        "--online", action="store_true", help="also measure optimizer steps, with 4,096 tokens or the first of --tokens"
+    )
     parser.add_argument("--target-layers", type=int, default=32)
     parser.add_argument("--compile-target", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="print where the time of each fast case goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels with the largest GPU time, except for eager"
+    )
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     cpu = options.device == "cpu"
     if not options.tokens and (cpu or options.supervised or options.teachers):
-        parser.error("the record's cases are for a GPU, and as they are; --tokens chooses others")
+        parser.error("the record's cases need a GPU, and are fixed; choose others with --tokens")
     options.impls = options.impls or (["eager"] if cpu else ["eager", "flex", "triton"])
     if cpu and options.impls != ["eager"]:
         parser.error("flex and triton need a GPU")
 
     if not cpu:
-        torch.set_num_threads(1)  # as `fledge train` does: the host only plans
-    ways = {
+        torch.set_num_threads(1)  # as in `fledge train`: the host only queues work
+    implementations = {
         "eager": Implementation(chunk=options.chunk),
         "flex": Implementation("flex", "triton", "triton", options.slots, options.recompute, options.chunk),
         "triton": Implementation("triton", "triton", "triton", options.slots, options.recompute, options.chunk),
     }
-    cases = [c for c in recorded(ways) if c.ways.attention in options.impls] if not options.tokens else [
-        Case(T, share, ways[impl], teacher)
+    record_cases = [c for c in recorded(implementations) if c.implementation.attention in options.impls]
+    cases = record_cases if not options.tokens else [
+        Case(T, share, implementations[impl], teacher)
         for T in options.tokens for share in options.supervised or (1.0, 0.25)
         for teacher in options.teachers or ("W",) for impl in options.impls
     ]  # fmt: skip
     for case in cases:
         try:
-            row_of(case.tokens, case.supervised, 1)
+            make_row(case.tokens, case.supervised, 1)
         except ValueError as e:
             parser.error(str(e))
     record = {
@@ -108,19 +114,21 @@ def main() -> None:
         show(row, record["ceiling_tflops"])
         write_record(options.out, record)
     if options.online:
-        record["online"] = online(Case((options.tokens or [4096])[0], 1.0, ways[options.impls[-1]]), options)
-        said = "T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s; {one_stream_ms:.1f} ms on one stream"
-        print(said.format(**record["online"]), flush=True)
+        record["online"] = online(Case((options.tokens or [4096])[0], 1.0, implementations[options.impls[-1]]), options)
+        line = "T {T}: {ms:.1f} ms a whole step, {tokens_per_s:,.0f} tokens/s; {one_stream_ms:.1f} ms on one stream"
+        print(line.format(**record["online"]), flush=True)
         write_record(options.out, record)
 
 
-def recorded(ways: dict[str, Implementation]) -> list[Case]:
+def recorded(implementations: dict[str, Implementation]) -> list[Case]:
     """The cases of bench/results/train_step.json."""
-    fast = ways["triton"]
-    beside = [Case(T, share, ways[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in ways]
+    fast = implementations["triton"]
+    beside = [
+        Case(T, share, implementations[i]) for T in (2048, 8192) for share in (1.0, 0.25) for i in implementations
+    ]
     less = replace(fast, slots=1024, chunk=300), replace(fast, recompute=True, chunk=SMALL_CHUNK)
-    small = [Case(2048, 1.0, ways) for ways in less]
-    plain = replace(ways["eager"], slots=256)  # with few slots in flight plain torch fits beside longer rows
+    small = [Case(2048, 1.0, implementation) for implementation in less]
+    plain = replace(implementations["eager"], slots=256)  # small chunks, so that eager fits in memory with long rows
     more = [
         Case(T, share, w, t) for T, share, t in LONGER for w in (replace(plain, slots=256 if T < LONG else 64), fast)
     ]
@@ -128,18 +136,18 @@ def recorded(ways: dict[str, Implementation]) -> list[Case]:
 
 
 def show(row: dict, ceiling: float | None) -> None:
-    said = f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} teacher {row['teacher']}: "
+    line = f"T {row['T']:7} {row['supervised']:5.0%} {row['impl']:7} teacher {row['teacher']}: "
     if "error" in row:
-        print(said + row["error"], flush=True)
+        print(line + row["error"], flush=True)
         return
-    said += f"{row['ms']:8.1f} ms"
+    line += f"{row['ms']:8.1f} ms"
     if ceiling:
-        said += f" {row['gib']:6.2f} GiB {row['tflops']:5.0f} TFLOP/s, {row['tflops'] / ceiling:.0%} of the ceiling"
-    print(said, flush=True)
+        line += f" {row['gib']:6.2f} GiB {row['tflops']:5.0f} TFLOP/s, {row['tflops'] / ceiling:.0%} of the ceiling"
+    print(line, flush=True)
 
 
 def useful_flops(c: DraftConfig, row: Packed, depth: int) -> float:
-    """Forward and backward of what scored slots need: their products and attention, K0/V0 and fc of every token."""
+    """The FLOPs of forward and backward pass: products and attention of scored slots; K0, V0 and fc of every token."""
     E, d, H, G = c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads
     live = row.live(depth)
     n = [t.numel() for t in live]
@@ -151,8 +159,13 @@ def useful_flops(c: DraftConfig, row: Packed, depth: int) -> float:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict:
-    row = {"T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": case.teacher}
-    row["ways"] = asdict(case.ways)
+    row = {
+        "T": case.tokens,
+        "supervised": case.supervised,
+        "impl": case.implementation.attention,
+        "teacher": case.teacher,
+    }
+    row["ways"] = asdict(case.implementation)
     try:
         return row | run(case, options)
     except torch.OutOfMemoryError:
@@ -166,16 +179,16 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     device, dtype = options.device, torch.bfloat16
     torch.manual_seed(0)
     config = DraftConfig(**SHAPES[options.shape])
-    if case.teacher == "W":  # a target that says the draft's words alone: its logits are the W columns
+    if case.teacher == "W":  # a target with the draft's vocabulary
         config = replace(config, vocab_size=config.draft_vocab_size)
     draft, features, head = random_draft(config, case.tokens, device, dtype)
-    packed = row_of(case.tokens, case.supervised, config.vocab_size)
+    packed = make_row(case.tokens, case.supervised, config.vocab_size)
 
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
 
     def step():
         draft.zero_grad(set_to_none=True)
-        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, case.ways)
+        return ttt_queued(draft, packed, features, lambda x: x @ head.T, objective, case.implementation)
 
     def held() -> int:
         return torch.cuda.memory_allocated() if device != "cpu" else 0
@@ -183,12 +196,12 @@ def run(case: Case, options: argparse.Namespace) -> dict:
     before, found = held(), []
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    if case.ways.attention == "eager" and case.tokens >= LONG:
+    if case.implementation.attention == "eager" and case.tokens >= LONG:
         took = seconds(lambda: found.append(step().to_host()), device)
     else:
         found += [step().to_host() for _ in range(2)]
         took = statistics.median(queued_seconds(step, options.repeats, device))
-    if options.profile and device != "cpu" and case.ways.attention != "eager":
+    if options.profile and device != "cpu" and case.implementation.attention != "eager":
         profile(step)
     return {
         "ms": took * 1e3,
@@ -201,23 +214,23 @@ def run(case: Case, options: argparse.Namespace) -> dict:
 
 
 class OneRow:
-    """The rows of a training set that holds one row."""
+    """Stands in for `Rows`, with one row that is repeated."""
 
     def __init__(self, row: Packed):
         self.row = row
 
-    def __getitem__(self, place: tuple[int, int]) -> Packed:
+    def __getitem__(self, address: tuple[int, int]) -> Packed:
         return self.row
 
-    def tokens(self, place: tuple[int, int]) -> int:
+    def tokens(self, address: tuple[int, int]) -> int:
         return self.row.token_T.numel()
 
-    def next(self, place: tuple[int, int]) -> tuple[int, int]:
-        return place
+    def next(self, address: tuple[int, int]) -> tuple[int, int]:
+        return address
 
 
 def online(case: Case, options: argparse.Namespace) -> dict:
-    """Tokens a second of the trainer's own step, the target's forward pass included."""
+    """The tokens per second of the trainer's optimizer step, including the target's forward pass."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fledge.targets.compatibility import connect_draft
@@ -243,10 +256,10 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
     layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
-    schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.ways)
+    schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.implementation)
     optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
     rows, source = (
-        OneRow(row_of(case.tokens, case.supervised, config.vocab_size)),
+        OneRow(make_row(case.tokens, case.supervised, config.vocab_size)),
         LiveFeatures(target, layers),
     )
 
@@ -271,9 +284,9 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     took = {prefetch: mean(prefetch) for prefetch in ((False, True) if device != "cpu" else (False,))}
     forward = statistics.median(seconds(lambda: source.features(rows.row), device) for _ in range(5))
     return {
-        "T": case.tokens, "supervised": case.supervised, "impl": case.ways.attention, "teacher": "V",
+        "T": case.tokens, "supervised": case.supervised, "impl": case.implementation.attention, "teacher": "V",
         "compiled": options.compile_target,
-        "ways": asdict(replace(case.ways, prefetch=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
+        "ways": asdict(replace(case.implementation, prefetch=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
         "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took[device != "cpu"],
         "one_stream_ms": took[False] * 1e3,
     }  # fmt: skip

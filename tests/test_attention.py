@@ -174,7 +174,7 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
         return heads_as_rows(*of)
 
     for module in ("kernels.attention", "targets.attention"):
-        monkeypatch.setattr(f"fledge.{module}.repeats", lambda device, heads: heads)
+        monkeypatch.setattr(f"fledge.{module}.mask_repeats", lambda device, heads: heads)
     for module in ("models.kv_cache", "targets.attention"):
         monkeypatch.setattr(f"fledge.{module}.grouped_attention", as_rows)
     for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):

@@ -251,7 +251,7 @@ def test_none_and_too_long() -> None:
     assert engine.generate_all([]) == []
     with pytest.raises(ValueError, match="has a context of"):
         engine.generate_all([[5, 6], [5] * 600], max_new_tokens=4)
-    with pytest.raises(ValueError, match="batch of 0"):
+    with pytest.raises(ValueError, match="batch is 0"):
         engine.generate_all([[5]], batch=0)
 
 

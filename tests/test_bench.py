@@ -38,9 +38,9 @@ def test_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--tokens", 512, "--supervised", 0.25), "spans of 256 tokens can supervise 0%"),
+        (("--tokens", 512, "--supervised", 0.25), "complete spans of 256 tokens cover 0%"),
         (("--tokens", 512, "--impls", "triton"), "need a GPU"),
-        ((), "--tokens chooses others"),
+        ((), "choose others with --tokens"),
     ],
 )
 def test_train_step_refuses(words: tuple, reason: str, tmp_path, monkeypatch, capsys) -> None:

@@ -226,7 +226,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (dict(draft_vocab_size=100), "have its whole vocabulary"),
+        (dict(draft_vocab_size=100), "and its whole vocabulary"),
         (dict(hidden_size=16, own_embeddings=True), "must have the target.s hidden size"),
         (dict(fc_norm=True, norm_output=True), "fc_norm and norm_output: EAGLE-1 has no such norm"),
         (dict(method="eagle7"), "'eagle7' is none of eagle1, eagle3"),

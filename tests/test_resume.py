@@ -462,7 +462,7 @@ def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
     (tmp_path / "run" / name).rename(tmp_path / "elsewhere")
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     ran = fledge("train", "--resume", tmp_path / "run")
-    assert ran.code == 2 and f"{name} is a symbolic link" in ran.err and "move what it leads to" in ran.err, ran.err
+    assert ran.code == 2 and f"{name} is a symbolic link" in ran.err and "move the link's target" in ran.err, ran.err
     (tmp_path / "run" / name).unlink()  # the cure
     (tmp_path / "elsewhere").rename(tmp_path / "run" / name)
     assert fledge("train", "--resume", tmp_path / "run").code == 0

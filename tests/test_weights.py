@@ -394,7 +394,7 @@ def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (dict(vocab_size=399, draft_vocab_size=399), "vocabulary of 399 tokens and the target has 400"),
+        (dict(vocab_size=399, draft_vocab_size=399), "vocabulary of 399 tokens, and the target has 400"),
         (dict(target_hidden_size=64, own_embeddings=True), "hidden states of size 64, and the target's have size 32"),
         (dict(provenance=Provenance(target_layers=9)), "a target of 9 layers, and this one has 8"),
         (dict(provenance=Provenance(tokenizer_sha256="0" * 64)), "trained with another tokenizer"),

@@ -271,7 +271,7 @@ def near_ties(
     for i in differing:
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
-        shapes = {(width, beside) for width in widths for beside in (1, batch)}
+        shapes = {(width, sequences) for width in widths for sequences in (1, batch)}
         found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, TargetSampler(sampling, i)) for shape in sorted(shapes)]
         noise = max([noise, *(float((found[0] - other).abs().max()) for other in found[1:])])
         gaps.append(min(float(gap[agreed]) for gap in found))
