@@ -179,13 +179,17 @@ class Harness:
     def __post_init__(self) -> None:
         self._sampler = Remembering(self.sampling)
         self._chain, self._source = Chain(DEPTH, self.sampling), FunctionSource()
+        self._greedy: dict[tuple[int, ...], list[int]] = {}  # greedy drafts do not depend on the request
 
     def propose(self, prefix: tuple[int, ...], request: int) -> tuple[list[int], Tensor | None]:
         """A drafted chain, and its distributions over the target's vocabulary."""
+        if prefix in self._greedy:
+            return self._greedy[prefix], None
         logits = self._source.begin(prefix, request)
         tree, _ = self._chain.grow(self._source, torch.tensor([prefix[-1]]), logits)
         drafted = tree.token_BN[0, 1:].tolist()
         if tree.q_BKW is None:
+            self._greedy[prefix] = drafted
             return drafted, None
         q_KV = torch.zeros(DEPTH, V, dtype=torch.float64)
         q_KV[:, DRAFT_IDS] = tree.q_BKW[0]

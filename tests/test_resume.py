@@ -316,7 +316,7 @@ def test_nothing_of_the_users_is_replaced(name, tmp_path, fledge):
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("mine")
     refused = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "mine", "--steps", 1)
-    assert refused.code == 2 and f"{mine} is there" in refused.err
+    assert refused.code == 2 and f"{mine} exists" in refused.err
     assert (mine / "thesis.txt").read_text() == "mine"
     refused = fledge("train", "--target", target, "--data", data, "--out", "", "--steps", 1)
     assert refused.code == 2 and "--out is empty" in refused.err
