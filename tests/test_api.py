@@ -91,6 +91,12 @@ def test_sampling_may_be_given_by_its_fields(engine: api.Engine) -> None:
             call(IDS, temprature=0.5)
 
 
+def test_an_unknown_option_of_drafting_is_named_before_a_target_is_loaded(tmp_path) -> None:
+    for load in (lambda **o: api.load(tmp_path / "none", **o), lambda **o: api.Engine(tiny_target(), **o)):
+        with pytest.raises(TypeError, match="modes is not an option of drafting; the options are depth, mode, "):
+            load(modes="tree")
+
+
 SEVERAL: dict[str, Any] = {
     "texts": ["the young bird", "tries again"],
     "chats": [CHAT, [{"role": "system", "content": "falls"}, *CHAT]],

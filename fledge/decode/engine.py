@@ -54,7 +54,7 @@ class Engine:
         check_type("target", target, DecodingTarget, "a loaded fledge.Target (fledge.load makes an engine of a path)")
         check_type("draft", draft, Draft | None, "a loaded draft (fledge.load makes an engine of paths)")
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
-        self.drafting = Drafting(**drafting)
+        self.drafting = Drafting.from_options(drafting)
         self.target, self.draft = target, draft
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
@@ -283,6 +283,7 @@ def load(
     belong together; raises TypeError for arguments of a wrong type.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
+    Drafting.from_options(drafting)  # raises before a target is loaded
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,14 @@ class Drafting:
             raise ValueError("a fixed shape needs mode 'tree'")
         if self.depth is not None and self.depth < 1:
             raise ValueError(f"a depth of {self.depth} drafts nothing; use 1 or more")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Drafting:
+        """The drafting with these fields. Raises TypeError for a name that is not a field, and ValueError as above."""
+        known = [f.name for f in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
+        return cls(**options)
 
     @property
     def tree(self) -> bool:
