@@ -979,7 +979,7 @@ def _truncated_target(made, tmp_path):
     shutil.copytree(made / "target", tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    return ["--target", tmp_path / "cut", "--data", made / "chats.jsonl"], "cut short"
+    return ["--target", tmp_path / "cut", "--data", made / "chats.jsonl"], "truncated"
 
 
 def _bad_kwargs(made, tmp_path):
@@ -1038,6 +1038,6 @@ def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
     weights = tmp_path / "bad" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
     shown = fledge("inspect", tmp_path / "bad")
-    assert shown.code == 1 and "cut short" in shown.out
+    assert shown.code == 1 and "truncated" in shown.out
     fine = fledge("inspect", draft, "--target", made / "target")
     assert fine.code == 0 and "Nothing is wrong" in fine.out and "200 of 400 tokens" in fine.out

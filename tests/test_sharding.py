@@ -67,6 +67,7 @@ def run_rank(rank: int, world: int, directory: Path) -> None:
         whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in draft.named_parameters()}
         if rank == 0:
             torch.save({n: p.detach() for n, p in whole.items()}, directory / method)
+    dist.barrier()  # gloo aborts a rank that leaves while the other still talks to it
     dist.destroy_process_group()
 
 

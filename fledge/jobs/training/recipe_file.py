@@ -163,7 +163,7 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{e}; {DAMAGED}") from e
     if asked.trust_remote_code and values.get("trust_remote_code") is not True:
-        raise ValueError(f"the run in {directory.path} was started without --trust-remote-code; leave the flag out")
+        raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
     values |= {"resume": asked.resume, "out": asked.resume, "trust_remote_code": asked.trust_remote_code}
     try:
