@@ -1,4 +1,4 @@
-"""The Python API: what is public, how prompts and sampling are given, models that are loaded already, and training."""
+"""The Python API: public names, forms of prompts and sampling options, models that are already loaded, and training."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_the_public_names_are_those_that_dir_shows() -> None:
         _ = api.Generate
 
 
-def test_importing_it_is_light() -> None:
+def test_importing_fledge_is_light() -> None:
     heavy = "{'torch', 'transformers', 'typer', 'rich', 'datasets'}"
     assert python("-c", f"import sys, fledge; dir(fledge); print({heavy} & set(sys.modules))").stdout == "set()\n"
 
 
-def test_its_version(fledge) -> None:
+def test_version(fledge) -> None:
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert pyproject["project"]["version"] == api.__version__
     assert fledge("--version").out == f"fledge {api.__version__}\n"
@@ -119,7 +119,7 @@ def test_a_list_of_prompts_gets_a_list_of_answers(kind: str, engine: api.Engine)
 @pytest.mark.parametrize("same", [tuple(IDS), torch.tensor(IDS), np.array(IDS)], ids=["tuple", "tensor", "array"])
 def test_token_ids_and_a_chat_are_one_prompt(same: Any, engine: api.Engine) -> None:
     assert engine.generate(same, max_new_tokens=10).tokens == engine.generate(IDS, max_new_tokens=10).tokens
-    chat = engine.generate(CHAT, batch=4, max_new_tokens=10)  # at most so many together, which is one
+    chat = engine.generate(CHAT, batch=4, max_new_tokens=10)  # batch is a maximum, so a single prompt is allowed
     assert chat.text == engine.generate_all([CHAT], max_new_tokens=10)[0].text
 
 
@@ -132,7 +132,7 @@ WRONG_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "floats": ([0.5, 1.5], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type float"),
     "ids and text": ([5, "hi"], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type str"),
     "a chat and text": ([*CHAT, "hi"], TypeError, f"{A_PROMPT}, but this list of messages holds a value of type str"),
-    "truths": ([True, False], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type bool"),
+    "booleans": ([True, False], TypeError, f"{A_PROMPT}, but this list of token ids holds a value of type bool"),
     "text and a number": (["hi", 5], TypeError, f"{A_PROMPT}, but this is a value of type int"),
     "lists too deep": ([[[5]]], TypeError, "this is a list of several prompts, but one prompt is needed; use generate"),
     "nothing": ([], ValueError, "the prompt is empty"),
@@ -148,7 +148,7 @@ WRONG_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG_PROMPTS)
-def test_what_is_no_prompt_is_said_in_a_sentence(kind: str, engine: api.Engine) -> None:
+def test_an_invalid_prompt_gives_an_error_of_one_sentence(kind: str, engine: api.Engine) -> None:
     asked, error, words = WRONG_PROMPTS[kind]
     with pytest.raises(error, match=words) as raised:
         engine.generate(asked)
@@ -177,7 +177,7 @@ WRONG_OPTIONS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
-def test_options_of_the_wrong_type_are_said_in_a_sentence(name: str, engine: api.Engine) -> None:
+def test_an_option_of_the_wrong_type_gives_an_error_of_one_sentence(name: str, engine: api.Engine) -> None:
     value, words = WRONG_OPTIONS[name]
     with pytest.raises(TypeError, match=words):
         engine.generate(IDS, **{name: value})
@@ -208,8 +208,8 @@ def hugging_face_model(directory: Path) -> transformers.PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def test_a_loaded_model_is_taken(made: Path) -> None:
-    """With the tokenizer that lies where it came from, or with one that is given."""
+def test_a_loaded_model_is_accepted(made: Path) -> None:
+    """`load` accepts a transformers model, with the tokenizer of the model's directory or with a given one."""
     there = api.load(made / "target", draft=made / "draft")
     answer = there.generate("the young bird", max_new_tokens=20)
     model = hugging_face_model(made / "target")
@@ -224,7 +224,7 @@ def test_a_loaded_model_is_taken(made: Path) -> None:
     assert again.target is given.target
 
 
-def test_models_that_cannot_be_taken(made: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> None:
     model = tiny_target().model
     with pytest.raises(ValueError, match=r"no tokenizer can be loaded since the model.s config has no name_or_path; "):
         api.load(model)
@@ -256,14 +256,14 @@ def test_models_that_cannot_be_taken(made: Path, tmp_path: Path) -> None:
 OPTIONS = dict(max_length=64, row_length=128, steps=2, depth=2, draft_vocab=200, device="cpu")
 
 
-def test_training_from_python_is_the_commands(made: Path, tmp_path: Path, fledge, capsys) -> None:
+def test_training_from_python_gives_the_same_draft_as_the_command(made: Path, tmp_path: Path, fledge, capsys) -> None:
     data = made / "chats.jsonl"
     trained = api.train_draft(
         target=made / "target", data=data, out=tmp_path / "python", aux_layers=[1, 4, 6],
         template_kwargs={"enable_thinking": False}, **OPTIONS,
     )  # fmt: skip
     assert trained.draft == tmp_path / "python" / "draft" and trained.metrics["step"] == 2
-    assert not any(capsys.readouterr()), "it is quiet"
+    assert not any(capsys.readouterr()), "training from Python prints nothing"
     flags = [w for name, value in OPTIONS.items() for w in ("--" + name.replace("_", "-"), value)]
     ran = fledge(
         "train", "--target", made / "target", "--data", data, "--out", tmp_path / "command", "--aux-layers", "1,4,6",
@@ -298,13 +298,13 @@ def test_training_options_of_the_wrong_type(options: dict[str, Any], words: str,
     assert not (tmp_path / "run").exists()
 
 
-def test_training_options_that_there_are_not(made: Path) -> None:
+def test_unknown_training_options_are_refused(made: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'stepz'"):
         api.train_draft(target=made / "target", data=made / "chats.jsonl", stepz=3)
 
 
 def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fledge) -> None:
-    """A run's train.json that was edited ends in a sentence."""
+    """Resuming from a train.json that was edited gives an error message of one sentence."""
     out = tmp_path / "run"
     api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
     as_before(out, steps="many")

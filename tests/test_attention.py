@@ -1,4 +1,4 @@
-"""Attention of few queries to keys that heads share, against its definition and transformers' own."""
+"""Attention of few queries to keys that several heads share, against its definition and against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
 
 def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v in float64, and a mask of which each query sees a part."""
+    """q, k and v in float64, and a random mask in which each query attends to at least the first key."""
     generator = torch.Generator().manual_seed(queries * 100 + keys)
     q, k, v = (
         torch.randn(requests, h, n, 8, generator=generator, dtype=torch.float64)
@@ -41,7 +41,7 @@ def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("attend", [grouped_attention, heads_as_rows])
 @pytest.mark.parametrize("sizes", [(1, 1, 5, 4, 2), (2, 3, 7, 6, 2), (3, 4, 9, 4, 4), (1, 6, 6, 4, 1)])
-def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
+def test_kernels_match_the_definition(attend, sizes: tuple[int, ...]) -> None:
     q, k, v, mask = case(*sizes)
     times = 1 if attend is grouped_attention else q.shape[1] // k.shape[1]
     for scale in (8**-0.5, 0.7):
@@ -53,8 +53,8 @@ def test_it_is_attention(attend, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(attend(q, k, v, None), everything)
 
 
-def test_a_chain_s_mask_is_prepared_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all layers of the target, a chain's and a tree's; and for all layers of a draft's cache."""
+def test_a_mask_is_prepared_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass prepares its mask once for all layers, of the target (for a chain and for a tree) and of the draft."""
     target, prepared = tiny_target(), []
     tree = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1)
     draft = tiny_draft(target, num_hidden_layers=2)
@@ -71,11 +71,14 @@ def test_a_chain_s_mask_is_prepared_once_a_pass(monkeypatch: pytest.MonkeyPatch)
         assert prepared == [(2, torch.float32)]
         prepared.clear()
     Engine(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
-    assert prepared.count((2, torch.float32)) == len(prepared) == 2, "the prompt's slots, and a round"
+    assert prepared.count((2, torch.float32)) == len(prepared) == 2, (
+        "one mask for the prompt's slots and one for the round"
+    )
 
 
 def test_a_mask_made_for_other_layers_is_prepared_again() -> None:
-    """Where layers differ in how many heads share a key, or attention is left to transformers."""
+    """A prepared mask is prepared again for layers with another number of heads per key, and for attention that is left
+    to transformers."""
     q, k, v, mask = case(1, 3, 9, 4, 2)
     expected = by_definition(q, k, v, mask, 8**-0.5)
     for times in (1, 2, 4):
@@ -87,7 +90,7 @@ def test_a_mask_made_for_other_layers_is_prepared_again() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(1, 6, 37, 8, 2), (3, 32, 301, 8, 4), (2, 1, 64, 4, 4)])
-def test_it_is_attention_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_kernels_match_the_definition_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v, mask = (x.cuda() for x in case(*sizes))
     expected = by_definition(q, k, v, mask, 0.4)
     ready = prepare_mask(mask, q.shape[1] // k.shape[1], dtype)
@@ -96,15 +99,15 @@ def test_it_is_attention_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) ->
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What transformers' own attention now says."""
-    monkeypatch.setattr("fledge.targets.attention.sdpa_attention_forward", lambda *of, **more: "theirs")
-    return "theirs"
+def transformers_result(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Replaces transformers' attention by a function that returns this string."""
+    monkeypatch.setattr("fledge.targets.attention.sdpa_attention_forward", lambda *of, **more: "transformers_result")
+    return "transformers_result"
 
 
 @pytest.mark.parametrize("queries", [1, 5, MAX_QUERIES + 1])
-def test_it_is_what_transformers_computes(queries: int) -> None:
-    """Few queries or many, with a mask or without."""
+def test_attention_is_what_transformers_computes(queries: int) -> None:
+    """The output equals transformers' for few and many queries, with and without a mask."""
     q, k, v, mask = case(2, queries, queries + 20, 6, 2)
     module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
     for given in (mask, None) if queries > 1 else (mask,):
@@ -116,22 +119,25 @@ def test_it_is_what_transformers_computes(queries: int) -> None:
 
 
 @pytest.mark.parametrize("unknown", [dict(softcap=30.0), dict(position_bias=0), dict(cache=0), dict(dropout=0.1)])
-def test_what_it_does_not_know_is_left_to_transformers(unknown: dict, theirs: str) -> None:
+def test_unknown_options_are_left_to_transformers(unknown: dict, transformers_result: str) -> None:
     q, k, v, mask = case(1, 3, 9, 4, 2)
-    assert attend(GROUPED, q, k, v, mask) != theirs
-    assert attend(GROUPED, q, k, v, mask, **unknown) == theirs
+    assert attend(GROUPED, q, k, v, mask) != transformers_result
+    assert attend(GROUPED, q, k, v, mask, **unknown) == transformers_result
 
 
-def test_other_masks_are_left_to_transformers(theirs: str) -> None:
-    """Of other keys, the same for every query, each head's own, or of other dimensions."""
+def test_other_masks_are_left_to_transformers(transformers_result: str) -> None:
+    """Attention goes to transformers for masks of other shapes (fewer keys, one row for all queries, one mask per head,
+    fewer dimensions), and if no heads share a key."""
     q, k, v, mask = case(1, 3, 9, 4, 2)
     for other in (mask[..., :5], mask[:, :, :1], mask.expand(1, 4, 3, 9), mask[0], mask[0, 0]):
-        assert attend(GROUPED, q, k, v, other) == theirs
-    assert attend(GROUPED, q, *(x.repeat_interleave(2, 1) for x in (k, v)), mask) == theirs, "no head shares a key"
+        assert attend(GROUPED, q, k, v, other) == transformers_result
+    assert attend(GROUPED, q, *(x.repeat_interleave(2, 1) for x in (k, v)), mask) == transformers_result, (
+        "no heads share a key"
+    )
 
 
-def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a layer, unless its attention is another than torch's."""
+def test_a_target_verifies_with_grouped_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification calls grouped_attention once per layer, unless the model's attention implementation is not sdpa."""
     seen = []
 
     def counted(*of):
@@ -142,13 +148,13 @@ def test_a_target_verifies_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for implementation in (None, "eager"):
         target = tiny_target(attn_implementation=implementation)
         _, _, cache = target.prefill([[1, 2, 3]])
-        seen.clear()  # of what the first prefill tries out
+        seen.clear()  # the first prefill also makes calls to check the model
         target.verify(Tree.chain(torch.tensor([[4, 5]])), cache)
         assert len(seen) == (0 if implementation else target.num_layers)
 
 
-def test_a_model_that_asks_for_sdpa_by_name_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some compute otherwise where it is called something else; some do not let it be chosen."""
+def test_a_model_that_needs_sdpa_by_name_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model keeps sdpa if its code compares the implementation's name, or if its implementation cannot be set."""
     monkeypatch.setattr("inspect.getsource", lambda module: 'if config._attn_implementation == "sdpa":')
     assert tiny_target().config._attn_implementation == "sdpa"
     monkeypatch.undo()
@@ -158,8 +164,8 @@ def test_a_model_that_asks_for_sdpa_by_name_is_let_be(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks that a GPU's attention takes, whose rows are said for every head that shares a key, go through a
-    model as ordinary ones do; here on the CPU."""
+    """On a GPU, masks repeat each row for every head that shares a key. With such masks, here on the CPU, a target
+    gives the same logits and an engine the same answers."""
     target = tiny_target(family, dtype=torch.float64)
     ours = Engine(target, tiny_draft(target), mode="tree", nodes=9, width=3)
     tree, prompts = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1), [[1, 2, 3], [7, 8, 9, 10, 11]]

@@ -1,4 +1,4 @@
-"""Many requests decoded together: each answer is what its prompt alone gets, whatever its neighbours."""
+"""Requests decoded together: each answer is the one that its prompt gets when decoded alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.trees import SHAPES, good_pair
 
 WAYS: dict[str, dict[str, Any]] = {
     "chain": dict(depth=4),
-    "chain while sure": dict(depth=6, confidence=0.05),
+    "chain, confidence": dict(depth=6, confidence=0.05),
     "chain, unstable": dict(depth=4, stable=False),
     "tree": dict(mode="tree", depth=4, nodes=20, width=4),
     "tree, unstable": dict(mode="tree", depth=4, nodes=20, width=4, stable=False),
@@ -49,9 +49,9 @@ def accepted(done: list[Completion]) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("batch", [2, 3, 16])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_is_as_alone(way: str, batch: int) -> None:
-    """Tokens, text and every round are those of the prompt alone: prompts of different lengths, which end when they
-    end, and make room for the next."""
+def test_each_answer_is_as_alone(way: str, batch: int) -> None:
+    """Tokens, text and rounds are those of the prompt alone. The prompts differ in length, the answers end at different
+    times, and waiting requests take the free places."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, **WAYS[way])
     asked = [*asked, *prompts(4, seed=5)]
@@ -82,7 +82,7 @@ def test_sliding_windows(kind: str, way: str) -> None:
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("way", ["chain", "tree"])
 def test_sampled(name: str, way: str, memory: bool) -> None:
-    """A request's draws are its own, and its processors see its own prefix."""
+    """Each request has its own random draws, and its logits processors see its own prefix."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, **WAYS[way])
     sampling = [Sampling(**SAMPLINGS[name], processors=(Remembers(),) if memory else ()) for _ in range(9)]
@@ -93,7 +93,7 @@ def test_sampled(name: str, way: str, memory: bool) -> None:
 
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_sampled_drafts(confidence: float) -> None:
-    """Rejection keeps each request's own draws too, of the draft and of the target, in chains of different lengths."""
+    """With sampled drafts, each request has its own draws, for draft and target, also if chain lengths differ."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, depth=4, confidence=confidence)
     options = dict(max_new_tokens=25, sampling=Sampling(temperature=0.8, draft="sample", seed=3))
@@ -103,7 +103,7 @@ def test_sampled_drafts(confidence: float) -> None:
 
 
 def test_stops() -> None:
-    """Each ends at its own stop, by token or by string, and the others go on."""
+    """Each request ends at its own stop token or stop string, while the others continue."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, depth=4)
     free = engine.generate_all(asked, max_new_tokens=30)
@@ -130,7 +130,8 @@ def test_any_prompts(asked: list[list[int]], batch: int, new: int, tree: bool) -
 
 @pytest.mark.parametrize("most", [1, 20, 40])
 def test_prompts_are_read_together_and_apart(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many go into one pass; and one that says one token alone leaves at once."""
+    """The answers do not depend on how many prompts one prefill pass holds. A request with one new token ends right
+    after prefill."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, depth=3)
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS", most)
@@ -141,8 +142,8 @@ def test_prompts_are_read_together_and_apart(most: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("way", ["chain", "tree, unstable"])
-def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it took is given back while the others go on, and their words stay the same."""
+def test_caches_shrink_when_a_long_request_ends(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a long request ends, the caches shrink while the others continue, and the answers stay the same."""
     target, draft, asked = good_pair()
     engine = Engine(target, draft, **WAYS[way])
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 8)
@@ -160,8 +161,8 @@ def test_a_long_prompts_room_goes_with_it(way: str, monkeypatch: pytest.MonkeyPa
     assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=12)]
 
 
-class Bytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made while it is on, and the most that were there at once."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors that were created in this mode, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,32 +184,34 @@ class Bytes(TorchDispatchMode):
 
 
 def peak_of(engine: Engine, asked: list[list[int]], **options: Any) -> tuple[int, list[Completion]]:
-    with Bytes() as counted:
+    with LiveBytes() as counted:
         done = engine.generate_all(asked, **options)
     return counted.peak, done
 
 
 @pytest.mark.parametrize(("way", "place"), [("chain", 0), ("tree", 12)])
-def test_one_long_prompt_makes_no_room_for_all(way: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside many short ones it takes at most twice what it takes alone, wherever it stands, and every answer stays the
-    same."""
+def test_a_long_prompt_does_not_enlarge_the_caches_of_short_ones(
+    way: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt among short ones takes less than twice the memory of decoding both apart, wherever it stands in the
+    list, and every answer stays the same."""
     target, draft, _ = good_pair()
     engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 8)
     monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
     short, long = prompts(20, longest=6, seed=2), [5] * 450
-    engine.generate_all(short[:2], **options)  # finds out what the target can do
+    engine.generate_all(short[:2], **options)  # the first call checks what the target supports
     apart = peak_of(engine, short, batch=16, **options)[0] + peak_of(engine, [long], **options)[0]
     asked = [*short[:place], long, *short[place:]]
     together, done = peak_of(engine, asked, batch=16, **options)
     assert together < 2 * apart
     assert [c.tokens for c in done] == [c.tokens for c in alone(engine, asked, **options)]
     monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 1 << 20)
-    assert peak_of(engine, asked, batch=16, **options)[0] > 4 * apart, "in one batch it did take more"
+    assert peak_of(engine, asked, batch=16, **options)[0] > 4 * apart, "in a single batch it takes much more memory"
 
 
 def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are verified in one pass each round, if their cache has at most twice the slots that they need."""
+    """Prompts share one batch if its cache has at most twice the slots that they need; otherwise there are several."""
     target, draft, _ = good_pair()
     engine, batches = Engine(target, draft, depth=3), []
     monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
@@ -222,9 +225,9 @@ def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("change", ["select", "append"])
 def test_a_cache_moves_layer_by_layer(change: str) -> None:
-    """Beside the new buffers, at most one layer's old ones are alive."""
+    """While a cache is copied, at most one layer's old buffers are alive besides the new ones."""
     target = exact_target()
-    with Bytes() as counted:
+    with LiveBytes() as counted:
         _, _, cache = target.prefill([[5] * 300, [7] * 200])
         _, _, other = target.prefill([[9] * 300])
         old = sum(b.nbytes for b in cache.layers[0].buffers)
@@ -235,7 +238,7 @@ def test_a_cache_moves_layer_by_layer(change: str) -> None:
 
 
 def test_neighbours_do_not_matter() -> None:
-    """A prompt's answer is the same beside any others, in any place."""
+    """A prompt's answer does not depend on the other prompts of its batch or on their order."""
     target, draft, asked = good_pair()
     engine, draw = Engine(target, draft, mode="tree", depth=4, nodes=20), random.Random(0)
     plain = {tuple(p): engine.generate(p, max_new_tokens=20).tokens for p in asked}
@@ -309,7 +312,7 @@ def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys
     return update(layer, keys if one else keys * first, values if one else values * first, *more)
 
 
-MUTATIONS = [  # (owner, function, what replaces it)
+MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TargetCache, "allocate", start_all_at_one_place),
     (TransformersTarget, "_positions_and_masks", see_everything),
     (Batch, "_store_states", remember_the_first_requests_states),
@@ -340,7 +343,7 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_on_a_gpu(way: str) -> None:
-    """In float64 there too, and a request's answer is that of its prompt alone."""
+    """On a GPU in float64, each answer is the one that the target alone gives to its prompt."""
     made, draft, asked = good_pair()
     target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
     engine = Engine(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])

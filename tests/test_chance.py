@@ -1,4 +1,4 @@
-"""Drafts that guess no better than chance are told of, once, with the likely causes; working ones never."""
+"""A draft accepted no more often than by chance gives one warning with likely causes; a working draft gives none."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CONFIG = DraftConfig(
 
 
 def warned(run: Callable[[], Any]) -> list[str]:
-    """What `run` warns of."""
+    """The messages of the ChanceWarnings that `run` gives."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
     return [str(w.message) for w in found if w.category is ChanceWarning]
 
 
-def counted(*traces: Trace, sampling: Sampling | None = None, acceptance: Acceptance | None = None) -> list[str]:
+def warnings_after(*traces: Trace, sampling: Sampling | None = None, acceptance: Acceptance | None = None) -> list[str]:
     acceptance = acceptance or Acceptance()
     return warned(lambda: acceptance.add(traces, sampling or Sampling(), CONFIG, "my-model"))
 
@@ -42,8 +42,8 @@ def rounds(accepted: int, missed: int) -> Trace:
     return Trace([Round(4, 2)] * accepted + [Round(4, 0)] * missed)
 
 
-def test_a_draft_at_chance_is_told_of_with_the_likely_causes():
-    (message,) = counted(rounds(2, 118))
+def test_the_warning_about_a_draft_at_chance_names_likely_causes():
+    (message,) = warnings_after(rounds(2, 118))
     assert (
         "was accepted in only 2 of 120 rounds, about as often as by chance, so the draft only makes my-model slower"
         in message
@@ -55,27 +55,27 @@ def test_a_draft_at_chance_is_told_of_with_the_likely_causes():
 @pytest.mark.parametrize(
     ("trace", "sampling"),
     [
-        (rounds(10, 110), Sampling()),  # it is worth something
-        (rounds(0, ROUNDS - 1), Sampling()),  # too few to tell
+        (rounds(10, 110), Sampling()),  # the draft is useful
+        (rounds(0, ROUNDS - 1), Sampling()),  # too few rounds to judge
         (Trace([Round(0, 0)] * 200), Sampling()),  # nothing was drafted
         (rounds(0, 200), Sampling(temperature=1.5)),  # nearly random text
-        (rounds(0, 200), Sampling(processors=[lambda ids, scores: scores])),  # text that others steer
+        (rounds(0, 200), Sampling(processors=[lambda ids, scores: scores])),  # processors change the text
     ],
     ids=["accepted", "few", "empty", "hot", "processors"],
 )
-def test_others_are_not(trace, sampling):
-    assert not counted(trace, sampling=sampling)
+def test_other_drafts_give_no_warning(trace, sampling):
+    assert not warnings_after(trace, sampling=sampling)
 
 
 def test_requests_add_up_and_one_warning_is_enough():
     found = Acceptance()
-    assert not counted(rounds(0, 60), acceptance=found)
-    assert len(counted(rounds(0, 60), acceptance=found)) == 1
-    assert not counted(rounds(0, 60), acceptance=found)
+    assert not warnings_after(rounds(0, 60), acceptance=found)
+    assert len(warnings_after(rounds(0, 60), acceptance=found)) == 1
+    assert not warnings_after(rounds(0, 60), acceptance=found)
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree"])
-def test_an_engine_tells_of_a_draft_of_other_weights(target, mode):
+def test_an_engine_warns_of_a_draft_with_wrong_weights(target, mode):
     engine = Engine(target, tiny_draft(target), depth=2, mode=mode, nodes=4, width=2)
     assert not warned(lambda: engine.generate(PROMPTS[0], max_new_tokens=30))
     assert len(warned(lambda: engine.generate_all(PROMPTS, max_new_tokens=60))) == 1
@@ -83,14 +83,14 @@ def test_an_engine_tells_of_a_draft_of_other_weights(target, mode):
     assert not warned(lambda: plain.generate_all(PROMPTS, max_new_tokens=60))
 
 
-def test_training_does_not_tell_of_what_has_learnt_nothing_yet(target):
+def test_training_does_not_warn_of_an_untrained_draft(target):
     engine = Engine(target, tiny_draft(target), depth=2)
     assert not warned(lambda: acceptance(engine, [EvalPrompt(text="the young bird")] * 3, 60))
 
 
-def test_the_command_line_says_it_in_a_sentence(fledge, tmp_path, monkeypatch):
-    """After the text, on standard error, without a place in the code; other warnings keep theirs."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # to be put back
+def test_the_command_line_prints_the_warning_as_a_sentence(fledge, tmp_path, monkeypatch):
+    """The command line prints the warning without a file name and line number; other warnings keep them."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restores it after the test
     directory = tiny_target_directory(tmp_path)
     save_draft(tiny_draft(tiny_target()), tmp_path / "draft", torch.float32)
     words = ["--target", directory, "--draft", tmp_path / "draft", "--prompt", "falls until", "--max-new-tokens", 150]

@@ -1,4 +1,4 @@
-"""EAGLE-1: its loss and gradients against the paper's equations, its files, and decoding with it."""
+"""EAGLE-1: loss and gradients against the paper's equations, files of drafts, and decoding."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def pair(dtype: torch.dtype = torch.float64, **variant: Any) -> tuple[Transforme
 
 
 def by_the_paper(draft: Draft, target: TransformersTarget, d: Document) -> Tensor:
-    """1.0 SmoothL1 + 0.1 soft cross-entropy, summed over a document's live slots: f̂_{t+1} = layer(fc([e_{t+1} ; f_t])),
-    every slot computed, each attending to those before it; the regression is a mean over the width of the state."""
+    """The paper's loss: 1.0 SmoothL1 + 0.1 soft cross-entropy, summed over a document's live slots, for
+    f̂_{t+1} = layer(fc([e_{t+1} ; f_t])) with causal attention over all slots. SmoothL1 is a mean over the width of the
+    state."""
     n, c, w = d.tokens.numel(), draft.config, dict(draft.named_parameters())
     live = sorted(t for t, k in live_by_definition(d, 1))
     if not live:
@@ -82,7 +83,8 @@ WAYS = {"eager": Implementation(), "chunks": Implementation(slots=5, chunk=4)}
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: str) -> None:
-    """Of a packed row, against each document by itself; the target's head and embedding get none."""
+    """Loss and gradients of a packed row are the sums over its documents by the paper's equations. The head and the
+    embedding of the target get no gradient."""
     target, draft = pair(dtype, **VARIANTS[name])
     row = row_of(DOCUMENTS, filler=4)
     step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=1), WAYS[ways])
@@ -98,7 +100,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
     assert target.head.weight.grad is None and target.embedding.grad is None
 
 
-def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_layers_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
     monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target, draft = pair(torch.float32)
@@ -112,7 +114,7 @@ def test_triton_layers_train_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(g, found["eager"][n], rtol=1e-3, atol=1e-4, msg=n)
 
 
-def test_one_step_is_all_it_trains() -> None:
+def test_training_of_more_than_one_step_is_refused() -> None:
     target, draft = pair()
     row = row_of(DOCUMENTS)
     with pytest.raises(ValueError, match="EAGLE-1 trains 1 step, not 3"):
@@ -120,8 +122,8 @@ def test_one_step_is_all_it_trains() -> None:
 
 
 def test_noise() -> None:
-    """Each document's states move by up to 512 / its length times the scale, the same for the same key; what is to be
-    said does not move."""
+    """Feature noise moves the input states of a document by at most scale * 512 / length; the same key gives the same
+    noise, and noise changes the loss."""
     from fledge.train.objective import add_feature_noise
 
     target, draft = pair()
@@ -151,8 +153,8 @@ def test_greedy_is_vanilla(name: str, mode: str) -> None:
         assert_same(*both(engine, prompt, max_new_tokens=25))
 
 
-def test_trained_it_is_accepted() -> None:
-    """A few hundred steps on what the target says, and most of it is accepted again."""
+def test_a_trained_draft_is_accepted() -> None:
+    """After 300 training steps on the target's answers, more than one draft token per round is accepted."""
     target, draft = pair(torch.float32)
     engine = Engine(target, draft, depth=3)
     documents = []
@@ -176,8 +178,8 @@ def test_trained_it_is_accepted() -> None:
 
 
 def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
-    """vLLM takes these tensors and no others; both engines know one of the architectures. The bias that only SGLang's
-    draft has is there, zero, and gone again when it is read."""
+    """A saved draft has exactly the tensors that vLLM and SGLang load, and an architecture that each of them knows. It
+    holds a bias of zeros, because SGLang needs one; loading drops it."""
     target, draft = pair(torch.float32)
     save_draft(draft, tmp_path / "d", torch.float32)
     tensors = load_file(tmp_path / "d" / "model.safetensors")
@@ -198,8 +200,8 @@ def test_the_file_is_what_engines_load(tmp_path: Path) -> None:
 
 
 def test_the_authors_file(tmp_path: Path) -> None:
-    """As their repositories have it: Llama's architecture, one layer, the target's embedding along, a bias unless the
-    config says otherwise, and the weights in a pickle."""
+    """A draft loads from the files that the authors of EAGLE publish: Llama as architecture, one layer, a copy of the
+    target's embedding, a bias unless the config says otherwise, and the weights in a pickle."""
     target, draft = pair(torch.float32, fc_bias=True)
     (tmp_path / "a").mkdir()
     tensors = {n.replace("midlayer.", "layers.0."): p.detach().clone() for n, p in draft.named_parameters()}
@@ -220,7 +222,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
     ]
     torch.testing.assert_close(*losses)
     save_file({k: v.clone() for k, v in tensors.items() if k != "fc.bias"}, tmp_path / "a" / "model.safetensors")
-    assert not load_draft(tmp_path / "a").config.fc_bias, "the safetensors file comes first, and has no bias"
+    assert not load_draft(tmp_path / "a").config.fc_bias, "the safetensors file takes precedence, and has no bias"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_the_authors_file(tmp_path: Path) -> None:
         (dict(method="eagle7"), "'eagle7' is none of eagle1, eagle3"),
     ],
 )
-def test_what_is_no_eagle_1_is_refused(changes: dict, reason: str) -> None:
+def test_invalid_eagle_1_configs_are_refused(changes: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         pair(**changes)
 
@@ -249,7 +251,7 @@ def test_what_is_no_eagle_1_is_refused(changes: dict, reason: str) -> None:
         (dict(architectures=["LlamaForCausalLM"], qkv_bias=True), "an EAGLE-1 draft with qkv_bias"),
     ],
 )
-def test_whose_config_it_is(config: dict, method: str) -> None:
+def test_the_method_of_a_config(config: dict, method: str) -> None:
     shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=400, num_hidden_layers=1)
     if method.startswith("an"):
         with pytest.raises(ValueError, match=method):
@@ -273,7 +275,7 @@ def test_a_target_that_scales_its_logits_is_refused() -> None:
 
 
 def test_targets_too_shallow_for_eagle_3() -> None:
-    """It reads no layers, so any target has what it needs."""
+    """EAGLE-1 reads no intermediate layers, so it works with targets that have too few layers for EAGLE-3."""
     target = tiny_target(num_hidden_layers=2)
     draft = tiny_draft(target, method="eagle1")
     engine = Engine(target, draft, depth=2)
@@ -281,7 +283,7 @@ def test_targets_too_shallow_for_eagle_3() -> None:
 
 
 def test_two_drafts_of_one_target() -> None:
-    """Engines that share a target read each what its own draft reads, in turns too."""
+    """Engines that share a target each read the layers of their own draft, even when they decode in turns."""
     target = tiny_target(dtype=torch.float64)
     drafts = tiny_draft(target), tiny_draft(target, method="eagle1"), tiny_draft(target, aux_layers=(1, 3, 6))
     engines = [Engine(target, draft, depth=3) for draft in drafts]

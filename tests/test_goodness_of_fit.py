@@ -1,5 +1,8 @@
-"""Sampled verification is distributed as the target alone: chi-square tests of whole sequences, drawn through rounds of
-drafting and verifying, against probabilities enumerated token by token; and the same test on broken samplers."""
+"""Chi-square tests that sampled verification has the target's distribution.
+
+Whole sequences, drawn in rounds of drafting and verification, are compared with their exact probabilities. The same
+test must reject broken samplers.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 
 
 def target_logits(prefix: Sequence[int]) -> Tensor:
-    """A model made up of its prefixes: any two have unrelated logits, float32 [V]."""
+    """The target model: random logits that depend on the whole prefix, float32 [V]."""
     seed = sum((t + 1) * 7**i for i, t in enumerate(prefix))
     return 1.3 * torch.randn(V, generator=torch.Generator().manual_seed(seed))
 
 
 def draft_logits(prefix: Sequence[int]) -> Tensor:
-    """A draft that has an idea of the target, over its own vocabulary, float32 [W]."""
+    """The draft model: the target's logits plus noise, over the draft's vocabulary, float32 [W]."""
     noise = torch.randn(
         V, generator=torch.Generator().manual_seed(10**6 + sum((t + 2) * 11**i for i, t in enumerate(prefix)))
     )
@@ -54,7 +57,7 @@ def draft_logits(prefix: Sequence[int]) -> Tensor:
 
 
 def exact_probabilities(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Every sequence's probability, token by token with transformers' processors in the order of `generate`."""
+    """The probability of every sequence, computed with transformers' processors in the order that `generate` uses."""
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -75,7 +78,7 @@ def exact_probabilities(sampling: Sampling) -> dict[tuple[int, ...], float]:
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Pearson's chi-square over the sequences, those expected fewer than five times taken together."""
+    """The p-value of Pearson's chi-square test; sequences expected fewer than five times are pooled in one cell."""
     n = sum(counts.values())
     rare = [s for s, p in expected.items() if p * n < 5]
     cells = [(counts[s], p * n) for s, p in expected.items() if p * n >= 5]
@@ -89,7 +92,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 
 
 def uniforms_of_all(key: tuple[int, Tensor, int, int], n: int) -> Tensor:
-    """`uniforms` of many requests at once, [requests, n]; equal to it, bit for bit."""
+    """`uniforms` for many requests at once, [requests, n], with bitwise equal results."""
     state = torch.zeros((), dtype=torch.int64)
     for part in key:
         state = keyed._mix_tensor(state + keyed._signed(keyed._GOLDEN) + part)
@@ -104,7 +107,7 @@ def table(seed: int, position: int, purpose: int) -> Tensor:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws made for all requests at once and looked up, as 100,000 requests one at a time would take minutes."""
+    """Computes the random numbers of all requests at once and looks them up: one request at a time takes minutes."""
 
     def looked_up(key: tuple[int, int, int, int], n: int, device: Any = "cpu") -> Tensor:
         seed, request, position, purpose = key
@@ -125,8 +128,8 @@ def test_quick_draws_are_the_draws() -> None:
         assert all(torch.equal(many[i], uniforms((3, i, position, purpose), V)) for i in range(50))
 
 
-class Remembering(TargetSampler):
-    """Processes each node once: the draws of all requests meet the same few nodes."""
+class CachedSampler(TargetSampler):
+    """A sampler that caches the processed scores of each node, because all requests visit the same few nodes."""
 
     def __init__(self, sampling: Sampling):
         super().__init__(sampling)
@@ -140,7 +143,7 @@ class Remembering(TargetSampler):
 
 
 class FunctionSource:
-    """A source of candidates whose draft is the function `draft_logits` of a prefix."""
+    """A source whose draft logits are the function `draft_logits` of the prefix."""
 
     sequential = True
 
@@ -168,8 +171,8 @@ class FunctionSource:
 
 @dataclass
 class Harness:
-    """Decodes sequences as the engine does, with functions for models. What depends on a prefix alone is computed
-    once a prefix, by the code under test."""
+    """Decodes sequences as the engine does, with the functions above as models. It caches what depends only on the
+    prefix; the code under test computes it."""
 
     sampling: Sampling
     rounds: Counter[int] = field(default_factory=Counter)
@@ -177,12 +180,12 @@ class Harness:
     nodes: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._sampler = Remembering(self.sampling)
+        self._sampler = CachedSampler(self.sampling)
         self._chain, self._source = Chain(DEPTH, self.sampling), FunctionSource()
         self._greedy: dict[tuple[int, ...], list[int]] = {}  # greedy drafts do not depend on the request
 
     def propose(self, prefix: tuple[int, ...], request: int) -> tuple[list[int], Tensor | None]:
-        """A drafted chain, and its distributions over the target's vocabulary."""
+        """A drafted chain, and the distributions it was sampled from over the target's vocabulary (None if greedy)."""
         if prefix in self._greedy:
             return self._greedy[prefix], None
         logits = self._source.begin(prefix, request)
@@ -218,8 +221,8 @@ class Harness:
         return prefix[len(PROMPT) : len(PROMPT) + LENGTH]
 
 
-def drawn(sampling: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
-    """Sequences of as many requests, and how many tokens their rounds accepted."""
+def draw_sequences(sampling: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
+    """Decodes one sequence for each of `draws` requests. Counts the sequences, and the rounds by accepted tokens."""
     harness = Harness(sampling)
     return Counter(harness.sequence(i) for i in range(draws)), harness.rounds
 
@@ -227,13 +230,14 @@ def drawn(sampling: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ..
 @pytest.mark.parametrize("rule", ["greedy", "sample"])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sequences_are_the_targets(name: str, rule: str, quick: None) -> None:
-    """100,000 sequences through rounds: walking with greedy drafts, and rejection with sampled ones."""
+    """100,000 sequences have the target's distribution, with greedy drafts (verified by match) and with sampled drafts
+    (verified by rejection)."""
     sampling = Sampling(**SAMPLINGS[name], draft=rule, seed=1)
     expected = exact_probabilities(sampling)
     assert abs(sum(expected.values()) - 1) < 1e-9
-    counts, rounds = drawn(sampling)
-    assert all(expected[s] > 0 for s in counts), "a sequence that the target never says"
-    assert min(rounds[k] for k in range(DEPTH + 1)) > DRAWS / 20, "rejections and acceptance were both to occur"
+    counts, rounds = draw_sequences(sampling)
+    assert all(expected[s] > 0 for s in counts), "a sequence that has probability 0 under the target"
+    assert min(rounds[k] for k in range(DEPTH + 1)) > DRAWS / 20, "both rejections and full acceptance must occur"
     assert p_value(counts, expected) > 1e-3
 
 
@@ -244,7 +248,7 @@ def skip_the_residual(residual: Any, p: Tensor, q: Tensor) -> Tensor:
 def redraw_after_a_mismatch(rule: Any, samplers: Any, prefixes: Any, nodes: Any, logits_BNV: Tensor) -> list[Verdict]:
     (verdict,) = rule(samplers, prefixes, nodes, logits_BNV)
     at = verdict.path[-1]
-    if at < DEPTH:  # a drafted token stood there, and was not the target's
+    if at < DEPTH:  # the token drafted there is not the target's
         scores = samplers[0].scores([*prefixes[0], *verdict.tokens[:-1]], logits_BNV[0, at])
         verdict.tokens[-1] = gumbel_argmax(scores, samplers[0].key(at, RESIDUAL))
     return [verdict]
@@ -255,7 +259,7 @@ def leave_the_last_token_out(processed: Any, samplers: Any, prefixes: Any, logit
 
 
 class OnCommittedPrefix:
-    """A sampler that processes every node on what was committed before the round."""
+    """A sampler that processes every node with the prefix committed before the round."""
 
     def __init__(self, sampler: TargetSampler, prefix: Sequence[int]):
         self.sampler, self.prefix = sampler, prefix
@@ -279,7 +283,7 @@ def accept_always(uniforms: Any, *given: Any) -> Tensor:
     return 0 * uniforms(*given)
 
 
-BROKEN: dict[str, tuple[str, str, Any]] = {  # name -> (draft, function of verify, what replaces it)
+BROKEN: dict[str, tuple[str, str, Any]] = {  # name -> (draft rule, function of verify, its replacement)
     "residual skipped": ("sample", "residual", skip_the_residual),
     "mismatch redrawn": ("greedy", "verify_by_match", redraw_after_a_mismatch),
     "a node without its last token": ("greedy", "processed", leave_the_last_token_out),
@@ -291,12 +295,12 @@ BROKEN: dict[str, tuple[str, str, Any]] = {  # name -> (draft, function of verif
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_samplers_are_rejected(name: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test that the rules pass above finds each of these mistakes beyond doubt, with a fifth of the draws."""
+    """With a fifth of the draws, the chi-square test rejects each of these mistakes at p < 1e-6."""
     rule, *mutation = BROKEN[name]
     sampling = Sampling(**SAMPLINGS["top_p and repetition"], draft=rule, seed=1)
     expected = exact_probabilities(sampling)
     replace_function(monkeypatch, verify, *mutation)
-    assert p_value(drawn(sampling, DRAWS // 5)[0], expected) < 1e-6
+    assert p_value(draw_sequences(sampling, DRAWS // 5)[0], expected) < 1e-6
 
 
 def chi_square_uniform(counts: Tensor) -> float:
@@ -305,14 +309,14 @@ def chi_square_uniform(counts: Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2.0).double(), statistic.double() / 2))
 
 
-def pairs(a: Tensor, b: Tensor, bins: int = 10) -> float:
-    """p-value of two samples being uniform and independent, on a grid."""
+def chi_square_pairs(a: Tensor, b: Tensor, bins: int = 10) -> float:
+    """The p-value that two samples are uniform and independent, by a chi-square test on a grid."""
     cell = (a * bins).long() * bins + (b * bins).long()
     return chi_square_uniform(torch.bincount(cell, minlength=bins * bins).double())
 
 
 def keys(component: int) -> Iterator[tuple[int, int, int, int]]:
-    """Keys that differ in one component alone, by one at a time."""
+    """Keys that differ in one component only, which counts up from 0."""
     for i in range(10_000):
         key = [5, 6, 7, 2]
         key[component] = i
@@ -320,13 +324,14 @@ def keys(component: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def test_uniforms_within_a_key() -> None:
-    """Inside (0, 1), uniform, neighbours independent; the first n do not depend on how many are asked for."""
+    """Draws of one key lie inside (0, 1), are uniform, and neighbours are independent; asking for fewer draws gives the
+    first of them."""
     for key in ((0, 0, 0, 0), (1, 2, 3, 1), (-1, 10**12, 4096, 3)):
         u = uniforms(key, 200_000)
         assert u.min() > 0 and u.max() < 1
         assert chi_square_uniform(torch.bincount((u * 1000).long(), minlength=1000).double()) > 1e-3
-        assert pairs(u[:-1:2], u[1::2]) > 1e-3
-        assert pairs(u[:-151], u[151:]) > 1e-3
+        assert chi_square_pairs(u[:-1:2], u[1::2]) > 1e-3
+        assert chi_square_pairs(u[:-151], u[151:]) > 1e-3
         assert torch.equal(uniforms(key, 17), u[:17])
     for shift in range(52):
         bit = ((u * 2.0**52).long() >> shift) & 1
@@ -335,18 +340,18 @@ def test_uniforms_within_a_key() -> None:
 
 @pytest.mark.parametrize("component", range(4), ids=["seed", "request", "position", "purpose"])
 def test_uniforms_across_keys(component: int) -> None:
-    """Keys that are neighbours give unrelated draws, at the same place and at the next."""
+    """Neighbouring keys give independent draws, both at equal and at different indices."""
     u = torch.stack([uniforms(key, 3) for key in keys(component)])
     assert u.unique().numel() == u.numel()
     for i, j in itertools.product(range(3), repeat=2):
-        assert pairs(u[:-1, i], u[1:, j]) > 1e-4
+        assert chi_square_pairs(u[:-1, i], u[1:, j]) > 1e-4
     assert all(
         chi_square_uniform(torch.bincount((u[:, i] * 50).long(), minlength=50).double()) > 1e-4 for i in range(3)
     )
 
 
 def test_keys_are_not_mixed_up() -> None:
-    """The components have places: permuted keys, and keys with equal sums, are other keys."""
+    """The order of the components matters: permuted keys, and keys with equal sums, give different draws."""
     small = list(itertools.product(range(3), repeat=4))
     first = torch.stack([uniforms(key, 1) for key in small])
     assert first.unique().numel() == len(small)
@@ -354,7 +359,8 @@ def test_keys_are_not_mixed_up() -> None:
 
 
 def test_gumbel_argmax_never_draws_the_impossible() -> None:
-    """-inf is never drawn, a certain token always, and float32 scores are as good as float64 ones."""
+    """Tokens with score -inf are never drawn, the only possible token is always drawn, and others are drawn with their
+    probability."""
     scores = torch.tensor([-float("inf"), 0.0, -float("inf"), 1.0])
     drawn = Counter(gumbel_argmax(scores, (0, i, 0, 0)) for i in range(5000))
     assert set(drawn) == {1, 3}

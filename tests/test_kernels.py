@@ -1,4 +1,4 @@
-"""Triton kernels against the definitions: on a GPU where there is one, else in Triton's interpreter."""
+"""Triton kernels against plain definitions, on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ LONG = [document(300, (2, 280), seed=1), document(1), document(90, (5, 60), (60,
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that is asked for without a value holds NaN, or an integer's largest: what a kernel leaves out shows.
-    (torch's own operations run in their deterministic ways meanwhile, which training does not ask for.)"""
+def uninitialized_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fills uninitialized memory with NaN, or with the largest integer, so that an output that a kernel does not write
+    is noticed. This needs torch's deterministic algorithms, which training itself does not use."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -61,8 +61,8 @@ def inputs(row: Packed, slots: Tensor, own: list[int], H: int, G: int, d: int, d
     return [x.to(DEVICE, dtype).requires_grad_() for x in made]
 
 
-def attended(way: str, leaves: list[Tensor], queries: Queries, weights: Tensor) -> list[Tensor]:
-    """Output and gradients."""
+def attention_and_gradients(way: str, leaves: list[Tensor], queries: Queries, weights: Tensor) -> list[Tensor]:
+    """The output of attention, then the gradients of `leaves`."""
     q, k0, v0, *rest = leaves
     own = list(zip(rest[::2], rest[1::2], strict=True))
     if way == "reference":
@@ -73,8 +73,8 @@ def attended(way: str, leaves: list[Tensor], queries: Queries, weights: Tensor) 
     return [out, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Relative, in norm; infinite where a number is none."""
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """The norm of the difference relative to the norm of `b`; infinite if there is a NaN."""
     off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
     return off if off == off else float("inf")
 
@@ -96,8 +96,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 )
 @pytest.mark.parametrize("which", ["live", "all", "few"])
 def test_attention(impl: str, documents: list[Document], steps: int, H: int, G: int, d: int, which: str) -> None:
-    """Values and gradients against the definition in float64: documents of one token and of hundreds, head sizes that
-    are no power of two, queries that ask about some of an earlier step's keys."""
+    """Outputs and gradients equal the definition's in float64, for documents of one token and of hundreds, head sizes
+    that are not powers of two, and queries that use only some keys of the earlier steps."""
     if impl == "flex" and d == 64:
         pytest.skip("FlexAttention has no float32 tile of this shape that fits a GPU's shared memory")
     row = row_of(documents, filler=3)
@@ -113,14 +113,17 @@ def test_attention(impl: str, documents: list[Document], steps: int, H: int, G: 
     queries = on_device(Queries(plain.slot_S, plain.first_S, torch.stack(at).int() if at else plain.own_row_JS, ()))
     leaves = inputs(row, slots, sizes, H, G, d, torch.float32)
     weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    ours = attended(impl, leaves, queries, weights)
-    exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
+    ours = attention_and_gradients(impl, leaves, queries, weights)
+    exact = attention_and_gradients(
+        "reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights
+    )
     for a, b in zip(ours, exact, strict=True):
         assert float((a.double() - b).norm()) <= 1e-5 * max(float(b.norm()), 1.0)
 
 
 def test_steps_that_share_keys() -> None:
-    """What two steps send to one own key is summed; a second backward pass, whose sums are gone, is refused."""
+    """The gradients that two steps give one key of the own steps are summed. A second backward pass fails, because
+    these sums are released after the first."""
     row = row_of(DOCUMENTS)
     live = row.live(3)[1:]
     at = torch.stack([torch.searchsorted(slots, live[1]).int() for slots in live])
@@ -143,36 +146,38 @@ def test_steps_that_share_keys() -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("H", "G", "d"), [(4, 2, 64), (8, 2, 128)])
 def test_attention_in_16_bits(H: int, G: int, d: int, impl: str) -> None:
-    """The error of the output and of each gradient is no more than 1.5 times that of the plain definition in the same
-    numbers: bfloat16, and float16 in the interpreter, which multiplies no bfloat16."""
+    """The error of the output and of each gradient is at most 1.5 times that of the plain definition in the same dtype:
+    bfloat16 on a GPU, float16 in the interpreter, which cannot multiply bfloat16."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     row = row_of(LONG, filler=5)
     slots = row.live(3)[2]
     queries = on_device(queries_of(row, slots, 2))
     leaves = inputs(row, slots, [slots.numel()] * 2, H, G, d, dtype)
     weights = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    exact = attended("reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights)
-    plain = attended("reference", leaves, queries, weights)
-    for ours, usual, true in zip(attended(impl, leaves, queries, weights), plain, exact, strict=True):
-        assert distance(ours, true) <= 1.5 * distance(usual, true)
+    exact = attention_and_gradients(
+        "reference", [x.detach().double().requires_grad_() for x in leaves], queries, weights
+    )
+    plain = attention_and_gradients("reference", leaves, queries, weights)
+    for ours, usual, true in zip(attention_and_gradients(impl, leaves, queries, weights), plain, exact, strict=True):
+        assert relative_error(ours, true) <= 1.5 * relative_error(usual, true)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_attention_without_queries(impl: str) -> None:
     row = row_of([document(5)])
     leaves = inputs(row, torch.arange(0), [], 2, 1, 16, torch.float32)
-    found = attended(impl, leaves, on_device(queries_of(row, torch.arange(0), 0)), leaves[0])
+    found = attention_and_gradients(impl, leaves, on_device(queries_of(row, torch.arange(0), 0)), leaves[0])
     assert not any(x.any() for x in found[1:])
 
 
-def test_attention_names_its_ways() -> None:
+def test_unknown_attention_is_refused() -> None:
     row = row_of([document(5)])
     leaves = inputs(row, torch.arange(5), [], 2, 1, 16, torch.float32)
     with pytest.raises(ValueError, match="eager, flex, triton"):
         ttt_attention(*leaves, [], queries_of(row, torch.arange(5), 0), "fast")
 
 
-def moved(case: LossCase, dtype: torch.dtype) -> LossCase:
+def to_device(case: LossCase, dtype: torch.dtype) -> LossCase:
     hidden = [h.detach().to(DEVICE, dtype).requires_grad_() for h in case.hidden]
     head = case.head.detach().to(DEVICE, dtype).requires_grad_()
     return LossCase(hidden, head, case.rows, case.teacher.to(DEVICE, dtype), case.ids.to(DEVICE), case.weights)
@@ -182,8 +187,8 @@ def moved(case: LossCase, dtype: torch.dtype) -> LossCase:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", [False, True])
 def test_loss(kind: str, W: int, chunk: int, keep: bool) -> None:
-    """Loss, sums, hits and gradients against plain torch in float64."""
-    case, exact = moved(loss_case(W), torch.float32), moved(loss_case(W), torch.float64)
+    """Loss, per-step sums, hits and gradients equal those of plain torch in float64."""
+    case, exact = to_device(loss_case(W), torch.float32), to_device(loss_case(W), torch.float64)
     loss, scores = case(kind=kind, chunk=chunk, keep_out_of_vocab=keep, impl="triton")
     expected, true = exact(kind=kind, chunk=chunk, keep_out_of_vocab=keep)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
@@ -197,8 +202,8 @@ def test_loss(kind: str, W: int, chunk: int, keep: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_in_16_bits(kind: str) -> None:
-    """The error of the loss and of each gradient is no more than 1.5 times plain torch's in bfloat16."""
-    case = moved(loss_case(300, V=500, P=90), torch.bfloat16)
+    """The error of the loss and of each gradient is at most 1.5 times that of plain torch in bfloat16."""
+    case = to_device(loss_case(300, V=500, P=90), torch.bfloat16)
     exact = LossCase(
         [h.detach().double().requires_grad_() for h in case.hidden], case.head.detach().double().requires_grad_(),
         case.rows, case.teacher.double(), case.ids, case.weights,
@@ -211,26 +216,26 @@ def test_loss_in_16_bits(kind: str) -> None:
         found[impl] = [loss, *case.gradients(loss)]
     for ours, usual, b in zip(found["triton"], found["eager"], wanted, strict=True):
         if b.numel():
-            assert distance(ours, b) <= 1.5 * distance(usual, b) + 1e-4
+            assert relative_error(ours, b) <= 1.5 * relative_error(usual, b) + 1e-4
 
 
 @pytest.mark.parametrize(("W", "V"), [(5000, 9001), (4097, 4097)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_of_many_words(kind: str, W: int, V: int) -> None:
-    """Vocabularies over the kernels' blocks, all of which count: their largest logits stand anywhere."""
-    case, exact = (moved(loss_case(W, V=V, P=31), dtype) for dtype in (torch.float32, torch.float64))
+    """The loss is right for vocabularies that span several blocks of the kernels."""
+    case, exact = (to_device(loss_case(W, V=V, P=31), dtype) for dtype in (torch.float32, torch.float64))
     (loss, scores), (expected, true) = case(kind=kind, impl="triton"), exact(kind=kind)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores.accept_K.double(), true.accept_K, rtol=1e-5, atol=1e-6)
     assert torch.equal(scores.scored_K, true.scored_K) and scores.scored_K[0] > 0
     assert all(torch.equal(a, b) for a, b in zip(scores.hits, true.hits, strict=True))
     for a, b in zip(case.gradients(loss), exact.gradients(expected), strict=True):
-        assert not b.numel() or distance(a, b) < 1e-5
+        assert not b.numel() or relative_error(a, b) < 1e-5
 
 
 def test_loss_of_ties_takes_the_first() -> None:
-    """Equal logits: the lowest id, as torch's argmax."""
-    case = moved(loss_case(12), torch.float32)
+    """Among equal logits the lowest id counts as the draft's choice, as in torch's argmax."""
+    case = to_device(loss_case(12), torch.float32)
     with torch.no_grad():
         case.head.zero_()
     _, scores = case(impl="triton")
@@ -240,7 +245,8 @@ def test_loss_of_ties_takes_the_first() -> None:
 
 @pytest.mark.parametrize(("H", "d", "rotated"), [(4, 16, 16), (3, 24, 24), (2, 16, 8), (1, 10, 6)])
 def test_rope(H: int, d: int, rotated: int) -> None:
-    """Whole and partial rotation, head sizes that are no power of two, and their gradients."""
+    """Outputs and gradients equal plain torch's, for full and partial rotation and head sizes that are not powers of
+    two."""
     from fledge.kernels.elementwise import rope
 
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
@@ -253,8 +259,9 @@ def test_rope(H: int, d: int, rotated: int) -> None:
 
 @pytest.mark.parametrize("reads", ["both", "norm", "stream"])
 @pytest.mark.parametrize(("N", "E"), [(0, 16), (1, 16), (7, 24), (600, 40)])
-def test_norm_with_input_its_stream(N: int, E: int, reads: str) -> None:
-    """Values and gradients of the norm and the stream, whichever of them is read on; more rows than programs."""
+def test_norm_with_input(N: int, E: int, reads: str) -> None:
+    """The norm and its input, as both outputs of one function, have the right values and gradients whichever of them is
+    used, also with more rows than programs of the kernel."""
     from fledge.kernels.norm import norm_with_input
 
     x, gain = torch.randn(N, E, device=DEVICE).requires_grad_(), torch.randn(E, device=DEVICE).requires_grad_()
@@ -268,7 +275,8 @@ def test_norm_with_input_its_stream(N: int, E: int, reads: str) -> None:
 
 
 def test_rows_taken() -> None:
-    """Distinct rows give their gradients back, those beyond them none."""
+    """take_rows copies rows; gradients flow back through the first entries, which are distinct, and not through the
+    padding after them."""
     x, rows = torch.randn(9, 4, dtype=torch.float64).requires_grad_(), torch.tensor([7, 2, 3, 3, 3]).int()
     taken = take_rows(x, rows, 3)
     assert torch.equal(taken, x[rows.long()])
@@ -279,7 +287,7 @@ def test_rows_taken() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frequencies", [3, 8])
 def test_cos_and_sin(frequencies: int, dtype: torch.dtype) -> None:
-    """The kernel against torch, far positions and a scale included."""
+    """The kernel's cos and sin equal torch's, also for large positions and with a scale."""
     yarn = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     config = replace(tiny_draft(tiny_target(tokenizer=False)).config, head_dim=2 * frequencies, rope=yarn)
     rotary, positions = Rotary(config).to(DEVICE), torch.tensor([0, 1, 7, 100_000], device=DEVICE)
@@ -293,8 +301,8 @@ def test_cos_and_sin(frequencies: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("S", [0, 1, 37])
 def test_mlp(S: int, recompute: bool) -> None:
-    """Values and gradients against plain torch, whatever is kept, with the weights' gradients given back to autograd
-    and summed beside it."""
+    """Outputs and gradients equal plain torch's, with activations stored or recomputed, and with weight gradients
+    returned to autograd or summed in GradientSums."""
     torch.manual_seed(0)
     shapes = (S, 24), (40, 24), (40, 24), (24, 40), (S, 24)
     leaves = [torch.randn(s, device=DEVICE).requires_grad_() for s in shapes]
@@ -312,7 +320,7 @@ def test_mlp(S: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize("O", [3, 1024, 2500])
 def test_rows_are_added(O: int) -> None:
-    """Rows of less than a block and of several; those that are not named stay."""
+    """add_rows_ adds to the given rows only, for rows shorter than one block and for rows of several blocks."""
     from fledge.kernels.elementwise import add_rows_
 
     total, rows = torch.randn(9, O, device=DEVICE), torch.tensor([7, 2, 8], device=DEVICE).int()
@@ -324,8 +332,8 @@ def test_rows_are_added(O: int) -> None:
 
 @pytest.mark.parametrize("part", ["mlp", "mlp recomputed", "norm", "rope", "shared products"])
 def test_parts_in_16_bits(part: str) -> None:
-    """The error of each part's values and gradients is no more than 1.5 times that of plain torch in the same numbers:
-    bfloat16, and float16 in the interpreter, which rounds no bfloat16 as a GPU does."""
+    """The error of each part's outputs and gradients is at most 1.5 times that of plain torch in the same dtype:
+    bfloat16 on a GPU, float16 in the interpreter, which does not round bfloat16 as a GPU does."""
     from fledge.kernels.elementwise import rope
     from fledge.kernels.norm import norm_with_input
 
@@ -374,14 +382,14 @@ def test_parts_in_16_bits(part: str) -> None:
             shared[0].backward()
         found.append([out.detach(), *(x.grad for x in leaves)])
     for ours, usual, true in zip(*found, strict=True):
-        assert ours.dtype == half and distance(ours, true) <= 1.5 * distance(usual, true)
+        assert ours.dtype == half and relative_error(ours, true) <= 1.5 * relative_error(usual, true)
 
 
 @pytest.mark.parametrize("slots", [None, 9])
 @pytest.mark.parametrize("attention", IMPLS)
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
 def test_training_step(variant: dict, attention: str, slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, counts and gradients of a whole row are those of the eager way, with products of heights rounded up."""
+    """Loss, counts and gradients of a whole row equal the eager implementation's, with padded matrix heights."""
     multiple = 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE  # Triton's interpreter is slow
     monkeypatch.setattr(linear, "ROW_MULTIPLE", multiple)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
@@ -398,14 +406,14 @@ def test_training_step(variant: dict, attention: str, slots: int | None, monkeyp
     assert torch.equal(step.hit_K, plain.hit_K) and torch.equal(step.scored_K, plain.scored_K)
     assert step.simulated == plain.simulated
     for name, g in gradients(draft, step.loss).items():
-        assert distance(g, expected[name]) < 1e-3, name
+        assert relative_error(g, expected[name]) < 1e-3, name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", IMPLS)
 def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one length meet the kernels that a row before them brought, whatever their documents and live slots, in
-    one chunk or several."""
+    """After the first row, no kernel is compiled again for rows of the same length, whatever their documents and
+    numbers of live slots."""
     import triton
     from torch._dynamo.utils import counters
 
@@ -413,7 +421,7 @@ def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.M
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: compiled.append(str(told["src"].name)))
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     target.model.to(DEVICE)
-    draft = tiny_draft(target, draft_vocab_size=128).to(DEVICE)  # of a width that a row of logits keeps its alignment
+    draft = tiny_draft(target, draft_vocab_size=128).to(DEVICE)  # a width at which each row of logits is aligned
     draft.share_target_weights(target.embedding)
     ways = Implementation(attention, "triton", "triton", slots=300)
     for tried, starts in enumerate([(0, 9), (0, 333), (1, 700), (400, 401), (901, 993), (17, 18), (5, 444)]):
@@ -429,7 +437,7 @@ def test_no_kernel_is_compiled_for_a_count(attention: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("slots", [None, 9])
 def test_a_row_without_live_slots(slots: int | None) -> None:
-    """It gives zeros, and no gradient but zeros."""
+    """A row without live slots gives zero loss, zero counts and zero gradients."""
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of([document(9), document(1, (0, 1))], filler=3)
@@ -443,9 +451,9 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the MLP, what is as wide as its inside: nothing of it is saved for the backward pass, with biases too, and the
-    gradients are those there are without."""
+def test_recomputing_stores_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With recomputation, no tensor of the MLP's intermediate size is saved for the backward pass, with or without
+    biases, and the gradients stay the same."""
     monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
@@ -467,7 +475,7 @@ def test_recomputing_holds_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> 
         saved[recompute], found[recompute] = sum(inside), gradients(draft, step.loss)
     assert saved[False] > 0 and saved[True] == 0
     for name, g in found[True].items():
-        assert distance(g, found[False][name]) < 1e-5, name
+        assert relative_error(g, found[False][name]) < 1e-5, name
 
 
 FROZEN = {
@@ -479,7 +487,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever learn, their gradients are those of the eager way, and the others have none."""
+    """If some parameters are frozen, the gradients of the others equal the eager ones, and frozen ones get none."""
     monkeypatch.setattr(linear, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
@@ -497,14 +505,14 @@ def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         draft.zero_grad()
     assert found["triton"].keys() == found["eager"].keys()
     for n, g in found["triton"].items():
-        assert distance(g, found["eager"][n]) < 1e-3, n
+        assert relative_error(g, found["eager"][n]) < 1e-3, n
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", IMPLS)
 def test_training_step_in_16_bits(attention: str) -> None:
-    """In bfloat16, the error of the loss and of each gradient of a whole row is no more than 1.5 times that of the
-    plain definition, in chunks of slots too."""
+    """In bfloat16, the error of the loss and of each gradient of a whole row is at most 1.5 times that of the plain
+    definition, also in chunks of slots."""
     target = tiny_target(tokenizer=False, hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(LONG, filler=5)
@@ -522,5 +530,5 @@ def test_training_step_in_16_bits(attention: str) -> None:
     usual = gradients_of(draft, Implementation())
     for slots in (None, 100):
         for name, ours in gradients_of(draft, Implementation(attention, "triton", "triton", slots)).items():
-            allowed = 1.5 * distance(usual[name], exact[name]) + 1e-3
-            assert distance(ours, exact[name]) <= allowed, (name, slots)
+            allowed = 1.5 * relative_error(usual[name], exact[name]) + 1e-3
+            assert relative_error(ours, exact[name]) <= allowed, (name, slots)

@@ -1,4 +1,4 @@
-"""Speculative decoding says what the target alone would say, token for token, and its text ends where it should."""
+"""Speculative decoding generates the same tokens as the target alone, and stops at the right place."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from support.targets import (
 )
 
 
-def cheat(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
-    """Makes the engine's proposer run as ever and then say `truth`, each token replaced with probability `wrong`."""
-
+def draft_answer(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: float, seed: int = 0) -> None:
+    """Makes the proposer draft the tokens of `truth` (prompt and answer), except that with probability `wrong` a token
+    stays the one that the draft chose."""
     draw = random.Random(seed)
 
-    def cheating(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
+    def propose_answer(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
         (tokens,) = propose(proposer, *taken_in).token_BN.tolist()
         for k, place in enumerate(range(proposer.source.cache.longest + 1, len(truth)), start=1):
             if k < len(tokens) and draw.random() >= wrong:
                 tokens[k] = truth[place]
         return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
 
-    replace_function(monkeypatch, Proposer, "propose", cheating)
+    replace_function(monkeypatch, Proposer, "propose", propose_answer)
 
 
-def talkative(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
-    """A prompt after which the target says n tokens and more, and those n."""
+def prompt_with_long_answer(engine: Engine, n: int, **options: Any) -> tuple[list[int], Completion]:
+    """A prompt whose answer by the target alone has at least n tokens, and its first n tokens."""
     for prompt in prompts(50, seed=10):
         done = engine.generate(prompt, max_new_tokens=n, speculate=False, **options)
         if len(done.tokens) == n and len(set(done.tokens)) > n // 2:
             return prompt, done
-    raise AssertionError(f"no prompt makes the target say {n} tokens")
+    raise AssertionError(f"no prompt has an answer of {n} tokens")
 
 
 def accepted(completions: Sequence[Completion]) -> list[int]:
@@ -68,7 +68,7 @@ def accepted(completions: Sequence[Completion]) -> list[int]:
 @pytest.mark.parametrize("vocabulary", [400, 150])
 @pytest.mark.parametrize("depth", [1, 2, 5, 8])
 def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
-    """An untrained draft, almost always wrong, changes nothing: float64, exactly."""
+    """With an untrained draft, which is almost always wrong, greedy decoding gives the same tokens (in float64)."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=depth)
     for prompt in prompts(6, seed=depth):
@@ -78,13 +78,14 @@ def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts right at random places: every number of accepted tokens from none to all occurs, and nothing changes."""
+    """With drafts that are wrong at random places, rounds accept every number of tokens from 0 to `depth`, and the
+    answer stays the same."""
     target = tiny_target(family, dtype=torch.float64)
     engine = Engine(target, tiny_draft(target, draft_vocab_size=250), depth=depth)
     done = []
     for i, prompt in enumerate(prompts(6, seed=depth)):
         plain = engine.generate(prompt, max_new_tokens=50, speculate=False)
-        cheat(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
+        draft_answer(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
         fast = engine.generate(prompt, max_new_tokens=50)
         assert_same(fast, plain)
         done.append(fast)
@@ -93,13 +94,14 @@ def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeyp
 
 
 def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 too, but where the target's two best logits are as close as the rounding of another batch shape."""
+    """In float32 the tokens are the same too, unless the target's two largest logits differ by less than 1e-3, where
+    the rounding of another batch shape may swap them."""
     target = tiny_target()
     engine = Engine(target, tiny_draft(target), depth=4)
     same = 0
     for i, prompt in enumerate(prompts(12, seed=7)):
         plain = engine.generate(prompt, max_new_tokens=40, speculate=False)
-        cheat(monkeypatch, prompt + plain.tokens, wrong=0.3, seed=i)
+        draft_answer(monkeypatch, prompt + plain.tokens, wrong=0.3, seed=i)
         fast = engine.generate(prompt, max_new_tokens=40)
         same += fast.tokens == plain.tokens
         if fast.tokens != plain.tokens:
@@ -112,25 +114,25 @@ def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a draft, and with a good one, the engine says what transformers' greedy generate says, on targets with
-    sliding windows too: the prompt is longer than the window, and rejected tokens are taken back inside it."""
+    """With and without a draft, the engine generates the tokens of transformers' greedy `generate`, on targets with
+    sliding windows too: the last prompt is longer than the window, and rejected tokens are rolled back inside it."""
     target = tiny_target(dtype=torch.float64, **SLIDING[name])
     engine = Engine(target, tiny_draft(target), depth=5)
     for i, prompt in enumerate([*prompts(3, seed=3), prompts(1, seed=4)[0] * 20]):
         prompt = prompt[:60]
         theirs = greedy_by_transformers(target.model, prompt, 48)
         assert engine.generate(prompt, max_new_tokens=48, speculate=False).tokens == theirs
-        cheat(monkeypatch, prompt + theirs, wrong=0.3, seed=i)
+        draft_answer(monkeypatch, prompt + theirs, wrong=0.3, seed=i)
         assert engine.generate(prompt, max_new_tokens=48).tokens == theirs
 
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_rollback_is_exact(name: str) -> None:
-    """After any tokens are taken back the cache answers as one that never saw them, to the last bits of float64."""
+    """After a rollback, the KV cache gives the logits of a fresh cache that never held the removed tokens."""
     target = tiny_target(dtype=torch.float64, **SLIDING[name])
     tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
     used, junk = TargetCache(), random.Random(0)
-    for at in (40, 41, 47, 55, 80, 120, 263):  # the cache's room is doubled on the way
+    for at in (40, 41, 47, 55, 80, 120, 263):  # the cache doubles its capacity in between
         target.verify(Tree.chain(tokens[None, used.get_seq_length() : at]), used)
         target.verify(Tree.chain(torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))])), used)
         used.rollback(at)
@@ -144,8 +146,8 @@ def test_rollback_is_exact(name: str) -> None:
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With greedy drafts, speculative sampling draws the very tokens that token-by-token sampling draws, and a
-    processor with a memory is shown the same prefixes in the same order, once each."""
+    """With greedy drafts, speculative sampling draws the same tokens as token-by-token sampling, and a logits processor
+    that has state is called with the same prefixes in the same order, once each."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target), depth=4)
     done = []
@@ -153,7 +155,7 @@ def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatc
         seen = [(Remembers(),) if memory else () for _ in range(2)]
         slow, quick = (Sampling(**SAMPLINGS[name], processors=p) for p in seen)
         plain = engine.generate(prompt, max_new_tokens=40, sampling=slow, request=i, speculate=False)
-        cheat(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
+        draft_answer(monkeypatch, prompt + plain.tokens, wrong=0.25, seed=i)
         fast = engine.generate(prompt, max_new_tokens=40, sampling=quick, request=i)
         assert_same(fast, plain)
         done.append(fast)
@@ -165,7 +167,7 @@ def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatc
 
 
 def test_seeds_and_requests_differ() -> None:
-    """Another seed, or another request at the same seed, draws other tokens; the same ones draw the same."""
+    """Different seeds or request numbers draw different tokens; the same seed and number draw the same tokens."""
     engine = Engine(exact_target())
     prompt = prompts(1)[0]
 
@@ -180,7 +182,7 @@ def test_seeds_and_requests_differ() -> None:
 
 @pytest.mark.parametrize("vocabulary", [400, 120])
 def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processors leave one token, drafts drawn from the draft's own distribution change nothing."""
+    """With top_k=1 only one token is possible, so sampled drafts give the target's greedy tokens."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=3)
     for i, prompt in enumerate(prompts(5, seed=9)):
@@ -190,7 +192,8 @@ def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pyt
 
 
 def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rejection sampling with q = p keeps every draft; the engine hands `q` to the rule as it was drawn from."""
+    """Rejection sampling with q = p accepts every draft, and the engine passes the `q` that the draft was sampled
+    from."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3)
     seen = []
@@ -215,27 +218,28 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("processed", [False, True])
 def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop token among accepted drafts ends the text there, and it is the last token."""
+    """A stop token among the accepted drafts ends the answer: it is the answer's last token."""
     target = tiny_target(dtype=torch.float64)
     engine = Engine(target, tiny_draft(target), depth=6)
     sampling = Sampling(repetition_penalty=1.0001 if processed else 1.0)
-    prompt, done = talkative(engine, 40, sampling=sampling)
+    prompt, done = prompt_with_long_answer(engine, 40, sampling=sampling)
     free = done.tokens
     inside = set()
     for at in range(1, 14):
         stop = free[at]
         end = free.index(stop) + 1
         target.model.generation_config.eos_token_id = [stop]
-        cheat(monkeypatch, prompt + free, wrong=0.0)
+        draft_answer(monkeypatch, prompt + free, wrong=0.0)
         fast, plain = both(engine, prompt, max_new_tokens=40, sampling=sampling)
         assert fast.tokens == plain.tokens == free[:end]
         assert fast.finish == plain.finish == "stop"
         inside.add((end - 2) % 7)
-    assert len(inside) > 4, "stops were to fall all over a run"
+    assert len(inside) > 4, "the stop tokens must fall at different places within a round"
 
 
-def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Angles go on beyond a target's context, as a round's drafts may; positions learnt one by one do not."""
+def test_drafts_beyond_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts may pass the end of the target's context if its positions are rotary. If they are learned embeddings,
+    there is no position left, so decoding raises ValueError."""
     engine = Engine(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
@@ -245,8 +249,8 @@ def test_drafts_beyond_the_last_of_learnt_positions_are_refused(monkeypatch: pyt
     assert_same(*both(engine, prompt, max_new_tokens=6))
 
 
-class Ends:
-    """A processor that can be asked for no token after an answer's last, as a grammar that has ended."""
+class FailsAfterEnd:
+    """A logits processor that fails if it is called for a token after the end of the answer, as a grammar would."""
 
     def __init__(self, prompt: int, limit: int, stop: int = -1, text: Sequence[int] = ()):
         self.places, self.stop, self.text = range(prompt, prompt + limit), stop, list(text)
@@ -260,17 +264,17 @@ class Ends:
 @pytest.mark.parametrize("drawn", ["greedy", "sample"])
 @pytest.mark.parametrize("end", ["limit", "stop", "string"])
 def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accepted run goes on beyond the answer's end, and they are let be there."""
+    """Logits processors are not called for accepted tokens that lie after the end of the answer."""
     target = tiny_target(dtype=torch.float64)
     engine = Engine(target, tiny_draft(target), depth=6)
     sampling = Sampling(temperature=1.0, draft="sample") if drawn == "sample" else Sampling()
-    if drawn == "sample":  # whatever is drafted is accepted
+    if drawn == "sample":  # a uniform of 0 accepts every drafted token
         monkeypatch.setattr(verify, "uniforms", lambda *of: torch.zeros(1, dtype=torch.float64))
-    prompt, whole = talkative(engine, 24, sampling=sampling)
+    prompt, whole = prompt_with_long_answer(engine, 24, sampling=sampling)
     if drawn == "sample":
         whole = engine.generate(prompt, max_new_tokens=24, sampling=sampling)
     else:
-        cheat(monkeypatch, [*prompt, *whole.tokens], 0.0)
+        draft_answer(monkeypatch, [*prompt, *whole.tokens], 0.0)
     tokens, limit, stop, more = whole.tokens, 24, -1, {}
     if end == "limit":
         limit = 10
@@ -279,7 +283,7 @@ def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, mo
         target.model.generation_config.eos_token_id = [stop]
     else:
         more = dict(stop=[target.tokenizer.decode(tokens[9:11])])
-    ends = Ends(len(prompt), limit, stop, tokens[9:11] if end == "string" else ())
+    ends = FailsAfterEnd(len(prompt), limit, stop, tokens[9:11] if end == "string" else ())
     asked = dict(max_new_tokens=limit, sampling=replace(sampling, processors=[ends]), **more)
     done = engine.generate(prompt, **asked)
     assert len(done.tokens) < 24 and max(r.accepted for r in done.trace.rounds) >= 3
@@ -289,23 +293,23 @@ def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, mo
 
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
 def test_length_is_kept(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """max_new_tokens cuts a run wherever it falls, after the same tokens."""
+    """max_new_tokens ends the answer at exactly that length, also in the middle of a round."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target), depth=5)
-    prompt, free = talkative(engine, 20)
+    prompt, free = prompt_with_long_answer(engine, 20)
     for n in range(1, 20):
-        cheat(monkeypatch, prompt + free.tokens, wrong, seed=n)
+        draft_answer(monkeypatch, prompt + free.tokens, wrong, seed=n)
         fast = engine.generate(prompt, max_new_tokens=n)
         assert (fast.tokens, fast.finish) == (free.tokens[:n], "length")
         assert fast.text == target.tokenizer.decode(free.tokens[:n])
 
 
 def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece of the text as a stop string, those that straddle tokens included: the text ends before it, the
-    tokens with the one that completed it, and the streamed pieces are the text."""
+    """A stop string may lie within one token or span several. The text ends before it, the tokens end with the one
+    that completes it, and the streamed pieces add up to the text."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target), depth=5)
-    prompt, free = talkative(engine, 60)
+    prompt, free = prompt_with_long_answer(engine, 60)
     tokens, text = free.tokens, free.text
     starts = {len(target.tokenizer.decode(tokens[:i])) for i in range(len(tokens))}
     whole = [at for at in range(len(text) - 3) if "\ufffd" not in text[at : at + 3]]
@@ -313,7 +317,7 @@ def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(straddling) > 4
     for at in [*whole[:4], *straddling[:12]]:
         stop = text[at : at + 3]
-        cheat(monkeypatch, prompt + tokens, 0.3, seed=at)
+        draft_answer(monkeypatch, prompt + tokens, 0.3, seed=at)
         for speculate in (False, True):
             done = Completion()
             options = dict(max_new_tokens=60, stop=("never there", stop), speculate=speculate, into=done)
@@ -325,8 +329,10 @@ def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
             assert stop not in target.tokenizer.decode(done.tokens[:-1])
 
 
-def pieces_of(tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
-    """What a stream hands out when the tokens come in groups of the given sizes, over and over."""
+def stream_in_groups(
+    tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[list[str], TextStream]:
+    """The pieces of text that a TextStream returns if tokens arrive in groups of the given sizes, used in a cycle."""
     stream, pieces, at, turn = TextStream(tiny_tokenizer(), stop), [], 0, 0
     while at < len(tokens) and not stream.stopped:
         size = sizes[turn % len(sizes)]
@@ -341,8 +347,9 @@ groups = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 @settings(max_examples=200, deadline=None)
 @given(text=st.text("ab 你é🦆\u200d ing", max_size=25), sizes=groups)
 def test_streaming_is_the_text(text: str, sizes: list[int]) -> None:
-    """Characters of several bytes, split over tokens and groups, come whole, and all of them come."""
-    pieces, stream = pieces_of(tiny_tokenizer()(text)["input_ids"], sizes)
+    """Pieces hold only complete characters, even if a character's bytes are split over tokens or groups, and they add
+    up to the text."""
+    pieces, stream = stream_in_groups(tiny_tokenizer()(text)["input_ids"], sizes)
     assert "".join(pieces) == stream.text == text
     assert all("\ufffd" not in p for p in pieces)
 
@@ -350,8 +357,9 @@ def test_streaming_is_the_text(text: str, sizes: list[int]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.integers(0, 321), max_size=25), sizes=groups)
 def test_streaming_of_any_tokens(tokens: list[int], sizes: list[int]) -> None:
-    """Broken characters and special tokens too: the pieces add up to what the tokenizer makes of the whole."""
-    pieces, stream = pieces_of(tokens, sizes)
+    """For any tokens, special tokens and invalid UTF-8 included, the pieces add up to the tokenizer's decoding of all
+    tokens at once."""
+    pieces, stream = stream_in_groups(tokens, sizes)
     assert "".join(pieces) == stream.text == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
 
 
@@ -364,18 +372,18 @@ def test_streaming_of_any_tokens(tokens: list[int], sizes: list[int]) -> None:
 )
 @example(text="xyEND🦆", stop="END", sizes=[1], cut=2)
 def test_streaming_stops(text: str, stop: str, sizes: list[int], cut: int) -> None:
-    """The text ends before the first stop string, however tokens and groups cut it; no piece is ever taken back.
-    With `cut` the last character may be left in the middle."""
+    """The text ends before the first stop string, however tokens and groups split it, and the pieces never go beyond
+    that end. Leaving out the last `cut` tokens may leave the last character incomplete."""
     tokens = tiny_tokenizer()(text)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     whole = tiny_tokenizer().decode(tokens)
-    pieces, stream = pieces_of(tokens, sizes, (stop,))
+    pieces, stream = stream_in_groups(tokens, sizes, (stop,))
     assert "".join(pieces) == stream.text == whole.split(stop)[0]
     assert stream.stopped == (stop in whole)
 
 
-class Scripted:
-    """A tokenizer of whatever bytes the test names, for splits that the tiny one does not make."""
+class ByteTokenizer:
+    """A tokenizer whose tokens are the given bytes, for splits that the tiny tokenizer does not make."""
 
     def __init__(self, *pieces: bytes):
         self.pieces = pieces
@@ -385,8 +393,8 @@ class Scripted:
 
 
 def test_a_stop_string_before_half_a_character() -> None:
-    """A token may end a stop string and begin a character that never comes."""
-    stream = TextStream(Scripted(b"some EN", b"D\xf0\x9f"), ("END",))
+    """A stop string is found even if the token that completes it also begins a character that is never completed."""
+    stream = TextStream(ByteTokenizer(b"some EN", b"D\xf0\x9f"), ("END",))
     assert stream.add([0, 1]) == "some "
     assert stream.finish() == ""
     assert stream.text == "some "
@@ -394,8 +402,8 @@ def test_a_stop_string_before_half_a_character() -> None:
 
 
 def test_the_first_of_several_stop_strings() -> None:
-    """Of two that appear, the one that begins first ends the text."""
-    stream = TextStream(Scripted(b"abc", b"def", b"ghi"), ("ef", "bcde"))
+    """If two stop strings appear, the text ends before the one that begins first."""
+    stream = TextStream(ByteTokenizer(b"abc", b"def", b"ghi"), ("ef", "bcde"))
     assert stream.add([0, 1, 2]) == "a"
     assert stream.stopped
     assert stream.tokens == [0, 1]
@@ -404,8 +412,8 @@ def test_the_first_of_several_stop_strings() -> None:
 @pytest.mark.parametrize("vocabulary", [400, 350])
 @pytest.mark.parametrize("depth", [1, 3, 5])
 def test_simulated_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the target's greedy text, the decoding that training simulates has the rounds of the decoder; the last
-    round is cut with the text."""
+    """On the target's greedy text, the decoding that training simulates accepts as many tokens in each round as the
+    decoder does. The text's end cuts the last round."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     engine = Engine(target, draft, depth=depth)
@@ -431,7 +439,7 @@ def test_simulated_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkey
         assert accepted_per_round(seen["live"], seen["hits"]) == decoded
         assert step.simulated == (sum(decoded) + len(decoded), len(decoded))
         every += decoded
-    assert {0, depth} <= set(every), "rejections and full acceptance were both to occur"
+    assert {0, depth} <= set(every), "both rejections and full acceptance must occur"
 
 
 def commit_the_drafts_token(rule: Any, samplers: Any, prefixes: Any, nodes: Any, *given: Any) -> list[Verdict]:
@@ -454,7 +462,7 @@ def forget_nothing(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> N
     pass
 
 
-MUTATIONS = [  # (owner, function, what replaces it)
+MUTATIONS = [  # (owner of the function, its name, its replacement)
     (batch, "verify_by_match", commit_the_drafts_token),
     (batch, "verify_by_match", commit_one_too_many),
     (TargetCache, "keep", forget_a_token_too_few),
@@ -464,23 +472,23 @@ MUTATIONS = [  # (owner, function, what replaces it)
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
 def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistakes in the rule or the rollback show as other tokens, or stop the engine."""
+    """A mistake in the verification rule or the rollback changes the tokens or stops the engine."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target), depth=4)
-    prompt, done = talkative(engine, 30)
+    prompt, done = prompt_with_long_answer(engine, 30)
     plain = done.tokens
     replace_function(monkeypatch, owner, name, wrong)
-    cheat(monkeypatch, prompt + plain, wrong=0.3)
+    draft_answer(monkeypatch, prompt + plain, wrong=0.3)
     try:
         broken = engine.generate(prompt, max_new_tokens=30).tokens
-    except RuntimeError:  # shapes that no longer fit
+    except RuntimeError:  # the tensor shapes no longer fit
         return
     assert broken != plain
 
 
 @pytest.mark.gpu
 def test_two_devices() -> None:
-    """A target on the accelerator and its draft on the CPU say what the target alone says."""
+    """A target on the GPU with its draft on the CPU generates the same tokens as the target alone."""
     made = tiny_target(dtype=torch.float64)
     target = TransformersTarget(made.model.to("cuda"), made.tokenizer)
     engine = Engine(target, tiny_draft(made).cpu(), depth=4)
@@ -490,7 +498,8 @@ def test_two_devices() -> None:
 
 
 def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
-    """The stop ends the tokens and is no part of the text, whether or not the tokenizer would skip it."""
+    """The stop token is the last token and is not part of the text, even if the tokenizer does not count it among its
+    special tokens."""
     target = tiny_target()
     engine = Engine(target, tiny_draft(target))
     free = engine.generate("it can fly", max_new_tokens=12)
@@ -504,7 +513,7 @@ def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_while_confident_changes_no_token(temperature):
-    """A round that stops drafting early commits the same tokens, and rounds do stop at different depths."""
+    """With a confidence threshold, rounds stop drafting at different depths, and the answer stays the same."""
     target = tiny_target(dtype=torch.float64)
     draft = tiny_draft(target, draft_vocab_size=100)
     sampling = Sampling(temperature=temperature, seed=2)

@@ -1,4 +1,4 @@
-"""The estimate of a step's memory: its arithmetic anywhere, and what it foretells on a GPU."""
+"""The estimate of a training step's memory: its arithmetic on any machine, and its accuracy on a GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from support.targets import features_for, tiny_draft, tiny_target, tiny_target_d
 ROW = row_of([document(4096, (0, 4096))])
 
 
-def test_rows_made_of_one() -> None:
-    """Its beginning, as much supervised as the whole, or document by document over and over."""
+def test_a_row_resized() -> None:
+    """A shorter row is the row's beginning, with as large a supervised part as the whole row; a longer row repeats its
+    documents."""
     row = row_of([document(5, (4, 5)), document(7, (2, 5), (5, 7))], filler=2)
     short = resize_row(row, 8)
     assert torch.equal(short.token_T, row.token_T[:8]) and torch.equal(short.position_T, row.position_T[:8])
@@ -44,17 +45,17 @@ def test_rows_made_of_one() -> None:
     assert long.documents() == [(0, 5), (5, 12), (12, 14), (14, 19), (19, 26), (26, 28), (28, 31)]
     assert torch.equal(long.position_T, row.position_T.repeat(3)[:31])
     assert [t.tolist() for t in long.live(1)] == [[t + n for n in (0, 14) for t in (s.item() for s in row.live(1)[0])]]
-    assert len(set(long.span_T.tolist())) == 1 + 2 * 3, "every span is one of its own"
+    assert len(set(long.span_T.tolist())) == 1 + 2 * 3, "each copy of a span gets its own number"
 
 
 def test_a_row_made_shorter_has_live_slots() -> None:
-    """However little is supervised: a step over it does all that a step does."""
+    """A shortened row has a live slot, however few tokens are supervised, so that a step over it does all its work."""
     row = row_of([document(4096, (4000, 4001))])
     assert resize_row(row, 256).live(1)[0].numel() == 1
 
 
 def test_the_heaviest_rows() -> None:
-    """The most supervised, and that with the longest document, which the target reads in one pass."""
+    """The heaviest rows are the one with the most supervised tokens and the one with the longest document."""
     few, most, longest = document(8, (6, 8)), document(7, (0, 7)), document(8, (7, 8))
     (row,) = Rows([few, document(8, (0, 8)), longest], row_length=8, seed=0).heaviest()
     assert int((row.span_T >= 0).sum()) == 8
@@ -64,8 +65,8 @@ def test_the_heaviest_rows() -> None:
     assert len(Rows([most, few], row_length=8, seed=0).heaviest()) == 2
 
 
-def test_what_is_tried() -> None:
-    """All rungs, those that keep or recompute, or those of the slots that were asked for."""
+def test_candidates() -> None:
+    """The candidates are all of CANDIDATES, or those that match the requested activations and slots."""
     ways = Implementation("triton", "triton", "triton")
 
     def tried(ways: Implementation, slots: int | None, activations: str) -> list[tuple[int, bool, bool]]:
@@ -75,20 +76,23 @@ def test_what_is_tried() -> None:
     assert tried(ways, None, "keep") == [rung for rung in CANDIDATES if not rung[1]]
     assert [n for n, again, _ in tried(ways, None, "recompute") if again] == [8192, 4096, 2048, 2048, 1024]
     plain = tried(Implementation(), None, "auto")
-    assert [n for n, again, _ in plain if not again] == [8192, 4096, 2048, 2048, 1024], "it recomputes nothing"
+    assert [n for n, again, _ in plain if not again] == [8192, 4096, 2048, 2048, 1024], (
+        "the eager implementation cannot recompute"
+    )
     assert tried(ways, 77, "recompute") == [(77, True, True), (77, True, False)]
     assert tried(ways, 77, "auto") == [(77, False, True), (77, False, False), (77, True, False)]
 
 
 class Device:
-    """A device that holds `held` bytes, on which a step takes 3 bytes for every token and slot in flight; half of them
-    where activations are computed again. Rows over `fits` tokens are too much for it."""
+    """A simulated device with `held` bytes allocated. A step takes 3 bytes for each token and slot in flight, or half
+    with recomputation, and runs out of memory for rows of more than `fits` tokens. The device reserves `apart` bytes
+    more than are allocated."""
 
     held, peak, fits, apart = 50, 0, 10**9, 0
 
     def __init__(self) -> None:
         self.tried: list[int] = []
-        self.draft = Ten()
+        self.draft = TenParameters()
 
     def step(self, row: Packed, ways: Implementation) -> None:
         tokens = row.token_T.numel()
@@ -102,8 +106,8 @@ class Device:
         return Trial(self.draft, [ROW], self.step, rows_per_step)
 
 
-class Ten(nn.Module):
-    """Ten parameters."""
+class TenParameters(nn.Module):
+    """A model of ten parameters."""
 
     def __init__(self):
         super().__init__()
@@ -124,13 +128,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_what_is_needed(device: Device) -> None:
-    """The step's peak, or the update's where that is higher, and what the optimizer holds, and the sum where several
-    rows make a step; of the row that takes most. Nothing is left behind."""
+def test_measured_memory(device: Device) -> None:
+    """The measured memory is the larger peak of step and update for the row that takes most, plus the optimizer's
+    state; the step's peak includes a gradient sum if a step has several rows. Measuring leaves no gradients behind."""
     trial = device.trial()
     assert trial.measure(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10,) * 2
     assert device.trial(2).measure(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10,) * 2
-    for rows_per_step in (1, 2):  # the update's sum is the step's
+    for rows_per_step in (1, 2):  # the update already includes the gradient sum
         assert device.trial(rows_per_step).measure(Implementation(slots=0)) == (50 + 6 * 10 + 12 * 10,) * 2
     assert trial.measure(Implementation(slots=1), 1000) == (50 + 3 * 1000 + 12 * 10,) * 2
     assert (
@@ -149,7 +153,7 @@ def test_what_is_needed(device: Device) -> None:
     assert device.draft.weight.grad is None
 
 
-def test_the_first_that_fits(device: Device) -> None:
+def test_choose_takes_the_first_candidate_that_fits(device: Device) -> None:
     asked = candidates(Implementation(layers="triton"), slots=None, activations="auto")
 
     def chosen(available: int) -> tuple[int, bool, bool]:
@@ -161,7 +165,7 @@ def test_the_first_that_fits(device: Device) -> None:
     assert chosen(3 * 4096 * 2300) == (2048, False, True)
     assert chosen(3 * 4096 * 2100) == (2048, True, False)
     device.apart = 10**12
-    assert chosen(10**12) == (2048, False, False), "two streams take more than is allocated at once"
+    assert chosen(10**12) == (2048, False, False), "with two streams, reserved memory counts, not only allocated memory"
     with pytest.raises(ValueError, match=r"at most 2,\d\d\d tokens fit \(--row-length\)"):
         choose(device.trial(), asked, 3 * 4096 * 300)
 
@@ -180,7 +184,8 @@ def test_the_first_that_fits(device: Device) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("fitting", [128, 200, 700, 1500, 4095, 4097, 50_000, 600_000])
 def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
-    """It has been tried and fits, and one a tenth longer would not; few rows are tried, for long ones take minutes."""
+    """The longest row has been tried and fits, and a row longer by a tenth does not fit. Few long rows are tried, since
+    each takes minutes."""
     told: list[tuple[int, int | None]] = []
 
     def longest() -> int:
@@ -190,15 +195,17 @@ def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
 
     found = longest()
     assert found in device.tried and found <= fitting < 1.1 * found
-    assert sum(device.tried) <= 3 * found or fitting < 4096, "beside the two that prove it, it tries short ones"
+    assert sum(device.tried) <= 3 * found or fitting < 4096, (
+        "besides the two rows that prove the result, only short rows are tried"
+    )
     assert told == [(n, 3 * slots * n + 170) for n in device.tried]
     device.fits = max(fitting * 2 // 3, 128)
     found = longest()
-    assert found <= device.fits < 1.1 * found, "the device runs out before its memory is full"
+    assert found <= device.fits < 1.1 * found, "the row is also right if the device runs out of memory early"
     assert {n for n, taken in told if taken is None} == {n for n in device.tried if n > device.fits}
 
 
-def test_what_is_said_of_a_row_that_was_tried() -> None:
+def test_messages_about_a_row_that_was_tried() -> None:
     gib = 2**30
     assert trial_message(2048, 9 * gib, 78 * gib) == "a row of 2,048 tokens takes 9.0 of 78.0 GiB"
     assert trial_message(2048, 77 * gib, 78 * gib).endswith("77.0 of 78.0 GiB, which is too much: 7% must stay free")
@@ -224,17 +231,17 @@ def test_no_row_fits(device: Device) -> None:
         (("--activations", "recompute", "--device", "cpu"), "--activations recompute needs a CUDA GPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused(words: tuple[str, ...], reason: str, fledge, tmp_path) -> None:
+def test_invalid_training_options_are_refused(words: tuple[str, ...], reason: str, fledge, tmp_path) -> None:
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 4)
     ran: Ran = fledge("train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, *words)
     assert ran.code != 0 and reason in ran.err
     assert not (tmp_path / "run" / "draft").exists()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize("kept", [False, True])
 def test_freed_memory_is_kept(kept: bool) -> None:
-    """A block that was freed comes back with its pages; without `retain_freed_memory` each is a page fault again."""
+    """With `retain_freed_memory`, a freed block is reused with its pages; without it, each page faults again."""
     script = """
 import resource
 from fledge.train.heap import retain_freed_memory
@@ -254,8 +261,8 @@ print(faults() - before)
 
 @pytest.mark.parametrize("loss", KINDS)
 def test_training_with_every_loss(loss: str, fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics of each step are those of the dense definition with this loss and no other, and every weight that
-    learns has moved."""
+    """The metrics of each step equal the dense definition's with this kind of loss and with no other, and every trained
+    weight has changed."""
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 8)
     seen: list[dict[str, Dense]] = []
     begun: dict[str, torch.Tensor] = {}
@@ -294,7 +301,7 @@ def test_training_with_every_loss(loss: str, fledge, tmp_path, monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth, whatever the slots in flight, recomputing or not."""
+    """The estimate is within a tenth of the peak memory, with several numbers of slots, and with recomputation too."""
     shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8)
     target, chats = tiny_target_directory(tmp_path, **shape), tiny_chats(tmp_path / "chats.jsonl", 200)
     said: list[int] = []
@@ -321,13 +328,13 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_the_longest_row_fits_and_no_longer_one() -> None:
-    """Of a device of two gigabytes, by what a step of the row that is said takes."""
+    """With 2 GiB available, a step over the longest row fits, and a step over a row longer by a tenth does not."""
     shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8, vocab_size=4000)
     target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
     target.model.to("cuda", torch.bfloat16)
     draft = tiny_draft(target).to("cuda", torch.bfloat16)
     draft.share_target_weights(target.embedding)
-    assert target.packs  # found out before memory is measured
+    assert target.packs  # runs this check of the target before memory is measured
     row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(2)])
 
     def step(row: Packed, ways: Implementation) -> None:

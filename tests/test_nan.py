@@ -1,4 +1,4 @@
-"""What computes NaN is named: the target, the draft a run began with, or the learning rate, each with its own cure."""
+"""Error messages about NaN name the cause and a remedy: the target, the initial draft, or the learning rate."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_target_that_computes_nan_is_named(made, fledge, job, value):
     assert went.code == 2 and re.search(NAMED, went.err), went.err
 
 
-def test_logits_of_minus_infinity_say_never(target, monkeypatch):
-    """Some models forbid their padding so."""
+def test_logits_of_minus_infinity_are_allowed(target, monkeypatch):
+    """Logits of -inf are valid, since some models exclude their padding tokens this way."""
     engine, forward = Engine(target), target.head.forward
     free = engine.generate([5, 6, 7], max_new_tokens=5).tokens
 
@@ -69,8 +69,9 @@ def train(made, fledge, *more: object) -> str:
     return went.err
 
 
-def test_states_that_turn_nan_while_training_are_the_targets(made, fledge, monkeypatch):
-    """Say, of one text that overflows."""
+def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monkeypatch):
+    """If the target's hidden states become NaN at a later step, as from a text that overflows, the message names the
+    target."""
     features, rows = TransformersTarget.features, []
 
     def failing(self, row, layers):
@@ -99,6 +100,6 @@ def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, f
     assert "the gradient of step 1 is nan: this is the first step" in said and "--lr" not in said
 
 
-def test_what_goes_wrong_later_is_the_learning_rate(made, fledge):
+def test_a_later_overflow_blames_the_learning_rate(made, fledge):
     said = train(made, fledge, "--lr", 1e30, "--warmup", 0, "--clip", 1e30)
     assert "the gradient of step 2 is nan: train again with a lower --lr" in said

@@ -1,8 +1,8 @@
-"""The law: what training computes for slot t at step k is what the decoder computes there.
+"""For slot t at step k, training computes the same values as the decoder.
 
-The training side is `ttt` on a packed row with features of the whole row. The decoder's side is the target run on
-that document alone with its cache, in pieces, forgetting wrong tokens in between, and a proposer of chains whose
-choices are the document's own tokens. Hidden states, draft logits and the teacher's logits are compared.
+Training runs on a packed row, with the target's features of the whole row. Decoding runs the target on one document
+with its KV cache, in pieces, and rolls back wrong tokens in between; the draft proposes chains, but the tokens that it
+chooses are replaced by the document's own. The tests compare hidden states, draft logits and teacher logits.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ SEVERAL = [
 ]
 
 
-def trained(
+def training_values(
     draft: Draft, target: TransformersTarget, row: Packed, steps: int = STEPS, ways: Implementation = Implementation()
 ) -> dict[tuple[int, int], tuple[Tensor, ...]]:
-    """(slot, step) -> hidden state, draft logits and teacher logits of training's own forward pass."""
+    """Maps (slot, step) to the hidden state, draft logits and teacher logits of training's forward pass."""
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     features = features_for(draft, target, row)
     row_pass = RowPass(draft, row, features, Objective(depth=steps), ways)
@@ -69,8 +69,8 @@ def trained(
     return found
 
 
-class Forced:
-    """A draft whose choices are those of a script, and which keeps what it computes."""
+class ScriptedDraft:
+    """A draft that chooses the tokens of a script, and records its outputs and logits."""
 
     def __init__(self, draft: Draft):
         self.draft, self.script, self.outs, self.said = draft, [], [], []
@@ -96,7 +96,8 @@ class Forced:
 def run_target(
     draft: Draft, target: TransformersTarget, tokens: Tensor, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """What a draft reads, and logits, of one document, in pieces, each followed by tokens that are taken back."""
+    """Runs the target on one document in pieces; after each piece, it adds three tokens to the cache and rolls them
+    back. Returns the hidden states that the draft reads, and the logits."""
     cache, at, aux, logits = TargetCache(), 0, [], []
     for size in [*pieces, tokens.numel()]:
         if at >= tokens.numel():
@@ -111,7 +112,7 @@ def run_target(
     return torch.cat(aux), torch.cat(logits)
 
 
-def decoded(
+def decoding_values(
     draft: Draft,
     target: TransformersTarget,
     tokens: Tensor,
@@ -120,25 +121,25 @@ def decoded(
     pieces: Sequence[int],
     steps: int = STEPS,
 ) -> dict[tuple[int, int], tuple[Tensor, ...]]:
-    """(slot, step) -> the same three from the decoder, for slots first, first + stride, ..; the draft's cache is
-    extended by `stride` slots a round. Steps whose token or teacher would lie beyond the document are left out."""
+    """Maps (slot, step) to the same three values of the decoder, for slots first, first + stride, ..; each round adds
+    `stride` slots to the draft's cache. Leaves out steps whose token or teacher lies beyond the document."""
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
-    forced = Forced(draft)
-    proposer = proposer_of(forced, depth=steps)
+    scripted = ScriptedDraft(draft)
+    proposer = proposer_of(scripted, depth=steps)
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
-        forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
+        scripted.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
         if draft.family.one_pass and begin == 0:
             proposer.admit([(0, [], aux)])
-        if draft.family.one_pass:  # of all depths
+        if draft.family.one_pass:  # one pass computes all steps
             proposer.source.run_pass([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
-            forced.outs, forced.said = ([row[None] for row in of[0]] for of in (forced.outs, forced.said))
+            scripted.outs, scripted.said = ([row[None] for row in of[0]] for of in (scripted.outs, scripted.said))
         else:
             propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
         begin = slot + 1
         for k in range(min(steps, n - 1 - slot)):
-            out[slot, k] = (forced.outs[k][0], forced.said[k][0], target_logits[slot + 1 + k])
+            out[slot, k] = (scripted.outs[k][0], scripted.said[k][0], target_logits[slot + 1 + k])
     return out
 
 
@@ -153,25 +154,25 @@ def difference(
     ways: Implementation = Implementation(),
     training_draft: Draft | None = None,
 ) -> float:
-    """Largest absolute difference between the two sides, infinite where they disagree on which slots are live.
+    """Largest absolute difference between training and decoding; infinite if they disagree on which slots are live.
 
-    `training_draft` takes the draft's place on the training side. `chunkings` are (stride, pieces): with stride s the
-    decoder goes s times through the document, so that each slot is once the last of its chunk.
+    `training_draft` replaces the draft in training only. `chunkings` are pairs (stride, pieces): with stride s the
+    document is decoded s times, so that each slot is once the last of the slots that a round adds.
     """
-    training = trained(training_draft or draft, target, row, steps, ways)
+    training = training_values(training_draft or draft, target, row, steps, ways)
     expected, worst, start = set(), 0.0, 0
     for d in documents:
         tokens = d.tokens.long()
         live = live_by_definition(d, steps)
         expected |= {(start + t, k) for t, k in live}
         for stride, pieces in chunkings if live else ():
-            rounds = [decoded(draft, target, tokens, stride, first, pieces, steps) for first in range(stride)]
+            rounds = [decoding_values(draft, target, tokens, stride, first, pieces, steps) for first in range(stride)]
             ours = {key: value for part in rounds for key, value in part.items()}
             for t, k in live & {(t - start, k) for t, k in training}:
                 pairs = zip(ours[t, k], training[start + t, k], strict=True)
                 worst = max([worst, *(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in pairs)])
         start += tokens.numel()
-    assert expected, "nothing was compared"
+    assert expected, "no slot was compared"
     return worst if expected == set(training) else float("inf")
 
 
@@ -255,16 +256,17 @@ def models(name: str) -> tuple[TransformersTarget, Draft]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_is_decoding(name: str) -> None:
-    """Every live slot and step, of one document alone in its row and of several packed before a filler."""
+    """Training and decoding agree on every live slot and step, for a row of one document and for a row of several
+    documents followed by filler."""
     target, draft = models(name)
     steps = draft.family.trained_depth or STEPS
     assert difference(draft, target, ONE, row_of(ONE), [(1, (3,))], steps) <= TOLERANCE
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7), steps=steps) <= TOLERANCE
-    assert target.packs, "the packed path was to be tested"
+    assert target.packs, "this test needs a target that runs packed rows"
 
 
 def test_where_the_target_does_not_pack() -> None:
-    """Documents run one at a time where the model mixes packed ones; the draft's row is packed all the same."""
+    """If the target must run documents one at a time, the draft still trains on the packed row, with equal results."""
     target, draft = models("llama")
     target.packs = False
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) <= TOLERANCE
@@ -280,7 +282,7 @@ def two_layers() -> tuple[TransformersTarget, Draft]:
     layout=layouts(), stride=st.integers(1, 6), pieces=st.lists(st.integers(1, 9), max_size=5), steps=st.integers(1, 7)
 )
 def test_any_layout(layout, stride: int, pieces: list[int], steps: int) -> None:
-    """Random documents, spans, filler, chunks and depths."""
+    """Training and decoding agree for random documents, spans, filler, chunks and depths."""
     documents, filler = layout
     assume(any(live_by_definition(d, steps) for d in documents))
     target, draft = two_layers()
@@ -311,7 +313,7 @@ def teacher_a_token_early(teacher_rows: Any, live: Sequence[Tensor], *given: Any
 
 
 def live_a_token_longer(live: Any, row: Packed, steps: int) -> list[Tensor]:
-    """Step k asks no more of a slot than step k - 1 should."""
+    """Step k takes the slots that are live at step k - 1."""
     starts = (row.span_T[1:] >= 0) & (row.doc_T[1:] == row.doc_T[:-1])
     longer = [starts.nonzero().squeeze(-1), *live(row, steps)[:-1]]
     return [slots[slots + 2 + k < row.token_T.numel()] for k, slots in enumerate(longer)]
@@ -365,7 +367,7 @@ class ForgetsOwnValues(OwnSteps):
         super().append((pair[0], 0 * pair[1]))
 
 
-# mistakes on the training side: (owner, function, what replaces it, shape)
+# Mistakes in training: (owner of the function, its name, its replacement, shape of the models)
 REPLACED = [
     (plan_module, "step_inputs", position_without_k, "llama"),
     (plan_module, "step_inputs", position_twice_k, "llama"),
@@ -380,7 +382,7 @@ REPLACED = [
     (objective, "plan_steps", past_shrinks_with_k, "llama"),
     (objective, "plan_steps", masks_at_one_position, "p-eagle"),
 ]
-# and those of a draft that training alone reads otherwise: (method, what replaces it, shape)
+# Mistakes in a method of the draft that training alone calls: (method, its replacement, shape of the models)
 ALTERED = [
     ("split_output", feeds_back_the_normed, "llama"),
     ("split_output", feeds_back_the_unnormed, "norm_output"),
@@ -393,7 +395,7 @@ ALTERED = [
 def test_a_mistake_in_training_is_noticed(
     owner: Any, name: str, wrong: Any, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each shows as a difference far above the tolerance."""
+    """Each mistake makes a difference far above the tolerance."""
     target, draft = models(shape)
     row = row_of(SEVERAL, filler=7)
     replace_function(monkeypatch, owner, name, wrong)
@@ -401,7 +403,7 @@ def test_a_mistake_in_training_is_noticed(
 
 
 @pytest.mark.parametrize(("method", "wrong", "shape"), ALTERED, ids=[case[1].__name__ for case in ALTERED])
-def test_a_draft_read_otherwise_is_noticed(method: str, wrong: Any, shape: str) -> None:
+def test_a_mistake_in_a_method_of_the_draft_is_noticed(method: str, wrong: Any, shape: str) -> None:
     target, draft = models(shape)
     altered = AlteredDraft(draft, **{method: wrong})
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7), training_draft=altered) > 1e-3
@@ -414,8 +416,8 @@ def test_forgotten_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own longrope, left to choose by the length of each call, differs between a packed row and its
-    documents and between prefill and decoding; chosen once, it does not."""
+    """transformers' longrope chooses its factors by the length of each call, so a packed row and its documents differ,
+    and so do prefill and decoding. With `fix_longrope`, which chooses the factors once, they agree."""
     assert sum(d.tokens.numel() > 16 for d in SEVERAL) == 2 < sum(d.tokens.numel() > 0 for d in SEVERAL)
     row = row_of(SEVERAL)
     target, draft = models("phi3 longrope long")
@@ -427,8 +429,8 @@ def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("max_length", [16, 64])
 def test_longrope_is_one_function_of_the_document(max_length: int) -> None:
-    """Features of documents shorter and longer than the original length: packed, alone, and by the cache, one token
-    at a time across that length, are the same; and the short and the long list are not."""
+    """The features of a document are the same in a packed row, alone, and with the KV cache one token at a time,
+    whether it is shorter or longer than longrope's original length. The short and long factors give other features."""
     target = tiny_target(max_length=max_length, tokenizer=False, **rope(**LONGROPE))
     draft = tiny_draft(target)
     documents = [document(n, seed=n) for n in (8, 40, 12, 17, 16)]

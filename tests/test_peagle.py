@@ -1,5 +1,5 @@
-"""P-EAGLE: its loss and gradients against a dense definition under the cross-depth mask, the slots that are dropped,
-and drafting in one pass."""
+"""P-EAGLE: loss and gradients against a dense definition with the cross-depth mask, dropping of slots, and drafting in
+one pass."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ STEPS = 5
 
 
 def by_definition(draft: Draft, target: TransformersTarget, row: Packed, kept: list[Tensor]) -> Tensor:
-    """The loss of one long sequence of (anchor, depth), all tokens at depth 0 and what is kept deeper, every element
-    under the cross-depth mask through every layer."""
+    """The loss computed on one long sequence of (anchor, depth) pairs: all tokens at depth 0 and the kept slots at
+    greater depths, with the cross-depth mask in every layer."""
     features = features_for(draft, target, row)
     n = row.token_T.numel()
     anchor = torch.cat([torch.arange(n), *kept[1:]])
@@ -92,7 +92,8 @@ WAYS = [Implementation(), Implementation(slots=6, chunk=4), Implementation(slots
 @pytest.mark.parametrize("rate", [1.0, 0.7])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways: Implementation) -> None:
-    """All slots or some, at once or a few at a time (which partitions the sequence), activations kept or not."""
+    """Loss and gradients equal the definition's, with all slots or only the kept ones, at once or in chunks, with
+    activations stored or recomputed."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
         target = tiny_target(tokenizer=False, dtype=dtype)
         draft = tiny_draft(target, **P_EAGLE, **VARIANTS[variant])
@@ -110,7 +111,9 @@ def test_loss_and_gradients_are_the_definitions(variant: str, rate: float, ways:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("slots", [None, 7])
-def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_layers_give_the_same_gradients(
+    slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_triton()
     monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target = tiny_target(tokenizer=False)
@@ -128,7 +131,8 @@ def test_triton_layers_train_it_too(slots: int | None, recompute: bool, monkeypa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["eagle1", "eagle3", "peagle"])
 def test_every_method_trains_for_every_loss(method: str, kind: str) -> None:
-    """The slots of a few steps down that loss's gradient lose some of it, a few in flight as well as all."""
+    """Every method trains with every loss: chunks give the gradients of the whole, and a small gradient step lowers the
+    loss."""
     target = tiny_target(tokenizer=False, dtype=torch.float64)
     steps = 1 if method == "eagle1" else 3
     draft = tiny_draft(target, method=method, mask_token_id=399 if method == "peagle" else None)
@@ -163,7 +167,8 @@ def stay_at_one_position(plan_steps: Any, *given: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("mistake", [read_a_word, read_another_state, stay_at_one_position])
 def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word or another state in the mask's place, and masks that all stand at one position."""
+    """The loss differs from the definition's if masks read an ordinary token or another state, or all stand at one
+    position."""
     from fledge.train import objective
 
     target = tiny_target(tokenizer=False, dtype=torch.float64)
@@ -179,7 +184,7 @@ def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @settings(max_examples=60, deadline=None)
 @given(layouts(), st.integers(1, 6), st.floats(0.05, 1.0), st.floats(0.0, 1.0), st.text(max_size=4))
-def test_what_is_dropped(layout, steps: int, rate: float, least: float, key: str) -> None:
+def test_which_slots_are_dropped(layout, steps: int, rate: float, least: float, key: str) -> None:
     documents, filler = layout
     row = row_of(documents, filler)
     live = row.live(steps)
@@ -208,7 +213,7 @@ def test_rates_outside_their_range_are_refused() -> None:
 
 @functools.cache
 def pair() -> tuple[TransformersTarget, Draft, list[list[int]]]:
-    """A draft whose head fits its target's words, so that some of what it drafts is accepted."""
+    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
     target = exact_target()
     draft = tiny_draft(target, num_hidden_layers=2, hidden_size=256, intermediate_size=256, **P_EAGLE)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
@@ -219,7 +224,7 @@ def pair() -> tuple[TransformersTarget, Draft, list[list[int]]]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "parallel": dict(depth=4),
-    "while sure": dict(depth=6, confidence=0.05),
+    "confidence": dict(depth=6, confidence=0.05),
     "tree": dict(mode="tree", depth=4, nodes=20, width=4),
     "shape": dict(mode="tree", shape=SHAPES["mixed"]),
 }
@@ -261,7 +266,7 @@ def test_sampled_drafts_together_and_alone(confidence: float) -> None:
 
 
 def test_the_tree_is_the_likeliest() -> None:
-    """Of all paths whose levels' words are the likeliest there, those of the highest products, by brute force."""
+    """The tree holds the paths with the highest probabilities, found by brute force from the logits of each level."""
     target, draft, asked = pair()
     depth, nodes, width = 3, 12, 4
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
@@ -290,9 +295,11 @@ def test_a_chain_is_the_tree_one_wide() -> None:
     assert [x[:4] for x in chain.to_lists()[0]] == [x for x in fixed.to_lists()[0]]
 
 
-def test_ways_that_do_not_fit() -> None:
+def test_modes_of_drafting() -> None:
     target, draft, _ = pair()
-    assert Engine(target, draft, mode="chain").drafting.mode == "parallel", "its chain comes of one pass"
+    assert Engine(target, draft, mode="chain").drafting.mode == "parallel", (
+        "a P-EAGLE draft makes its chain in one pass"
+    )
     with pytest.raises(ValueError, match="is always stable"):
         Engine(target, draft, stable=False)
     with pytest.raises(ValueError, match="parallel needs a draft of P-EAGLE"):
@@ -303,7 +310,7 @@ def test_ways_that_do_not_fit() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Decoded and trained there: the same words in float64, and the kernels' gradients to 16-bit rounding."""
+    """On a GPU, decoding in float64 gives the target's tokens, and the kernels' gradients are close to eager ones."""
     made, draft, asked = pair()
     target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
     for way in WAYS.values():
@@ -328,7 +335,7 @@ def test_on_a_gpu() -> None:
 # -- files and the command line ---------------------------------------------------------------------------------------
 
 
-def test_it_is_saved_as_vllm_loads_it(tmp_path) -> None:
+def test_a_saved_draft_is_one_that_vllm_loads(tmp_path) -> None:
     target = tiny_target()
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     save_draft(draft, tmp_path / "d", torch.float32)
@@ -338,12 +345,12 @@ def test_it_is_saved_as_vllm_loads_it(tmp_path) -> None:
     back = load_draft(tmp_path / "d")
     assert back.config.method == "peagle" and torch.equal(back.mask_hidden, draft.mask_hidden)
     assert back.mask_hidden.shape == (1, 1, draft.config.num_aux_hidden_states * target.embedding.shape[1])
-    del hf["fledge"]  # as another trainer would write it
+    del hf["fledge"]  # another trainer's config has no such key
     (tmp_path / "d" / "config.json").write_text(json.dumps(hf))
     assert read_draft_config(tmp_path / "d").method == "peagle"
 
 
-def test_the_mask_is_a_token_that_nothing_says() -> None:
+def test_the_mask_token_does_not_occur_in_the_data() -> None:
     tokenizer = tiny_target().tokenizer
     vocab = 400
     documents = [Document(torch.arange(50, 400).int(), torch.zeros(350).int())]

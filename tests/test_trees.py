@@ -1,4 +1,4 @@
-"""Trees: what is drafted, that each node sees its own path alone, and that verifying them changes no word."""
+"""Draft trees: which nodes they hold, that each node attends only to its own path, and that they change no token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_of(target: TransformersTarget, draft: Draft | None, **options: Any) -
 
 @torch.inference_mode()
 def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int]) -> Tensor:
-    """The draft's log-probabilities over W after a path of drafted ids, drafted as a chain from nothing: [W]."""
+    """The draft's log-probabilities [W] after a path of draft ids, computed as a chain with an empty cache."""
     cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
     R = token_R.numel()
     position = torch.arange(R + len(path))
@@ -59,7 +59,7 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
 def tree_by_force(
     draft: Draft, token_R: Tensor, aux_RAD: Tensor, depth: int, nodes: int, width: int
 ) -> list[tuple[int, ...]]:
-    """EAGLE-2's tree as paths of draft ids, in its order, every path drafted by itself."""
+    """The nodes of EAGLE-2's tree in order, as paths of draft ids; each path is drafted separately as a chain."""
     pool: list[tuple[float, tuple[int, ...]]] = []
     front: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(depth):
@@ -79,8 +79,8 @@ def tree_by_force(
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 5, 10), (2, 12, 3), (4, 25, 4), (5, 60, 3), (3, 100, 5)])
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, norm_output=True, fc_norm=True)])
 def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, width: int, vocabulary: int) -> None:
-    """The tree of a level at a time is that of every path drafted by itself, in the same order; its parents come
-    first, and a second round, on a cache that has seen a tree, drafts as well as the first."""
+    """The tree equals the one found by drafting each path separately, in the same order, and parents precede their
+    children. A second round, whose cache has held a tree before, gives the right tree too."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, **variant)
     proposer = proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width)
@@ -107,7 +107,7 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_fixed_trees(name: str) -> None:
-    """A child of rank r is the r-th likeliest after its own path."""
+    """A child of rank r is the r-th likeliest token after its path, counted from 0."""
     target, shape = exact_target(), SHAPES[name]
     draft = tiny_draft(target, draft_vocab_size=150)
     proposer = proposer_of(draft, mode="tree", shape=shape)
@@ -136,12 +136,12 @@ def test_fixed_trees(name: str) -> None:
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),
     ],
 )
-def test_what_is_no_tree_is_refused(make: Any, reason: str) -> None:
+def test_invalid_trees_are_refused(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         make()
 
 
-def test_drawn_trees_are_refused() -> None:
+def test_sampled_trees_are_refused() -> None:
     engine = engine_of(*good_pair()[:2])
     with pytest.raises(ValueError, match="sampled drafts need a chain, since"):
         engine.generate([5, 6], sampling=Sampling(temperature=1, draft="sample"))
@@ -181,8 +181,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_node_sees_its_path(name: str) -> None:
-    """A node's logits and features are those of its path run as a chain, beyond a sliding window too; so are those
-    after an accepted path was kept."""
+    """A node's logits and features equal those of its path run as a chain, also beyond a sliding window. After the
+    cache keeps an accepted path, the next logits are right too."""
     target = tiny_target(dtype=torch.float64, **KINDS[name])
     target.check_masks()
     tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
@@ -222,7 +222,7 @@ def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("vocabulary", [400, 300])
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 8, 8), (3, 10, 2), (5, 30, 4), (8, 60, 3)])
 def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int) -> None:
-    """float64, exactly; drafts are accepted at all lengths."""
+    """In float64 the tokens are exactly the same, while rounds accept different numbers of drafted tokens."""
     target, draft, asked = good_pair(vocabulary)
     engine = engine_of(target, draft, depth=depth, nodes=nodes, width=width)
     taken = set()
@@ -247,7 +247,8 @@ def test_greedy_is_vanilla_whatever_the_tree(prompt: list[int], depth: int, node
 
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_is_vanilla_for_a_thousand_prompts(seed: int) -> None:
-    """250 prompts each, 10 trees of other depths, widths and budgets, 25 prompts decoded together; float64, exactly."""
+    """Each of four seeds decodes 250 prompts in float64: 10 random tree shapes, with 25 prompts decoded together for
+    each shape."""
     target, draft, _ = good_pair(400 if seed % 2 else 300)
     draw, accepted = random.Random(seed), 0
     for _ in range(10):
@@ -288,7 +289,7 @@ def test_greedy_is_vanilla_with_fixed_trees(name: str) -> None:
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool) -> None:
-    """With every processor on its own node's prefix, and one with a memory shown the same prefixes in order."""
+    """Each node is processed with its own prefix, and a processor that has state sees the same prefixes in order."""
     target, draft, asked = good_pair()
     engine = engine_of(target, draft, depth=4, nodes=30, width=4)
     for i, prompt in enumerate(asked[:4]):
@@ -310,7 +311,8 @@ DRAFTED = {
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words stay the same; and of the accepted tokens that were drafted on from, the cache keeps their keys."""
+    """With an unstable cache the tokens stay the same, and the cache keeps the drafted keys and values of accepted
+    nodes that were expanded."""
     target, draft, asked = good_pair()
     engine = engine_of(target, draft, stable=False, **DRAFTED[name])
     kept = 0
@@ -341,8 +343,9 @@ def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest
     assert kept > 5
 
 
-def test_a_drafted_slot_is_its_paths() -> None:
-    """Of every node that was drafted on from, the cache's scratch has the keys of its own path, drafted as a chain."""
+def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
+    """For every expanded node, the cache's scratch slot holds the keys and values that drafting its path as a chain
+    gives."""
     target, draft, asked = good_pair()
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     for tree_of in (dict(depth=4, nodes=30, width=3), dict(shape=SHAPES["mixed"])):
@@ -361,7 +364,7 @@ def test_a_drafted_slot_is_its_paths() -> None:
 
 
 def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
-    """A round over a tree that holds the chain takes no fewer tokens."""
+    """Decoding with a tree takes fewer rounds than with a chain of the same depth."""
     target, draft, asked = good_pair()
     rounds = {}
     for mode in ("chain", "tree"):
@@ -396,7 +399,7 @@ def see_all_nodes(ancestors: Any, tree: Tree) -> Tensor:
 
 
 class AnyChild(dict):
-    """A node's children, of which any is taken for the one that has a token."""
+    """A node's children, where every lookup of a token returns the first child."""
 
     def get(self, token: int) -> int | None:
         return next(iter(self.values()), None)
@@ -406,7 +409,7 @@ def follow_any_child(children: Any, *given: Any) -> list[AnyChild]:
     return [AnyChild(of_node) for of_node in children(*given)]
 
 
-MUTATIONS = [  # (owner, function, what replaces it)
+MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TargetCache, "keep", keep_the_first_nodes),
     (TargetCache, "keep", keep_a_node_too_many),
     (Batch, "_store_states", remember_the_first_nodes_states),
@@ -418,7 +421,7 @@ MUTATIONS = [  # (owner, function, what replaces it)
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
 def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these shows as other tokens or worse drafts, or stops the engine."""
+    """Each mistake changes the tokens or the number of accepted tokens, or stops the engine."""
     target, draft, asked = good_pair()
     engine = engine_of(target, draft, depth=5, nodes=30, width=4)
     plain = [engine.generate(p, max_new_tokens=40) for p in asked]
@@ -438,7 +441,7 @@ def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, visible_
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
-    deeper = 0 if "query_rows" in options else 1  # the pass over what was committed is right
+    deeper = 0 if "query_rows" in options else 1  # the pass over committed tokens stays correct
     return step(token, hidden, position + deeper, attend, **options)
 
 
@@ -459,7 +462,7 @@ DRAFTING = [
 
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), DRAFTING, ids=[m[2].__name__ for m in DRAFTING])
-def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_drafting_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair()
     slots = slots_of(target, [*asked[0], 5, 6])
     proposer, drafter = proposer_of(draft, mode="tree", depth=4, nodes=40, width=4), draft
@@ -476,7 +479,7 @@ def test_drafting_wrongly_is_noticed(owner: Any, name: str, wrong: Any, monkeypa
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
 @pytest.mark.parametrize("way", [{}, dict(mode="tree", nodes=20, width=4), dict(mode="tree", shape=SHAPES["mixed"])])
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
-    """A round of drafting, for two requests that take in different numbers of slots, is queued from end to end."""
+    """Drafting a round for two requests with different numbers of new slots never synchronises with the device."""
     target = tiny_target()
     draft = tiny_draft(target, **(P_EAGLE if method == "peagle" else {}))
     on_device(target, draft)
@@ -485,7 +488,7 @@ def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     aux = [torch.randn(n, *states, device="cuda") for n in (3, 1)]
     proposer.admit([(i, [], x[:0]) for i, x in enumerate(aux)])
     asked = [[5, 6, 7], [8]], aux, [[], []]
-    first = proposer.propose(*asked)  # what libraries do once is done
+    first = proposer.propose(*asked)  # the first call may synchronise, as libraries initialise
     torch.cuda.set_sync_debug_mode("error")
     try:
         tree = proposer.propose(*asked)

@@ -1,4 +1,4 @@
-"""Training on live slots against a dense definition, and its parts against theirs."""
+"""Training on live slots, its loss, attention and optimizer, each against a plain definition."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def both(
 @pytest.mark.parametrize("vocabulary", [400, 131])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots: int | None) -> None:
-    """Loss and gradients of live-slot training equal the dense definition's, in float64 and in float32, all slots at
-    once or a few at a time."""
+    """Loss and gradients of live-slot training equal the dense definition's in float64 and float32, with all slots at
+    once or in chunks."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
         target, draft = tiny(dtype, draft_vocab_size=vocabulary, **VARIANTS[variant])
         row = row_of(DOCUMENTS, filler=5)
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots:
 
 
 class CutKeys(OwnSteps):
-    """Keys of a slot's own steps that pass no gradient back."""
+    """Keys and values of a slot's own steps, where no gradient flows through the keys."""
 
     def append(self, pair: tuple[Tensor, Tensor]) -> None:
         super().append((pair[0].detach(), pair[1]))
@@ -97,7 +97,7 @@ def cut_first_values(cut: Any, first: FirstPass, start: int, end: int) -> FirstP
 
 @pytest.mark.parametrize("where", ["fed back", "own keys", "first values"])
 def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistakes that leave every value right and only stop a gradient."""
+    """The comparison of gradients fails if a gradient is cut, although the loss is still right."""
     target, draft = tiny(torch.float64)
     row = row_of(DOCUMENTS)
     features = features_for(draft, target, row)
@@ -116,7 +116,8 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_of_slots_ends_with_a_document() -> None:
-    """Where that leaves it three quarters full; a longer document is cut anywhere."""
+    """A chunk of slots ends with a document if the chunk is then at least three quarters full; otherwise a document is
+    cut."""
     row = row_of([document(n, (0, n)) for n in (10, 10, 3, 30)], filler=4)  # n tokens have n - 2 live slots
     begins = torch.tensor([a for a, _ in row.documents()])
 
@@ -130,12 +131,12 @@ def test_a_run_of_slots_ends_with_a_document() -> None:
     assert sizes(10) == [8, 9, 10, 10, 8]
     assert sizes(20) == [17, 20, 8]
     assert sizes(9) == [8, 9, 9, 9, 9, 1]
-    assert sizes(30) == [30, 15], "of 17 the next document would begin"
+    assert sizes(30) == [30, 15], "a first chunk of 17 slots would be less than three quarters full"
     assert [c.tolist() for c in chunk_slots(row_of([document(3)]).live(1), 5, torch.tensor([0]))[0]] == [[]]
 
 
 def test_many_chunks_lose_nothing() -> None:
-    """Gradients of 16-bit parameters over a hundred chunks are as good as in one."""
+    """Gradients of bfloat16 parameters are as accurate over 128 chunks as over one."""
     target, draft = tiny(torch.float32)
     row = row_of([document(130, (0, 130), seed=1)])
     features = features_for(draft, target, row)
@@ -154,8 +155,7 @@ def test_many_chunks_lose_nothing() -> None:
 
 @pytest.mark.parametrize("slots", [None, 1, 7])
 def test_counts_are_those_of_every_slot(slots: int | None) -> None:
-    """Live, scored, hit, survive and α counts and the simulated decoding equal those computed slot by slot from dense
-    logits."""
+    """The live, scored, hit, survive and α counts and the simulated decoding equal those of the dense definition."""
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
     row = row_of(DOCUMENTS, filler=5)
@@ -166,12 +166,12 @@ def test_counts_are_those_of_every_slot(slots: int | None) -> None:
     assert step.survive_K.tolist() == whole.survived()
     torch.testing.assert_close(step.accept_K, torch.stack(whole.accepted()))
     assert step.simulated == simulate_decoding(whole.live, whole.hits())
-    assert 0 < step.hit_K[0] < step.live_K[0], "hits and misses were both to occur"
+    assert 0 < step.hit_K[0] < step.live_K[0], "both hits and misses must occur"
     assert step.scored_K[0] < step.live_K[0]
 
 
 def fit_head_to_target(target: TransformersTarget, draft: Draft) -> None:
-    """Solves the draft's head for the target's next tokens on the test documents, so that some are hits."""
+    """Fits the draft's head to the target's logits on half of the slots by least squares, so that some are hits."""
     row = row_of(DOCUMENTS)
     features = features_for(draft, target, row)
     live = row.live(1)
@@ -184,7 +184,7 @@ def fit_head_to_target(target: TransformersTarget, draft: Draft) -> None:
 
 
 def test_packed_is_the_sum_of_its_documents() -> None:
-    """Loss, counts and gradients of a packed row are the sums over rows of one document each."""
+    """Loss, counts and gradients of a packed row are sums over rows that hold one document each."""
     target, draft = tiny(torch.float64, draft_vocab_size=300)
     fit_head_to_target(target, draft)
 
@@ -212,7 +212,7 @@ def test_packed_is_the_sum_of_its_documents() -> None:
     ids=["one token", "a span of one", "two tokens", "no span", "several"],
 )
 def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layers: int) -> None:
-    """Zero loss, zero counts and zero (not missing, not NaN) gradients."""
+    """A row without live slots has zero loss, zero counts, and gradients that are zero or missing, never NaN."""
     target, draft = tiny(torch.float32, num_hidden_layers=layers)
     row = row_of(documents, filler=2)
     step = ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS))
@@ -224,7 +224,7 @@ def test_a_row_without_live_slots_costs_nothing(documents: list[Document], layer
 
 @pytest.mark.parametrize("length", [3, 4, 5, 31, 33])
 def test_odd_lengths(length: int) -> None:
-    """Rows shorter than the depth, and of lengths no power of two divides."""
+    """Training equals the dense definition on rows shorter than the depth and on rows of odd lengths."""
     target, draft = tiny(torch.float64)
     step, whole = both(target, draft, row_of([document(length, (0, length), seed=length)]))
     assert step.live_K.tolist() == [max(length - 2 - k, 0) for k in range(STEPS)]
@@ -233,7 +233,7 @@ def test_odd_lengths(length: int) -> None:
 
 
 def test_gamma_weighs_steps() -> None:
-    """Step k counts γ^k: the loss is linear in those weights."""
+    """The loss of step k has weight γ^k."""
     target, draft = tiny(torch.float64)
     row = row_of(DOCUMENTS)
     features = features_for(draft, target, row)
@@ -249,7 +249,7 @@ def test_gamma_weighs_steps() -> None:
 @settings(max_examples=150, deadline=None)
 @given(layout=layouts(), steps=st.integers(1, 7))
 def test_live_is_its_definition(layout: tuple[list[Document], int], steps: int) -> None:
-    """Packed.live against the definition, document by document, spans back to back included."""
+    """Packed.live equals the definition applied document by document, also for adjacent spans."""
     documents, filler = layout
     row = row_of(documents, filler)
     expected, start = set(), 0
@@ -264,8 +264,10 @@ def test_live_is_its_definition(layout: tuple[list[Document], int], steps: int) 
 
 @settings(max_examples=150, deadline=None)
 @given(layout=layouts(), steps=st.integers(1, 5), seed=st.integers(0, 1000))
-def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: int) -> None:
-    """accepted_per_round against a loop over slots that steps through every span as the decoder would."""
+def test_accepted_per_round_matches_a_slot_by_slot_walk(
+    layout: tuple[list[Document], int], steps: int, seed: int
+) -> None:
+    """accepted_per_round equals a loop that goes through every span slot by slot, as the decoder does."""
     documents, filler = layout
     row = row_of(documents, filler)
     live = row.live(steps)
@@ -276,7 +278,7 @@ def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: 
     for d in documents:
         spans = d.spans.tolist()
         for span in sorted(set(spans) - {-1}, key=spans.index):
-            a = spans.index(span)  # the decoder's prompt ends before x_a, which the prefill chooses
+            a = spans.index(span)  # the decoder's prompt ends before x_a, and prefill chooses x_a
             t = start + max(a - 1, 0)
             while (t, 0) in said and spans[t + 1 - start] == span:
                 accepted = 0
@@ -289,8 +291,8 @@ def test_walk_is_a_walker(layout: tuple[list[Document], int], steps: int, seed: 
     assert simulate_decoding(live, hits) == (sum(rounds) + len(rounds), len(rounds))
 
 
-def test_walk_of_a_span_by_hand() -> None:
-    """Misses at slots 3 and 4; a hit run is cut by the depth and by the end of the span."""
+def test_accepted_per_round_by_hand() -> None:
+    """An example with misses at slots 3 and 4, where the depth ends one run of hits and the span's end another."""
     row = row_of([document(10, (1, 10))])
     live = row.live(2)
     assert [s.tolist() for s in live] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6]]
@@ -308,9 +310,9 @@ def attention_inputs(row: Packed, slots: Tensor, steps: int, seed: int = 0) -> l
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("width", [1, 3, 8, 20, 512])
-def test_blocks_of_attention_are_the_whole(width: int, steps: int) -> None:
-    """Values and gradients of ttt_attention_eager against the reference, for several block widths, live slots and
-    all of them."""
+def test_attention_in_blocks_matches_the_reference(width: int, steps: int) -> None:
+    """Outputs and gradients of eager ttt_attention equal the reference's for several block widths, on live slots and on
+    all slots."""
     row = row_of(DOCUMENTS, filler=3)
     for slots in (row.live(steps + 1)[steps], torch.arange(row.token_T.numel())):
         leaves = attention_inputs(row, slots, steps)
@@ -330,7 +332,7 @@ def test_blocks_of_attention_are_the_whole(width: int, steps: int) -> None:
 
 
 def test_reference_attention_by_hand() -> None:
-    """One query at a time with plain softmax over the keys that the slot may read."""
+    """The reference equals a plain softmax over the keys that the slot attends to, one query and head at a time."""
     row = row_of([document(4), document(3)])
     slots = torch.tensor([0, 2, 5])
     q, k0, v0, k1, v1 = attention_inputs(row, slots, 1)
@@ -347,7 +349,7 @@ def test_reference_attention_by_hand() -> None:
 @settings(max_examples=100, deadline=None)
 @given(layout=layouts(), width=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int, seed: int) -> None:
-    """Blocks hold every query once, in order, with all the keys it may read, whatever slots are asked for."""
+    """For any set of slots, the blocks hold every query once, in order, and all keys that it attends to."""
     row = row_of(*layout)
     n = row.token_T.numel()
     slots = (torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5).nonzero().squeeze(-1)
@@ -365,7 +367,7 @@ def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int
 @pytest.mark.parametrize("W", [37, 12, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_is_its_definition(kind: str, W: int, chunk: int | None) -> None:
-    """Value and gradients against the reference, of every kind and however it is cut in chunks."""
+    """Loss and gradients equal the reference's, for every kind of loss and every chunk size."""
     case = loss_case(W)
     loss, _ = case(chunk=chunk, kind=kind)
     expected = case.reference(kind)
@@ -377,7 +379,8 @@ def test_loss_is_its_definition(kind: str, W: int, chunk: int | None) -> None:
 @pytest.mark.parametrize("W", [37, 12])
 @pytest.mark.parametrize("keep", [False, True])
 def test_loss_counts(W: int, keep: bool) -> None:
-    """Per-step sums, hits and scored counts against direct computation, with and without unseen teachers."""
+    """Per-step loss sums, hits and scored counts equal a direct computation, with and without slots whose teacher's
+    first choice is outside the draft's vocabulary."""
     case = loss_case(W)
     loss, scores = case(keep_out_of_vocab=keep, chunk=8)
     total = torch.zeros((), dtype=torch.float64)
@@ -400,7 +403,7 @@ def test_loss_counts(W: int, keep: bool) -> None:
 
 
 def test_loss_in_16_bits() -> None:
-    """bfloat16 inputs: reductions are float32, gradients come in the inputs' type, near the exact ones."""
+    """With bfloat16 inputs, the loss is float32, and the gradients are bfloat16 and close to the exact ones."""
     case, exact = loss_case(12, torch.bfloat16), loss_case(12)
     loss, _ = case(chunk=9)
     assert loss.dtype == torch.float32
@@ -412,8 +415,8 @@ def test_loss_in_16_bits() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 100, 5000])
 def test_loss_holds_few_logits(chunk: int | None) -> None:
-    """The teacher is asked once for each of its rows, for all steps, and of the slots' logits no more are held at once
-    than `chunk` rows teach, or SLOTS_PER_GROUP of them."""
+    """The loss computes each row of the teacher's logits once for all steps, and holds the logits of at most
+    SLOTS_PER_GROUP slots, plus those that one chunk of teacher rows teaches."""
     P, W, K = 8192, 16, 2
     largest, asked = 0, torch.zeros(P, dtype=torch.int64)
 
@@ -441,7 +444,7 @@ def test_loss_holds_few_logits(chunk: int | None) -> None:
 
 
 def test_loss_needs_no_gradient() -> None:
-    """Under no_grad it only counts, and finds the same."""
+    """Under no_grad the loss and the counts are the same as with gradients."""
     case = loss_case(12)
     with torch.no_grad():
         loss, scores = case()
@@ -469,7 +472,7 @@ def take_the_row_before(make_tiles: Any, *given: Any) -> Any:
     return (replace(tile, row_M=tile.row_M - 1) for tile in make_tiles(*given))
 
 
-MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, what replaces it)
+MUTATIONS: dict[str, tuple] = {  # name -> (owner of the function, its name, its replacement)
     "slots out of the vocabulary scored": (definition, "tile_loss", score_everything),
     "gradient unweighted": (definition, "tile_loss", leave_weights_out),
     "teacher not renormalised": (definition._TeacherTile, "__init__", leave_p_unnormalised),
@@ -479,7 +482,7 @@ MUTATIONS: dict[str, tuple] = {  # name -> (owner, function, what replaces it)
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_breaking_the_loss_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these mistakes shows in the loss or its gradients."""
+    """Each mistake changes the loss or its gradients."""
     replace_function(monkeypatch, *MUTATIONS[name])
     case = loss_case(12)
     expected = case.reference()
@@ -490,7 +493,8 @@ def test_breaking_the_loss_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_accumulated_micro_batches_are_one_batch() -> None:
-    """Four backward passes into the masters, scaled once by the global count, step as one pass over all does."""
+    """Accumulating four backward passes, scaled once by the global count, gives the same update as one pass over all
+    data."""
     x, y = torch.randn(20, 6), torch.randn(20, 3)
 
     def trained(parts: int) -> list[Tensor]:
@@ -509,8 +513,8 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.1, 1e9])
-def test_it_is_adamw(clip: float) -> None:
-    """In float32, torch's AdamW with matrices decayed and vectors not, after clip_grad_norm_."""
+def test_the_optimizer_is_adamw(clip: float) -> None:
+    """In float32, MasterAdamW equals torch's AdamW after clip_grad_norm_, with weight decay for matrices only."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -540,7 +544,7 @@ def test_it_is_adamw(clip: float) -> None:
 
 
 def test_masters_keep_what_16_bits_drop() -> None:
-    """Updates smaller than a bfloat16 step add up in the masters and reach the parameter."""
+    """Updates too small for bfloat16 add up in the float32 master weights and reach the parameter."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = MasterAdamW([p], (0.9, 0.95), 0.0)
     moved = []
@@ -554,7 +558,7 @@ def test_masters_keep_what_16_bits_drop() -> None:
 
 
 def test_learning_rate() -> None:
-    """Up in a line to the peak, down by a cosine to a hundredth of it at the last step, never beyond either."""
+    """The learning rate rises linearly to the peak, then falls by a cosine to a hundredth of it at the last step."""
     rates = [learning_rate(i, 100, 2.0, 10) for i in range(100)]
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates[10] == max(rates) == 2.0
@@ -562,5 +566,5 @@ def test_learning_rate() -> None:
     assert rates[-1] == pytest.approx(0.02)
     middle = 10 + 89 / 2
     assert learning_rate(int(middle), 100, 2.0, 10) == pytest.approx(1.01, rel=0.02)
-    assert learning_rate(100, 100, 2.0, 10) == pytest.approx(0.02)  # a step too many stays there
+    assert learning_rate(100, 100, 2.0, 10) == pytest.approx(0.02)  # it stays there after the last step
     assert learning_rate(0, 1, 2.0, 1) == 2.0

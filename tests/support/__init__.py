@@ -1,1 +1,1 @@
-"""What tests share: tiny models and data made here, and the definitions that results are compared with."""
+"""Helpers that tests share: tiny models, small data, and plain definitions to compare results with."""

@@ -1,4 +1,4 @@
-"""What acceptance is, by definition: every round drafted anew and compared with the target's own text."""
+"""Acceptance by definition: each round is drafted with an empty cache and compared with the target's own text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.trees import paths_of, propose_one
 
 @torch.no_grad()
 def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> list[int]:
-    """Tokens accepted in each round of greedy decoding of at most `new` tokens: the longest drafted path that the
-    target says too. Drafts come from an empty cache each time, the target's words from its whole text each time."""
+    """The number of accepted tokens of each round of greedy decoding, up to `new` tokens: the length of the longest
+    drafted path that the target generates too. No cache is kept between rounds, in the draft or in the target."""
     target, text = engine.target, list(prompt)
 
     def up_to(length: int) -> list[int]:
@@ -28,7 +28,7 @@ def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> lis
             text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
         return text[:length]
 
-    rounds, end = [], len(prompt) + 1  # a round follows the prompt's first answer
+    rounds, end = [], len(prompt) + 1  # the first round follows the first token of the answer
     while end < len(prompt) + new and not target.stop_ids & set(up_to(end)[len(prompt) :]):
         read = Tree.chain(torch.tensor([up_to(end)[:-1]]))
         _, features = target.verify(read, TargetCache(), engine.layers)
@@ -41,19 +41,19 @@ def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> lis
 
 
 def tau_by_definition(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> float:
-    """Tokens committed per round over the rounds of all prompts."""
+    """The mean number of tokens committed per round, over the rounds of all prompts."""
     rounds = [r for prompt in prompts for r in rounds_by_definition(engine, prompt, new)]
     return sum(r + 1 for r in rounds) / len(rounds)
 
 
 def tau_of_alpha(alpha: Sequence[float]) -> float:
-    """τ of a chain of one depth: 1 + α_0 + α_0 α_1 + .."""
+    """τ of a chain whose tokens have acceptance rates α_k: 1 + α_0 + α_0 α_1 + .."""
     reached = torch.tensor(alpha, dtype=torch.float64).cumprod(0)
     return 1 + float(reached.sum())
 
 
 def define_measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """τ by definition of every measurement that training makes from now on, in order."""
+    """Returns a list to which every later acceptance measurement of training adds its τ by definition."""
     found: list[float] = []
 
     def measured(acceptance: Any, engine: Engine, prompts: Sequence[Any], new: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Conversations to train on."""
+"""Small conversations as training data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def tiny_chats(file: Path, n: int) -> Path:
-    """n two-turn conversations in the words of the tiny tokenizer."""
+    """Writes n conversations of two turns, in words that the tiny tokenizer was trained on."""
     words = "the young bird tries its wings falls and tries again until it can fly".split()
     draw = random.Random(0)
 

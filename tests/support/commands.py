@@ -1,4 +1,4 @@
-"""How a command ended, and scripts that run in processes of their own."""
+"""Results of commands, and scripts that run in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 @dataclass
 class Ran:
-    """How a command ended: exit code, standard output and standard error."""
+    """The result of a command: exit code, standard output and standard error."""
 
     code: int
     out: str
@@ -21,7 +21,7 @@ class Ran:
 
 
 def python(script: str, *words: object) -> subprocess.Popen[str]:
-    """Runs a script, which may import fledge and support, with its standard output piped."""
+    """Starts a script, which can import fledge and support, with piped standard output."""
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
@@ -29,7 +29,7 @@ def python(script: str, *words: object) -> subprocess.Popen[str]:
 
 
 def run_to_its_end(script: str, *words: object, seconds: float = 300) -> None:
-    """Runs a script; it is killed where it takes longer."""
+    """Runs a script that must exit with code 0; kills it after `seconds`."""
     with python(script, *words) as process:
         try:
             process.communicate(timeout=seconds)

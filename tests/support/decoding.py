@@ -1,4 +1,4 @@
-"""Prompts, samplings and processors to decode with, and what speculation is compared with."""
+"""Prompts, sampling options, a logits processor with state, and comparisons with decoding without a draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.targets import features_for
 
 
 def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
-    """Random ids of random lengths from one on, with none of the special tokens."""
+    """Prompts of 1 to `longest` random token ids, without special tokens."""
     draw = random.Random(seed)
     return [[draw.randrange(3, 400) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
@@ -35,7 +35,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 class Remembers:
-    """A logits processor with a memory: notes every prefix it is shown and forbids the token it saw chosen last."""
+    """A logits processor with state: it records every prefix, and excludes the token that was chosen last."""
 
     def __init__(self) -> None:
         self.prefixes: list[tuple[int, ...]] = []
@@ -59,7 +59,7 @@ def assert_same(fast: Completion, plain: Completion) -> None:
 
 
 def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Completion]:
-    """A document of the prompt and what the target says after it, and how the decoder went about it."""
+    """A document of the prompt and its answer, and the completion. The answer is the document's supervised span."""
     done = engine.generate(prompt, max_new_tokens=n)
     tokens = torch.tensor(prompt + done.tokens, dtype=torch.int32)
     spans = torch.full_like(tokens, -1)
@@ -68,8 +68,8 @@ def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Complet
 
 
 def fit_head(target: TransformersTarget, draft: Draft, documents: list[Document], steps: int) -> None:
-    """Solves the draft's head for the target's logits on the slots of documents, which it then drafts well if they
-    are few."""
+    """Fits the draft's head by least squares to the target's logits on the live slots of `documents`. If they are few,
+    the draft then predicts them well."""
     row = row_of(documents)
     features = features_for(draft, target, row)
     live = row.live(steps)

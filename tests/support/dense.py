@@ -1,4 +1,4 @@
-"""Training by definition: every slot of a row at every step, with a mask over the whole row."""
+"""A dense definition of training: it computes every slot of a row at every step, with a mask over the whole row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support.rows import queries_of
 
 @dataclass
 class Dense:
-    """What the dense definition finds: the loss, and per step the live slots, their logits [S_k, W] and the teacher's
-    logits [S_k, V]; `ids` are the target's ids of the draft's tokens."""
+    """Results of the dense definition: the loss and, for each step, the live slots, the draft's logits [S_k, W] and the
+    teacher's logits [S_k, V]. `ids` are the target's ids of the draft's tokens."""
 
     loss: Tensor
     live: list[Tensor]
@@ -26,16 +26,16 @@ class Dense:
     ids: Tensor
 
     def scored(self) -> list[int]:
-        """Per step, the slots whose teacher's first choice the draft can say."""
+        """The number of slots per step whose teacher's first choice is in the draft's vocabulary."""
         return [int(torch.isin(taught.argmax(-1), self.ids).sum()) for taught in self.taught]
 
     def hits(self) -> list[Tensor]:
-        """Per step and slot, whether the draft's first choice is the teacher's."""
+        """For each step and slot, whether the draft's first choice is the teacher's first choice."""
         pairs = zip(self.logits, self.taught, strict=True)
         return [self.ids[logits.argmax(-1)] == taught.argmax(-1) for logits, taught in pairs]
 
     def survived(self) -> list[int]:
-        """Per step, the slots that were hit at it and all before."""
+        """The number of slots per step that are hits at this step and at all steps before."""
         alive, counts = set(self.live[0].tolist()), []
         for slots, hits in zip(self.live, self.hits(), strict=True):
             alive &= set(slots[hits].tolist())
@@ -43,7 +43,7 @@ class Dense:
         return counts
 
     def accepted(self) -> list[Tensor]:
-        """Per step, the sum of the probabilities that rejection sampling accepts a slot's draft with."""
+        """The sum over slots, for each step, of the probability that rejection sampling accepts the draft's token."""
         pairs = zip(self.logits, self.taught, strict=True)
         return [torch.minimum(t.softmax(-1)[:, self.ids], logits.softmax(-1)).sum() for logits, t in pairs]
 
@@ -51,8 +51,8 @@ class Dense:
 def dense(
     draft: Draft, row: Packed, features: Features, teacher: Tensor, steps: int, gamma: float = 0.8, kind: str = "ce"
 ) -> Dense:
-    """All slots of the row at every step, each attending over the whole row under a mask; the live ones are picked
-    from the outputs by the definition of a live slot. `teacher` are the target's logits of the row [T, V]."""
+    """Computes all slots of the row at every step, with masked attention over the whole row, then selects the live
+    slots by their definition. `teacher` holds the target's logits of the row, [T, V]."""
     T = row.token_T.numel()
     slots = torch.arange(T)
     first: list[tuple[Tensor, Tensor]] = []
@@ -78,7 +78,7 @@ def dense(
 
 
 def is_live(row: Packed, t: int, k: int) -> bool:
-    """x_{t+1} .. x_{t+2+k} in one span of the document that t is in."""
+    """Whether x_{t+1} .. x_{t+2+k} lie in one span of the document of slot t."""
     end = t + 3 + k
     if end > row.token_T.numel():
         return False

@@ -1,4 +1,4 @@
-"""What depends on the machine: whether there is a GPU, and whether Triton runs."""
+"""Helpers that depend on the machine: whether there is a GPU, and whether Triton runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fledge.targets.transformers import TransformersTarget
 
 
 def on_device(target: TransformersTarget, draft: Draft) -> None:
-    """Moves a pair to the GPU where there is one: there Triton compiles, and takes nothing of the CPU's."""
+    """Moves target and draft to the GPU if there is one, because compiled Triton kernels do not take CPU tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target.model.to(device), draft.to(device)
     connect_draft(draft, target)
 
 
 def needs_triton() -> None:
-    """Skips, with the reason, where Triton is not installed, or its interpreter is to run and does not (3.6 beside
-    numpy 2.4: it takes the only element of an array for a number)."""
-    pytest.importorskip("triton", reason="Triton is not installed; it is there on Linux alone")
+    """Skips the test if Triton is not installed, or if its interpreter is needed and does not work (Triton 3.6 with
+    numpy 2.4, where it converts a one-element array to a number)."""
+    pytest.importorskip("triton", reason="Triton is not installed; it exists only for Linux")
     from fledge.kernels.elementwise import silu_mul
     from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
 
@@ -33,4 +33,4 @@ def needs_triton() -> None:
     except Exception as e:
         if "0-dimensional" not in str(e):
             raise
-        pytest.skip("this Triton's interpreter does not run with this numpy", allow_module_level=True)
+        pytest.skip("the interpreter of this Triton does not work with this numpy", allow_module_level=True)

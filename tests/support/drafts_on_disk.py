@@ -1,4 +1,4 @@
-"""Drafts of random weights in directories, and what is done to their files."""
+"""Drafts with random weights in directories, and changes to their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(W: int = 40, **overrides) -> DraftConfig:
 
 
 def make(W: int = 40, seed: int = 0, **overrides) -> Draft:
-    """A draft of random weights, each tensor of its own scale, whose vocabulary is spread over the target's."""
+    """A draft with random weights and a random vocabulary of W of the target's tokens."""
     torch.manual_seed(seed)
     draft = Draft(config(W, **overrides))
     for p in draft.parameters():
@@ -41,7 +41,7 @@ def saved(directory: Path, *args, **overrides) -> Draft:
 
 
 def rewrite(directory: Path, change) -> None:
-    """Passes the weights file through `change`, which edits a dict of tensors."""
+    """Changes the weights file by `change`, a function that edits a dict of tensors in place."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -55,4 +55,4 @@ def same(a: Draft, b: Draft) -> bool:
 def refused(directory: Path, match: str) -> None:
     with pytest.raises(ValueError, match=match) as error:
         load_draft(directory)
-    assert str(directory) in str(error.value), "the file is named"
+    assert str(directory) in str(error.value), "the message must name the directory"

@@ -1,4 +1,4 @@
-"""Cases of the loss with its reference, and gradients to compare."""
+"""Test cases of the loss with reference values, and comparison of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fledge.models.draft import Draft
 
 
 def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
-    """Of a loss with a graph; or those that `ttt`, whose loss has none, added to the parameters."""
+    """The gradients of the draft's parameters, zeros if missing. If the loss has no autograd graph, as that of `ttt`,
+    returns and clears the gradients that were added to the parameters."""
     parameters = dict(draft.named_parameters())
     if not loss.requires_grad:
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
@@ -24,7 +25,7 @@ def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
-    """Equal to `tolerance` times each gradient's largest entry."""
+    """Compares gradients: the largest difference is at most `tolerance` times the largest entry of the expected one."""
     assert a.keys() == b.keys()
     for name, expected in b.items():
         assert torch.isfinite(a[name]).all(), name
@@ -33,7 +34,7 @@ def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance:
 
 
 class Made(torch.autograd.Function):
-    """A loss whose gradients are known."""
+    """Makes a loss with known gradients differentiable by autograd."""
 
     @staticmethod
     def forward(ctx, loss, gradients, *inputs):
@@ -55,7 +56,7 @@ class LossCase:
     weights: list[float]
 
     def __call__(self, **options) -> tuple[Tensor, Scores]:
-        """The loss, differentiable in `hidden` and `head`, and what it found."""
+        """The loss, differentiable with respect to `hidden` and `head`, and its scores."""
         gradients = torch.is_grad_enabled()
         head_sum = Fp32Accumulator(self.head) if gradients else None
         teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
@@ -75,7 +76,7 @@ class LossCase:
 
 
 def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 50) -> LossCase:
-    """Three steps, the second with no slot at all and the third with few, against P teacher rows."""
+    """A case of three steps with P teacher rows; the second step has no slots and the third has four."""
     g = torch.Generator().manual_seed(W)
     rows = [torch.arange(0, P, 2), torch.arange(0), torch.tensor([1, 2, 30, P - 1])]
     ids = torch.linspace(0, V - 1, W).round().long() if W < V else torch.arange(V)

@@ -1,4 +1,4 @@
-"""Mistakes put into the code, for tests that say whether they are noticed."""
+"""Helpers that put a mistake into the code, for tests that check that it is noticed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fledge.models.draft import Draft
 
 
 class AlteredDraft:
-    """A draft some of whose methods are replaced, for tests of what a mistake on one side alone would do.
+    """A draft with replaced methods, for tests in which only training or only decoding makes a mistake.
 
-    `AlteredDraft(draft, split_output=wrong)` calls `wrong(draft.split_output, *args)` for each call of that method.
+    With `AlteredDraft(draft, split_output=wrong)`, each call of `split_output(*args)` becomes
+    `wrong(draft.split_output, *args)`.
     """
 
     def __init__(self, draft: Draft, **replaced: Callable[..., Any]):
@@ -30,7 +31,7 @@ class AlteredDraft:
 
 
 def replace_function(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Replaces a function or method by `wrong`, which is called with the original first, then its arguments."""
+    """Replaces a function or method by `wrong`, which is called with the original function and then its arguments."""
     right = getattr(owner, name)
 
     @functools.wraps(right)

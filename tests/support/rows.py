@@ -1,4 +1,4 @@
-"""Documents and packed rows of random tokens, and which of their slots are live by definition."""
+"""Documents and packed rows of random tokens, and the definition of their live slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fledge.types import Document, Packed
 
 
 def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
-    """Random tokens with the given [start, end) spans."""
+    """A document of random tokens with the given supervised spans, each [start, end)."""
     tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     marks = torch.full((length,), -1, dtype=torch.int32)
     for i, (a, b) in enumerate(spans):
@@ -40,7 +40,7 @@ def row_of(documents: list[Document], filler: int = 0) -> Packed:
 
 @st.composite
 def layouts(draw) -> tuple[list[Document], int]:
-    """A few documents of any length from one token on, with any spans, and the room left for filler."""
+    """A Hypothesis strategy: one to four documents of random lengths and spans, and a number of filler tokens."""
     documents = []
     for i in range(draw(st.integers(1, 4))):
         n = draw(st.integers(1, 18))
@@ -51,7 +51,7 @@ def layouts(draw) -> tuple[list[Document], int]:
 
 
 def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
-    """x_{t+1} .. x_{t+2+k} all in one span."""
+    """The live pairs (slot t, step k): those for which x_{t+1} .. x_{t+2+k} lie in one span."""
     n, spans = d.tokens.numel(), d.spans.tolist()
     return {
         (t, k)
@@ -62,7 +62,7 @@ def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
 
 
 def queries_of(row: Packed, slots: Tensor, steps: int, blocks: Sequence[tuple[int, int, int, int]] = ()) -> Queries:
-    """Queries that ask about all own keys of `steps` steps."""
+    """Queries of `slots` that attend to their own keys of `steps` earlier steps."""
     begins = torch.tensor([a for a, _ in row.documents()])
     first = begins[torch.searchsorted(begins, slots, right=True) - 1]
     return Queries(slots.int(), first.int(), torch.arange(slots.numel()).int().expand(steps, -1), blocks)

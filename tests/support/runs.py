@@ -1,4 +1,4 @@
-"""A run's directory: its recipe.yaml, and the train.json that earlier versions wrote instead."""
+"""Files of a run's directory: recipe.yaml, and train.json, which earlier versions wrote instead."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-# written by fledge at 2b7d3d5 for: --method eagle3 --keep-unseen --draft-vocab 200 --max-length 64 --row-length 128
-# --steps 6 --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu
+# Written by fledge at commit 2b7d3d5 for: --method eagle3 --keep-unseen --draft-vocab 200 --max-length 64
+# --row-length 128 --steps 6 --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu
 TRAIN_JSON = """\
 {
   "options": {
@@ -68,12 +68,12 @@ TRAIN_JSON = """\
 }
 """
 FORMER = {"keep_out_of_vocab": "keep_unseen", "cod_min_rate": "cod_least"}
-CHOSEN = ("depth", "max_length", "eval_tokens", "impl", "slots", "activations")  # what a run settled, as options
-OPTIONAL = ("steps", "row_length", "draft_vocab")  # which a recipe leaves out where they were not given
+CHOSEN = ("depth", "max_length", "eval_tokens", "impl", "slots", "activations")  # values that a run chose itself
+OPTIONAL = ("steps", "row_length", "draft_vocab")  # a recipe omits these if they were not given
 
 
 def recipe_of(run: Path) -> dict[str, Any]:
-    """A run's recipe, as any YAML reader reads it."""
+    """Reads a run's recipe with a plain YAML reader."""
     return yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
 
 
@@ -82,7 +82,8 @@ def write_recipe(run: Path, recipe: dict[str, Any]) -> None:
 
 
 def as_before(run: Path, **options: Any) -> None:
-    """Makes a run one of the version that wrote TRAIN_JSON: its own options are written there, and `options`."""
+    """Replaces a run's recipe by the train.json that an earlier version would have written; `options` override its
+    values."""
     recipe, content = recipe_of(run), json.loads(TRAIN_JSON)
     chosen = {name: recipe["settled"][name] for name in CHOSEN}
     given = {FORMER.get(name, name): value for name, value in (recipe | chosen).items()}

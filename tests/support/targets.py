@@ -1,4 +1,4 @@
-"""Tiny real targets, their tokenizer and drafts, made here: nothing is downloaded."""
+"""Tiny targets of real architectures, their tokenizer and drafts, made without any download."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ P_EAGLE = dict(method="peagle", mask_token_id=399)
 
 @functools.cache
 def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on a few sentences; id 0 pads, id 1 is <|im_end|>."""
+    """A byte-level BPE tokenizer trained on a few sentences; id 0 is padding and id 1 is <|im_end|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -67,8 +67,8 @@ def tiny_target(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0,
     scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, **config,
 ) -> TransformersTarget:  # fmt: skip
-    """A random model of 8 layers whose choices are sharp, vary, and depend on the context: embeddings and head are
-    drawn from N(0, 1) and untied, matrices keep their input's size at `scale` 4, norms and biases are jittered."""
+    """A random model of 8 layers. The weights are scaled so that its next-token distributions are peaked and depend on
+    the context; with `scale` 4, matrices preserve the size of their input."""
     shape = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=None,
@@ -87,7 +87,7 @@ def tiny_target(
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.normal_(0, 0.1)
-    # float64 rotary frequencies too would differ from the draft's; transformers keeps them float32
+    # transformers keeps the rotary frequencies in float32, as the draft does
     model = model.to(dtype)
     fast = tiny_tokenizer(vocab_size=vocab_size) if tokenizer else None
     return TransformersTarget(model, fast, name=f"tiny {family}", max_length=max_length)
@@ -99,7 +99,7 @@ def exact_target() -> TransformersTarget:
 
 
 def tiny_target_directory(parent: Path, **config: Any) -> Path:
-    """A tiny target saved as `save_pretrained` does, for what is loaded by path."""
+    """Saves a tiny target with its tokenizer by `save_pretrained`, and returns the directory."""
     target = tiny_target(**config)
     target.model.save_pretrained(parent / "target")
     target.tokenizer.save_pretrained(parent / "target")
@@ -107,7 +107,7 @@ def tiny_target_directory(parent: Path, **config: Any) -> Path:
 
 
 def greedy_by_transformers(model: PreTrainedModel, prompt: list[int], n: int, **options: Any) -> list[int]:
-    """What transformers' own generate says after a prompt."""
+    """The tokens that transformers' greedy `generate` gives after a prompt."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     return model.generate(ids, attention_mask=mask, max_new_tokens=n, do_sample=False, **options)[
@@ -116,7 +116,7 @@ def greedy_by_transformers(model: PreTrainedModel, prompt: list[int], n: int, **
 
 
 def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = None, **overrides) -> Draft:
-    """A random draft joined to a target; its vocabulary is spread over the target's."""
+    """A random draft connected to a target; its vocabulary is spread evenly over the target's."""
     vocab = target.embedding.shape[0]
     W = draft_vocab_size or vocab
     config = DraftConfig.for_target(target.shape, max_length=target.max_length, draft_vocab_size=W, **overrides)
@@ -135,5 +135,5 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
 
 
 def features_for(draft: Draft, target: TrainingTarget, row: Packed) -> Features:
-    """A row's features of the layers that a draft reads."""
+    """The target's features of a row, at the layers that the draft reads."""
     return target.features(row, layers_of(draft.config, target))

@@ -1,4 +1,4 @@
-"""Trees to draft, and what was drafted."""
+"""Tree shapes, and helpers that draft one tree and read its paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
 
 @functools.cache
 def good_pair(vocabulary: int = 400) -> tuple[TransformersTarget, Draft, list[list[int]]]:
-    """A target, a draft that half knows what it says after some prompts, and these."""
+    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
@@ -38,26 +38,26 @@ def good_pair(vocabulary: int = 400) -> tuple[TransformersTarget, Draft, list[li
 
 
 def slots_of(target: TransformersTarget, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a proposer takes in first: the token after each slot, and the slots' features."""
+    """The first input of a proposer: the token after each slot, and the target's hidden states at the slots."""
     chain = Tree.chain(torch.tensor([tokens[:-1]]))
     _, features = target.verify(chain, TargetCache(), resolve_layers(None, target))
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
 def proposer_of(draft: Draft, sampling: Sampling = Sampling(), **drafting: Any) -> Proposer:
-    """A proposer as an engine with this drafting makes it."""
+    """The proposer that an engine makes with these drafting options."""
     return Drafting(**drafting).for_draft(draft.config).proposer(draft, sampling)
 
 
 def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
-    """What a proposer drafts for a single request, which it admits when it is first asked."""
+    """The tree that a proposer drafts for a single request; the first call admits the request."""
     if proposer.source.cache is None:
         proposer.admit([(0, [], aux_RAD)])
     return proposer.propose([token_R.tolist()], [aux_RAD], [path])
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
-    """Every node's tokens from the root's children on."""
+    """The path of every node but the root: the tokens from the root's child to the node."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in list(zip(*tree.to_lists()[0], strict=True))[1:]:
         paths.append((*paths[parent], token))
