@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests. What they share otherwise is in `support`."""
+"""Settings and fixtures for all tests. Other shared code is in `support`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the following do
-pytest.register_assert_rewrite("support")  # so that its asserts say what they compared
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
+pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values
 
 from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran
 from support.targets import tiny_target
 
-torch.set_num_threads(1)  # models this small only lose time to threads
+torch.set_num_threads(1)  # more threads make models of this size slower
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -36,7 +36,7 @@ def target() -> TransformersTarget:
 
 @pytest.fixture
 def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Runs a fledge command in this process, as its console script would."""
+    """A function that runs a fledge command in this process, as the console script would."""
     from fledge.cli import main
 
     def run(*words: Any) -> Ran:

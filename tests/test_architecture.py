@@ -1,4 +1,4 @@
-"""Imports point one way, as CONTRIBUTING says, and transformers is imported where it is needed only."""
+"""Imports follow the order in CONTRIBUTING, and only the parts that need transformers import it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FLEDGE = Path(__file__).parents[1] / "fledge"
-# each may import from its own group and those before it
+# a part may import from its own group and from groups before it
 GROUPS = (
     {"methods", "fields", "types", "config", "files", "hub"},
     {"kernels"},
@@ -25,7 +25,7 @@ WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs"}
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """(file, its part of fledge, imported module) of every import, those inside functions too."""
+    """(file, its part of fledge, imported module) of every import, including imports inside functions."""
     for file in sorted(FLEDGE.rglob("*.py")):
         part = file.relative_to(FLEDGE).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(file.read_text())):
@@ -38,14 +38,14 @@ def rank(part: str) -> int:
     return next(i for i, group in enumerate(GROUPS) if part in group)
 
 
-def test_every_part_has_its_place() -> None:
+def test_every_part_is_in_a_group() -> None:
     parts = {part for _, part, _ in imports()} | {
         p.name.removesuffix(".py") for p in FLEDGE.iterdir() if p.name[0] != "."
     }
     assert parts - {"__pycache__"} <= set().union(*GROUPS)
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_follow_the_order_of_groups() -> None:
     for file, part, name in imports():
         if name.startswith("fledge.") and part != "__init__":
             imported = name.split(".")[1]
@@ -54,6 +54,6 @@ def test_imports_point_one_way() -> None:
 
 
 @pytest.mark.parametrize("library", ["transformers"])
-def test_the_draft_and_the_kernels_need_no(library: str) -> None:
+def test_only_listed_parts_import_the_library(library: str) -> None:
     found = {part for _, part, name in imports() if name.split(".")[0] == library}
     assert found and found <= WITH_TRANSFORMERS

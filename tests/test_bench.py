@@ -1,4 +1,4 @@
-"""The measuring programs run: small, on a CPU, with records that hold numbers."""
+"""The benchmark programs run on a CPU with small sizes and write records of numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BENCH = Path(__file__).parents[1] / "bench"
 
 
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *words: object) -> dict:
-    """What a program writes when it is called with these words."""
+    """The record that a benchmark writes when it runs with these arguments."""
     out = tmp_path / f"{name}.json"
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setattr(sys, "argv", [name, "--out", str(out), "--device", "cpu", *map(str, words)])
@@ -50,7 +50,7 @@ def test_train_step_refuses(words: tuple, reason: str, tmp_path, monkeypatch, ca
 
 
 def test_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ways find one loss."""
+    """All implementations compute the same loss."""
     rows = record(tmp_path, monkeypatch, "loss", "--width", 64, "--sizes", 100, 300)["rows"]
     assert [row["impl"] for row in rows] == ["apart32", "apart", "eager"]
     assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-2) for row in rows)
@@ -63,7 +63,7 @@ def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seeds; a second call trains none again."""
+    """The program trains with two seeds; a second call trains nothing and gives the same record."""
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
     words = "--target", target, "--data", chats, "--prompts", chats, "--work", tmp_path / "work", "--steps", 2
     words = *words, "--impls", "eager", "--seeds", 0, 1, "--draft-vocab", 64

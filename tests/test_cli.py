@@ -1,4 +1,4 @@
-"""Every command on real files, and what each kind of bad input ends in: one sentence with the cause and the cure."""
+"""Every command on real files; each kind of bad input gives one sentence with the cause and what to do."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(made):
-    """The draft of a run that `fledge train` made, and τ by definition of each time that the run measured it."""
+    """The draft of a training run, and τ by definition for each time that the run measured it."""
     from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.train import TrainOptions, run
 
@@ -92,7 +92,7 @@ def test_train_refuses_to_write_over_a_run(made, draft, fledge):
     assert again.code == 2 and "--resume" in again.err
 
 
-def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
+def test_init_from_trains_a_draft_further(made, draft, fledge, tmp_path):
     went = fledge(
         "train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "more",
         "--init-from", draft, *SAME_SHAPE,
@@ -107,12 +107,12 @@ def test_init_from_goes_on_with_a_draft(made, draft, fledge, tmp_path):
     )  # fmt: skip
     assert went.code == 0, went.err
     begun, more, still = map(weights_of, (draft, tmp_path / "more" / "draft", tmp_path / "still" / "draft"))
-    assert all(torch.equal(still[n], begun[n]) for n in begun), "it begins with the draft's own weights"
+    assert all(torch.equal(still[n], begun[n]) for n in begun), "training does not start from the given draft's weights"
     assert not torch.equal(more["fc.weight"], begun["fc.weight"])
 
 
 def test_variants_train(made, fledge, tmp_path):
-    """EAGLE-3.1's norms, trained embeddings, two layers and chosen layers, through the command line."""
+    """The command line trains a draft with EAGLE-3.1's norms, its own embeddings, two layers and chosen aux layers."""
     flags = "--fc-norm --norm-output --train-embeddings --layers 2 --aux-layers 1,4,8 --log tensorboard".split()
     went = fledge(
         "train", "--target", made / "target", "--data", made / "chats.jsonl@0.5", "--out", tmp_path / "run", *TRAIN,
@@ -125,7 +125,7 @@ def test_variants_train(made, fledge, tmp_path):
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
     assert shown.code == 0 and "EAGLE-3.1" in shown.out and "SGLang" in shown.out
-    for on, flag in (("kept", []), ("moved", ["--train-embeddings"])):  # its own embeddings learn where that is asked
+    for on, flag in (("kept", []), ("moved", ["--train-embeddings"])):  # only the option trains the embeddings
         more = fledge(
             "train", "--target", made / "target", "--data", made / "chats.jsonl@0.5", "--init-from",
             tmp_path / "run" / "draft", "--out", tmp_path / on, *SAME_SHAPE, *flag,
@@ -136,7 +136,7 @@ def test_variants_train(made, fledge, tmp_path):
 
 
 def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
-    """The whole path of another method: its flags, its draft, the same words, and what it says of itself."""
+    """An EAGLE-1 draft is trained with its own flags, described by inspect, and decodes to the target's own output."""
     steps = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", "--method", "eagle1"]
     went = fledge(*words, "--out", tmp_path / "run", *steps, "--fc-bias", "--feature-noise", 0.1)
@@ -273,7 +273,7 @@ def test_options_that_make_no_sense_train_nothing(made, draft, flags, reason, fl
 
 
 def bare_target(directory, **config):
-    """A target, chats and prompts in a directory; the README's commands on them."""
+    """Makes a directory with a target, chats and prompts; returns the paths of the target and the chats."""
     directory.mkdir(exist_ok=True)
     target = tiny_target_directory(directory, **config)
     (directory / "prompts.jsonl").write_text('{"prompt": "the young bird"}\n')
@@ -282,7 +282,8 @@ def bare_target(directory, **config):
 
 @pytest.mark.parametrize("layers", range(2, 7))
 def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
-    """It is trained for by default, its draft says what it reads, is gone on with, and decodes."""
+    """A target of 2 to 6 layers is trained by default: its draft lists the layers it reads, is trained further and
+    decodes."""
     target, chats = bare_target(tmp_path, num_hidden_layers=layers)
     words = ["train", "--target", target, "--data", chats, *SAME_SHAPE, "--eval-tokens", 2]
     went = fledge(*words, "--out", tmp_path / "run")
@@ -303,7 +304,7 @@ def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
     assert fledge(*asked, "--draft", tmp_path / "more" / "draft").out == fledge(*asked).out
 
 
-def test_a_target_of_one_layer_is_told_what_works(fledge, tmp_path):
+def test_a_one_layer_target_is_refused_with_a_method_that_works(fledge, tmp_path):
     target, chats = bare_target(tmp_path, num_hidden_layers=1)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 2]
     refused = fledge(*words)
@@ -334,7 +335,7 @@ def test_a_draft_that_does_not_list_a_shallow_targets_layers(fledge, tmp_path):
 
 @pytest.mark.parametrize("context", [64, 300])
 def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_path):
-    """Lengths that nobody gave follow the target; one that was given is refused with what would do."""
+    """Default lengths follow the target's context; a given length that is too long is refused with the limit."""
     target, chats = bare_target(tmp_path, max_position_embeddings=context)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1]
     refused = fledge(*words, "--max-length", context + 1)
@@ -361,8 +362,8 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
 
 
 def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
-    """Where positions are a table, the drafts beyond a text have places in it: said before the first step, and left by
-    default."""
+    """With a table of positions, drafted tokens need positions within it too: training refuses too long prompts before
+    its first step, and the defaults leave enough room."""
     monkeypatch.setattr(TransformersTarget, "rotary", False)
     target, chats = bare_target(tmp_path, max_position_embeddings=64)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 30]
@@ -387,8 +388,8 @@ def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
     assert recipe_of(tmp_path / "run")["settled"]["max_length"] == 100
 
 
-def test_a_run_of_before_is_resumed(fledge, tmp_path):
-    """Its train.json has the old default written in, and lacks options that have come since."""
+def test_a_run_of_an_earlier_version_is_resumed(fledge, tmp_path):
+    """Its train.json contains the former default of max_length and lacks options that were added later."""
     target, chats = bare_target(tmp_path, max_position_embeddings=4096)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
     went = fledge(*words)
@@ -410,13 +411,13 @@ def test_a_run_of_before_is_resumed(fledge, tmp_path):
 def test_resuming_takes_no_other_options(made, draft, fledge):
     went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
     assert went.code == 2 and "leave --steps, --lr out" in went.err
-    for same in (["--steps", 3], ["--epochs", 1.0], ["--out", "draft-run"]):  # the run's own, and defaults
+    for same in (["--steps", 3], ["--epochs", 1.0], ["--out", "draft-run"]):  # values of this run, and defaults
         went = fledge("train", "--resume", made / "run", *same)
         assert went.code == 2 and f"leave {same[0]} out" in went.err, went.err
 
 
-def test_a_run_that_was_begun_with_both_counts_of_steps_goes_on(made, draft, fledge, tmp_path):
-    """As older versions took them."""
+def test_a_run_with_both_steps_and_epochs_is_resumed(made, draft, fledge, tmp_path):
+    """Earlier versions accepted --steps and --epochs together."""
     run = shutil.copytree(made / "run", tmp_path / "run")
     as_before(run, epochs=2.0)
     went = fledge("train", "--resume", run)
@@ -466,10 +467,10 @@ def test_held_out_records_are_counted(made, fledge, tmp_path):
 
 
 def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
-    """τ is of rounds, and an answer of one token, asked for or not, has none: the draft is then the last one."""
+    """An answer of one token, requested or not, has no round, so there is no τ and the last draft is saved."""
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
     for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
-        monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("no round has no τ"))
+        monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("τ was computed without any round"))
         with monkeypatch.context() as m:
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
@@ -480,14 +481,14 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
         assert all(torch.equal(saved[n], last[n]) for n in last)
 
 
-def test_a_small_vocabulary_says_what_its_loss_leaves_out(made, fledge, tmp_path):
+def test_a_small_draft_vocabulary_warns_that_the_loss_covers_only_its_tokens(made, fledge, tmp_path):
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *SAME_SHAPE, "--eval-tokens", 2]
     went = fledge(*words, "--draft-vocab", 2, "--out", tmp_path / "run")
     assert went.code == 0 and "the loss covers only these tokens" in went.err and "loss 0.000" not in went.err, went.err
 
 
-def test_regenerate_tells_of_each_answer(made, tmp_path):
-    """And not of 64 records at once."""
+def test_regenerate_reports_progress_after_each_answer(made, tmp_path):
+    """Progress is counted per answer, not once for all 64 records of a batch."""
     from contextlib import contextmanager
 
     from fledge.jobs.regenerate import RegenerateOptions, run
@@ -504,7 +505,7 @@ def test_regenerate_tells_of_each_answer(made, tmp_path):
         target=str(made / "target"), data=[str(made / "chats.jsonl")], out=str(out), limit=8, max_new_tokens=4
     )
     run(options, lambda line: None, Progress())
-    assert seen == [(16, 0)] + 16 * [0], "two answers a record, told before all are written together"
+    assert seen == [(16, 0)] + 16 * [0], "each record has two answers, which are counted before the file is written"
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
     seen.clear()
     run(options, lambda line: None, Progress())
@@ -520,13 +521,13 @@ def test_regenerate_tells_of_each_answer(made, tmp_path):
         (["--method", "peagle"], "nowhere.jsonl does not exist"),
     ],
 )
-def test_what_no_draft_can_be_is_refused_before_the_data_is_read(made, flags, reason, fledge, tmp_path):
+def test_a_draft_shape_that_cannot_exist_is_refused_before_the_data_is_read(made, flags, reason, fledge, tmp_path):
     words = "--target", made / "target", "--data", tmp_path / "nowhere.jsonl", "--out", tmp_path / "run"
     went = fledge("train", *words, "--max-length", 64, *flags)
     assert went.code == 2 and reason in went.err, went.err
 
 
-def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge, tmp_path):
+def test_init_from_keeps_the_depth_and_reports_the_coverage(made, draft, fledge, tmp_path):
     words = "--max-length 64 --row-length 128 --steps 1 --device cpu".split()
     (tmp_path / "few.jsonl").write_text("".join((made / "chats.jsonl").read_text().splitlines(keepends=True)[:20]))
     went = fledge("train", "--target", made / "target", "--data", tmp_path / "few.jsonl", "--out", tmp_path / "more",
@@ -536,8 +537,8 @@ def test_init_from_keeps_its_depth_and_counts_what_it_covers(made, draft, fledge
     assert ours["depth"] == 3 and 0 < ours["coverage"] <= 1 and f"{ours['coverage']:.2%}" in went.err
 
 
-def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeypatch):
-    """EAGLE-1's noise moves the loss, P-EAGLE's depths weigh alike, and both draw the same again."""
+def test_noise_and_dropping_are_applied_and_repeatable(made, fledge, tmp_path, monkeypatch):
+    """EAGLE-1's noise changes the loss, P-EAGLE's depths have equal weights, and both repeat with the same seed."""
     planned, schedules = schedule.make_schedule, []
     monkeypatch.setattr(schedule, "make_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
 
@@ -554,7 +555,7 @@ def test_noise_and_dropping_are_there_and_repeat(made, fledge, tmp_path, monkeyp
     assert [s.objective.gamma for s in schedules] == [1.0] * 5
 
 
-def test_generate_says_what_the_target_alone_says(made, draft, fledge):
+def test_generate_with_a_draft_prints_what_the_target_alone_prints(made, draft, fledge):
     words = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
     alone, together = fledge(*words), fledge(*words, "--draft", draft, "--stats")
     assert alone.code == together.code == 0, together.err
@@ -568,8 +569,8 @@ def test_generate_says_what_the_target_alone_says(made, draft, fledge):
     assert fledge(*words, *sampled, *tree).out == fledge(*words, *sampled).out
 
 
-def test_a_full_gpu_is_said_in_a_sentence(made, fledge, monkeypatch):
-    """And what else goes wrong inside torch is not taken for that."""
+def test_a_full_gpu_gives_a_one_sentence_error(made, fledge, monkeypatch):
+    """Other RuntimeErrors of torch are raised as they are."""
 
     def fails(error: RuntimeError):
         def run(options, say):
@@ -592,7 +593,7 @@ def test_no_held_out_chat_fits(made, fledge, tmp_path):
 
 
 def test_a_held_out_record_that_the_template_refuses(made, fledge, tmp_path):
-    """It ends the job like any other, or is left out with --skip-bad."""
+    """The command fails as for any other record; with --skip-bad the record is left out."""
     target = shutil.copytree(made / "target", tmp_path / "target")
     refusal = "{% for m in messages %}{% if 'nest' in m['content'] %}{{ raise_exception('no nests') }}{% endif %}"
     template = (target / "chat_template.jinja").read_text()
@@ -654,7 +655,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     (tmp_path / "raw.jsonl").write_text('{"prompt": "the young bird"}\n')
     raw = ["eval", "--target", made / "target", "--draft", draft, "--draft", other, "--prompts", tmp_path / "raw.jsonl"]
-    assert len(json.loads(fledge(*raw, "--max-new-tokens", 4, "--json").out)) == 2, "raw text knows no template"
+    assert len(json.loads(fledge(*raw, "--max-new-tokens", 4, "--json").out)) == 2, "raw text uses no template"
     for more, reason in (
         (["--draft", other], "different template arguments"),
         (["--draft-mode", "chain", "--draft-mode", "bush"], "none of chain, tree"),
@@ -669,8 +670,8 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     assert refused.code == 2 and "none of chain, tree" in refused.err
 
 
-def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
-    """Before anything is decoded; or the turn that earlier answers have made too long."""
+def test_eval_names_the_prompt_that_does_not_fit(made, draft, fledge, tmp_path):
+    """A prompt that is too long is named by its line before anything is decoded; a later turn by its turn number."""
     words = ["eval", "--target", made / "target", "--draft", draft, "--max-new-tokens", 16]
     for line, where in (
         ({"turns": ["the young bird " * 400]}, "line 2: the prompt has"),
@@ -681,7 +682,7 @@ def test_eval_names_what_does_not_fit(made, draft, fledge, tmp_path):
         assert went.code == 2 and f"p.jsonl, {where}" in went.err and "has a context of" in went.err, went.err
 
 
-def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
+def test_eval_compares_sampled_outputs_only_where_they_must_be_equal(made, draft, fledge):
     words = [
         "eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl", "--json",
         "--max-new-tokens", 12, "--temperature", 1,
@@ -692,7 +693,7 @@ def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
 
 
 def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
-    """A verification that commits a wrong token is found out, and is no near tie."""
+    """A verification that commits a wrong token makes eval fail, and does not count as a near tie."""
     from fledge.decode import batch
 
     def wrong(rule, samplers, prefixes, nodes, *given):
@@ -713,8 +714,8 @@ RECORD = {
 }
 
 
-def test_eval_out_replaces_earlier_records_alone(made, draft, fledge, tmp_path):
-    """Refused before any work, with the file as it was; neighbours are let be, and a link is written through."""
+def test_eval_out_replaces_only_earlier_records(made, draft, fledge, tmp_path):
+    """Other files are refused before any work and not changed; neighbouring files stay; links are followed."""
     config = shutil.copy(draft / "config.json", tmp_path / "config.json")
     prompts = shutil.copy(made / "prompts.jsonl", tmp_path / "prompts.jsonl")
     mine = {
@@ -738,7 +739,7 @@ def test_eval_out_replaces_earlier_records_alone(made, draft, fledge, tmp_path):
         went = fledge(*words, path)
         assert went.code == 2 and f"{path} {reason}" in went.err, went.err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.exists()} == before
-    assert config.exists() and "target" in fledge(*words, tmp_path / "new.json").err, "the target is looked for"
+    assert config.exists() and "target" in fledge(*words, tmp_path / "new.json").err, "a free path is accepted"
 
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "one.json").write_text(json.dumps(RECORD))
@@ -753,13 +754,13 @@ def test_eval_out_replaces_earlier_records_alone(made, draft, fledge, tmp_path):
     assert (tmp_path / "to-one.json").is_symlink() and not list(tmp_path.glob(".fledge*"))
 
 
-def test_every_record_that_is_kept_is_known_as_one():
+def test_committed_records_are_recognised_as_records():
     kept = sorted((Path(__file__).parents[1] / "bench" / "results").glob("*.json"))
     unknown = [file.name for file in kept if not is_record(json.loads(file.read_text()))]
-    assert len(kept) > 10 and unknown == ["demo.json", "small_pair.json"], "those of before they said it for each part"
+    assert len(kept) > 10 and unknown == ["demo.json", "small_pair.json"], "only records of an earlier layout"
 
 
-def test_a_full_disk_takes_no_figure_away(made, draft, fledge, tmp_path, monkeypatch):
+def test_eval_prints_its_figures_when_the_disk_is_full(made, draft, fledge, tmp_path, monkeypatch):
     words = ["eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl"]
     words += ["--max-new-tokens", 4, "--out", tmp_path / "r.json"]
 
@@ -777,14 +778,14 @@ def test_a_full_disk_takes_no_figure_away(made, draft, fledge, tmp_path, monkeyp
 
 
 def closed_pipe(monkeypatch, name: str) -> None:
-    """Standard output as `| true` leaves it."""
+    """Replaces a stream by a pipe that nobody reads, as after `| true`."""
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, name, os.fdopen(writer, "w"))
 
 
-def test_a_closed_pipe_ends_quietly_as_pipes_do(made, draft, fledge, tmp_path, monkeypatch):
-    """With the exit code of SIGPIPE, and with what was to be written to files."""
+def test_a_closed_pipe_ends_commands_quietly(made, draft, fledge, tmp_path, monkeypatch):
+    """The exit code is that of SIGPIPE, and files are still written."""
     pair = "--target", made / "target", "--draft", draft, "--max-new-tokens", 4
     asked = "eval", *pair, "--prompts", made / "prompts.jsonl"
     for words in (
@@ -801,8 +802,8 @@ def test_a_closed_pipe_ends_quietly_as_pipes_do(made, draft, fledge, tmp_path, m
     assert json.loads((tmp_path / "b.json").read_text())["prompts"] == 3
 
 
-def test_closed_streams_are_read_and_written_as_nothing(made, draft, fledge, monkeypatch):
-    """`>&- 2>&- <&-`"""
+def test_commands_run_with_closed_standard_streams(made, draft, fledge, monkeypatch):
+    """As in a shell with `>&- 2>&- <&-`."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     said, generate = [], generate_job.run
@@ -811,7 +812,7 @@ def test_closed_streams_are_read_and_written_as_nothing(made, draft, fledge, mon
     assert len(said) == 1 and fledge("inspect", draft / "none").code == 2
 
 
-def test_a_full_standard_output_is_a_sentence(made, draft, fledge, monkeypatch):
+def test_a_full_standard_output_gives_a_one_sentence_error(made, draft, fledge, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         went = fledge("inspect", draft)
@@ -819,7 +820,7 @@ def test_a_full_standard_output_is_a_sentence(made, draft, fledge, monkeypatch):
     assert went.code == 2 and went.err == "fledge: [Errno 28] No space left on device\n"
 
 
-def test_regenerate_is_one_process_at_a_time(made, fledge, tmp_path):
+def test_regenerate_refuses_a_file_that_another_process_writes(made, fledge, tmp_path):
     out = tmp_path / "own.jsonl"
     (tmp_path / "link.jsonl").symlink_to(out)
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 2]
@@ -834,8 +835,8 @@ def test_regenerate_is_one_process_at_a_time(made, fledge, tmp_path):
     assert len(out.read_text().splitlines()) == 2 and sorted(tmp_path.iterdir()) == [tmp_path / "link.jsonl", out]
 
 
-def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
-    """Where it is interrupted, by whatever signal, or the disk is full; and it does go on."""
+def test_regenerate_says_how_to_continue(made, fledge, tmp_path, monkeypatch):
+    """After a signal or on a full disk, regenerate names the command that continues, and that command continues."""
     out, answer = tmp_path / "own.jsonl", regenerate_job._answer_batch
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 1]
     words += ["--max-new-tokens", 4, "--out", out]
@@ -867,7 +868,7 @@ def test_regenerate_says_how_it_goes_on(made, fledge, tmp_path, monkeypatch):
     assert fledge(*words).code == 0 and len(out.read_text().splitlines()) == 10
 
 
-def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge, tmp_path):
+def test_regenerate_writes_the_targets_answers_and_resumes(made, draft, fledge, tmp_path):
     out = tmp_path / "own.jsonl"
     words = [
         "regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 4,
@@ -877,7 +878,7 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     whole = out.read_text()
     rows = [json.loads(line) for line in whole.splitlines()]
     assert len(rows) == 10 and [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 2
-    out.write_text(whole[: len(whole) // 2])  # as a kill in the middle of a line leaves it
+    out.write_text(whole[: len(whole) // 2])  # as after a kill in the middle of a line
     assert fledge(*words).code == 0
     assert out.read_text() == whole
     alone = fledge("generate", "--target", made / "target", "--prompt", rows[0]["messages"][0]["content"],
@@ -898,7 +899,7 @@ def test_regenerate_answers_in_the_targets_words_and_resumes(made, draft, fledge
     assert fledge(*sampled).code == 0 and (tmp_path / "sampled.jsonl").read_text() == whole
 
 
-def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
+def test_regenerate_does_not_overwrite_files_that_it_did_not_write(made, fledge, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"messages": [{"role": "user", "content": "the young bird"}]}, {"text": "it can fly"}]
     prompts.write_text("\n".join(map(json.dumps, rows)))  # no line end after the last
@@ -927,7 +928,7 @@ def test_regenerate_leaves_what_it_did_not_write(made, fledge, tmp_path):
     assert went.code == 2 and "line 2" in went.err and "shorten it" in went.err
 
 
-def test_prompts_of_any_text_are_read_or_refused_with_their_place(tmp_path):
+def test_prompts_with_unusual_text_are_read_or_refused_with_their_line(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('\ufeff{"turns": ["a\u2028b"]}\n{"turns": ["c"]}\n')
     assert [p.turns for p in read_prompts(file)] == [("a\u2028b",), ("c",)]
@@ -939,7 +940,7 @@ def test_prompts_of_any_text_are_read_or_refused_with_their_place(tmp_path):
         read_prompts(file)
 
 
-def test_generate_refuses_what_it_would_leave_out(made, draft, fledge):
+def test_generate_refuses_options_that_do_not_fit(made, draft, fledge):
     words = ["generate", "--target", made / "target", "--prompt", "the young bird"]
     for more, reason in (
         (["--raw", "--system", "be kind"], "leave --system out"),
@@ -1001,7 +1002,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("case", BAD, ids=[case.__name__.strip("_") for case in BAD])
-def test_bad_input_ends_in_a_sentence(made, fledge, tmp_path, case):
+def test_bad_input_gives_an_error_without_a_traceback(made, fledge, tmp_path, case):
     flags, cause = case(made, tmp_path)
     kept = [w for pair in zip(TRAIN[::2], TRAIN[1::2], strict=True) if pair[0] not in flags for w in pair]
     target = [] if "--target" in flags else ["--target", made / "target"]

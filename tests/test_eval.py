@@ -1,4 +1,4 @@
-"""Figures from traces, prompts from files, and the rule for differences that rounding makes."""
+"""Evaluation: figures from traces, prompts from files, and near ties (differences caused by rounding)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def practised(way: str) -> tuple[TransformersTarget, Draft]:
-    """A target and a draft that half knows what it says after the texts."""
+    """A target, and a draft fitted to the target's answers to TEXTS, so that part of its tokens are accepted."""
     target = exact_target()
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256, **(P_EAGLE if way == "parallel" else {}))
     plain = Engine(target)
@@ -53,8 +53,8 @@ def practised(way: str) -> tuple[TransformersTarget, Draft]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tau_and_alpha_are_those_of_rounds_drafted_anew(way: str) -> None:
-    """A record's figures, by the definition: what is drafted from nothing and what the target says of it."""
+def test_tau_and_alpha_are_those_of_the_definition(way: str) -> None:
+    """A record's τ and α are those of the definition, in which every round drafts without caches."""
     engine = Engine(*practised(way), **WAYS[way])
     record = evaluate({way: engine}, [EvalPrompt(text=text) for text in TEXTS], sampling=Sampling(), max_new_tokens=25)
     record = record[way]
@@ -67,7 +67,7 @@ def test_tau_and_alpha_are_those_of_rounds_drafted_anew(way: str) -> None:
 
 @pytest.mark.parametrize("right", range(4))
 def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first `right` of three drafted tokens are the target's and the others are not: τ is one more, exactly."""
+    """If exactly the first `right` of three drafted tokens are the target's, τ is `right` + 1."""
     target = exact_target()
     engine = Engine(target, tiny_draft(target), depth=3)
     truth = engine.template.prompt_ids(TEXTS[0])
@@ -86,7 +86,7 @@ def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytes
     assert record["identical"] == 1
 
 
-def test_repeated_ngrams_counts_what_was_said_before():
+def test_repeated_ngrams_counts_ngrams_that_occurred_before():
     assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == (2, 4)
     assert repeated_ngrams([1, 2, 3], n=8) == (0, 0)
 
@@ -130,9 +130,9 @@ def engine():
     return ENGINE
 
 
-def test_gaps_are_those_of_the_tokens_chosen(engine):
-    """The gap at each token is the difference of the two best logits there, whatever the width they are fed in, and
-    beside however many."""
+def test_gaps_are_differences_of_the_two_largest_logits(engine):
+    """The gap at each token is the difference of the two largest logits, for any number of tokens per call and any
+    batch size."""
     prefix = engine.template.prompt_ids("the young bird")
     done = engine.generate("the young bird", max_new_tokens=9, speculate=False)
     logits = engine.target.model(torch.tensor([prefix + done.tokens])).logits[0, len(prefix) - 1 : -1]
@@ -153,7 +153,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
 
 
 def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
-    """Where the two best tokens are closer than what another batch shape changes, a difference is allowed."""
+    """A difference is a near tie if the gap of the two best tokens is smaller than the noise of another batch shape."""
     from fledge.eval import run
 
     gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
@@ -162,8 +162,9 @@ def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
     assert ties == 1 and noise == pytest.approx(1e-6)
 
 
-def test_the_noise_is_of_the_shapes_that_the_runs_had(engine, monkeypatch):
-    """One token at a time and a round's, alone and beside as many; of the baseline alone, one token at a time."""
+def test_noise_is_measured_with_the_batch_shapes_of_the_runs(engine, monkeypatch):
+    """Noise is measured with one token per call and with a round's tokens, alone and in a batch; for the baseline, with
+    one token per call only."""
     from fledge.eval import run
 
     seen = set()
@@ -182,7 +183,7 @@ SECONDS = st.floats(1e-7, 1.0)
     prefill=SECONDS, beside=SECONDS, plain=st.tuples(SECONDS, SECONDS),
 )  # fmt: skip
 def test_no_ceiling_is_below_the_speedup_measured(rounds, prefill, beside, plain):
-    """However long each part of a run took: a draft that stays in a cache, or prompts longer than their answers."""
+    """The computed ceiling of the speedup is at least the measured speedup, for any duration of each part of a run."""
     trace = Trace([Round(3, *of) for of in rounds], t_prefill=prefill)
     trace.t_total = prefill + sum(draft + verify for _, draft, verify in rounds) + beside
     tokens = list(range(1 + sum(accepted + 1 for accepted, *_ in rounds)))
@@ -193,8 +194,9 @@ def test_no_ceiling_is_below_the_speedup_measured(rounds, prefill, beside, plain
     assert split["ceiling"] >= speedup * (1 - 1e-9)
 
 
-def test_a_ceiling_drafts_at_the_price_of_bytes_and_spares_the_rest():
-    """A round of a second each for drafting, verification and the rest, and two tokens alone of a second each."""
+def test_the_ceiling_counts_verification_and_the_bytes_of_the_draft():
+    """A round takes one second each for drafting, verification and the rest; the target alone takes one second per
+    token. The ceiling counts only verification, and drafting by the bytes of the draft's weights."""
     trace = Trace([Round(3, 1, t_draft=1.0, t_verify=1.0)], t_total=3.0)
     made = [Completion([1, 2, 3], trace=trace)], [Completion([1, 2, 3], trace=Trace(t_total=2.0))]
     once, each = _draft_bytes(ENGINE.draft)

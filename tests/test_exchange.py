@@ -1,4 +1,4 @@
-"""Drafts of other trainers, with their key names and configs, written by hand; and what of ours they would misread."""
+"""Draft files of other trainers (key names and configs written by hand), and what they would misread in our files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAPS = ("d2t", "t2d")
 
 
 def written(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """A draft's directory as another trainer leaves it."""
+    """Writes a draft's directory with the given config and tensors, as another trainer would."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     save_file({n: t.detach().clone() for n, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
@@ -38,7 +38,8 @@ def written(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor])
 
 
 def under(prefix: str, draft: Draft, layer: str = "layers.0.") -> dict[str, Tensor]:
-    """A draft's tensors with the layers numbered, and a prefix before all but the head, the map and the mask."""
+    """A draft's tensors with numbered layers, and a prefix on all names except the head, the vocabulary map and
+    mask_hidden."""
     outside = ("lm_head.weight", "d2t", "mask_hidden")
     tensors = {n.replace("midlayer.", layer): t for n, t in draft.state_dict().items()}
     return {n if n in outside else prefix + n: t for n, t in tensors.items()}
@@ -51,7 +52,7 @@ def t2d(draft: Draft) -> Tensor:
 
 
 def assert_read(directory: Path, draft: Draft, method: str = "eagle3") -> None:
-    """It is the draft, bit for bit, and survives our own saving."""
+    """Asserts that the files load as the given draft, bit for bit, and again after saving with fledge."""
     loaded = load_draft(directory)
     assert loaded.config.method == method and same(loaded, draft)
     save_draft(loaded, directory.parent / "again", torch.float32)
@@ -60,7 +61,7 @@ def assert_read(directory: Path, draft: Draft, method: str = "eagle3") -> None:
 
 
 def test_specforges_eagle_3(tmp_path):
-    """Its state dict without the embedding; `midlayer.` and both maps."""
+    """SpecForge writes its state dict without the embedding, with `midlayer.` and both vocabulary maps."""
     draft = make()
     tensors = under("", draft, "midlayer.") | {"t2d": t2d(draft)}
     config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40)
@@ -68,7 +69,7 @@ def test_specforges_eagle_3(tmp_path):
 
 
 def test_specforges_eagle_3_of_the_whole_vocabulary(tmp_path):
-    """Its map is there and says nothing: zeros, since every id is itself."""
+    """With the whole vocabulary, SpecForge writes a map of zeros, since every draft id is the target id."""
     draft = make(V)
     tensors = under("", draft, "midlayer.") | dict(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V) > 0)
     config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=V)
@@ -82,7 +83,7 @@ def test_specforges_eagle_3_of_the_whole_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_specforges_p_eagle(tmp_path, residual):
-    """Several layers in one list, embeddings that were trained, a map of zeros, and a class name of its own."""
+    """Numbered layers, trained embeddings, a map of zeros, and the class name PEagleDraftModel."""
     draft = make(V, method="peagle", mask_token_id=V - 1, num_hidden_layers=3, own_embeddings=True,
                  norm_before_residual=residual)  # fmt: skip
     tensors = under("", draft) | dict(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V) > 0)
@@ -99,8 +100,8 @@ def test_specforges_p_eagle(tmp_path, residual):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_automodels_eagle_3(tmp_path, family):
-    """The target's config with its number of layers and its kind, one layer in the file, everything under `model.`,
-    the embedding too."""
+    """The config has the target's number of layers and model type, but the file has one layer; all names, also the
+    embedding's, start with `model.`."""
     draft = make(own_embeddings=True)
     tensors = under("model.", draft) | {"t2d": t2d(draft)}
     target = tiny_target(family, tokenizer=False, vocab_size=V, num_hidden_layers=36).config.to_dict()
@@ -128,7 +129,7 @@ def test_automodels_eagle_3_1_and_p_eagle(tmp_path):
     assert_read(written(tmp_path / "p", config, under("model.", draft)), draft, "peagle")
 
 
-def test_automodels_eagle_1_has_norms_that_no_engine_applies(tmp_path):
+def test_automodels_eagle_1_with_its_extra_norm_is_refused(tmp_path):
     draft = make(V, method="eagle1", num_aux_hidden_states=0)
     tensors = under("model.", draft) | {
         "model.norm.weight": torch.ones(D),
@@ -140,7 +141,7 @@ def test_automodels_eagle_1_has_norms_that_no_engine_applies(tmp_path):
 
 
 def test_speculators_tensors_in_the_flat_layout(tmp_path):
-    """As converted for vLLM: numbered layers, the normed residual, ids of the layers at the top."""
+    """Tensors converted for vLLM: numbered layers, norm_before_residual, and layer ids at the config's top level."""
     draft = make(norm_before_residual=True, own_embeddings=True, aux_layers=(1, 4, 6))
     config = SHAPE | dict(
         architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40, norm_before_residual=True,
@@ -157,11 +158,11 @@ def test_the_authors_eagle_3_in_safetensors(tmp_path):
     assert_read(written(tmp_path / "d", config, under("", draft, "midlayer.") | {"t2d": t2d(draft)}), draft)
 
 
-# -- what we write for them -------------------------------------------------------------------------------------------
+# -- files written for other engines ----------------------------------------------------------------------------------
 
 
-def test_a_norm_that_is_off_is_not_mentioned(tmp_path):
-    """SpecForge skips its final norm where norm_output is there and false."""
+def test_norm_fields_that_are_false_are_not_written(tmp_path):
+    """SpecForge skips its final norm if norm_output is present and false."""
     for directory, on in (("plain", {}), ("3.1", dict(fc_norm=True, norm_output=True))):
         saved(tmp_path / directory, **on)
         hf = json.loads((tmp_path / directory / "config.json").read_text())
@@ -177,8 +178,8 @@ def test_a_norm_that_is_off_is_not_mentioned(tmp_path):
     ids=str,
 )  # fmt: skip
 def test_every_field_of_yarn_is_written(given):
-    """SpecForge has no defaults of its own for a field that is there without a value, and computes another scale from
-    one mscale alone; transformers and vLLM go by these defaults."""
+    """SpecForge has no defaults for a field without a value, and computes another scale if only one mscale is given;
+    the written values are the defaults of transformers and vLLM."""
     rope = RopeConfig.from_hf(
         dict(
             rope_theta=1e4,

@@ -1,4 +1,4 @@
-"""Families whose configs name their sizes in their own way: each decodes, trains a draft, and decodes alike with it."""
+"""Model families whose configs name sizes differently: each decodes, trains a draft, and decodes the same with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEOX = {name: value for name, value in LLAMA.items() if name not in ("num_key_va
 GPT = dict(n_embd=32, n_layer=8, n_head=4, n_positions=512)
 OPT = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=8, num_attention_heads=4, max_position_embeddings=512)
 FALCON = dict(hidden_size=32, num_hidden_layers=8, num_attention_heads=4)
-# the config's class and sizes; then its draft's MLP width, query heads, key heads, and the tokens that the target reads
+# config class, sizes, and (MLP width, query heads and key heads of the draft, context length of the target)
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
     "GPT-2": ("GPT2", GPT, (128, 4, 4, 512)),
     "GPT-2 with an inner size": ("GPT2", GPT | dict(n_inner=80), (80, 4, 4, 512)),
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
     "Gemma 4": ("Gemma4Text", LLAMA | dict(global_head_dim=8, hidden_size_per_layer_input=0), (48, 4, 2, 512)),
     "LFM2": ("Lfm2", LLAMA | dict(layer_types=["full_attention"] * 8), (48, 4, 2, 512)),
 }  # fmt: skip
-# what decodes, but has no hidden states that a draft could read: it ends in no norm, and its embeddings are narrower
+# this model has no final norm and narrower embeddings: it decodes, but no draft can read its hidden states
 OPT_350M = ("OPT", OPT | dict(word_embed_proj_dim=16, do_layer_norm_before=False))
 
 
@@ -68,12 +68,12 @@ def config_of(family: str, sizes: dict[str, Any]) -> transformers.PreTrainedConf
 
 
 def dtype_of(family: str) -> torch.dtype:
-    """float64, in which another batch shape rounds no token away; XGLM's attention takes float32 alone."""
+    """float64, in which rounding in another batch shape changes no token; XGLM's attention needs float32."""
     return torch.float32 if family == "XGLM" else torch.float64
 
 
 def model_of(family: str, sizes: dict[str, Any]) -> transformers.PreTrainedModel:
-    """A random model whose choices are sharp."""
+    """A random model with clear differences between its largest logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(family, sizes), dtype=torch.float32).to(dtype_of(family))
     embeddings = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
@@ -107,7 +107,7 @@ def test_the_draft_has_the_targets_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_decodes_trains_and_decodes_alike(name: str, tmp_path: Path) -> None:
+def test_a_family_decodes_trains_a_draft_and_decodes_the_same_with_it(name: str, tmp_path: Path) -> None:
     family, sizes, _ = FAMILIES[name]
     model = model_of(family, sizes)
     theirs = greedy_by_transformers(model, PROMPT, 40)
@@ -125,7 +125,7 @@ def test_it_decodes_trains_and_decodes_alike(name: str, tmp_path: Path) -> None:
     assert engine.generate([PROMPT, PROMPT[:3]], max_new_tokens=40)[0].tokens == theirs
 
 
-def test_what_shows_no_final_norm_decodes_and_trains_no_draft(tmp_path: Path) -> None:
+def test_a_model_without_a_final_norm_decodes_but_trains_no_draft(tmp_path: Path) -> None:
     model = model_of(*OPT_350M)
     theirs = greedy_by_transformers(model, PROMPT, 40)
     directory = saved(model, tmp_path)
@@ -141,8 +141,8 @@ def test_a_model_without_attention_gives_its_draft_heads_64_wide() -> None:
     assert (draft.num_attention_heads, draft.head_dim, draft.intermediate_size) == (4, 64, 512)
 
 
-def test_a_rope_that_no_draft_can_use_is_a_plain_one() -> None:
-    """Gemma 4's full attention rotates a quarter of each head; the draft rotates all of it by the same base."""
+def test_a_rope_that_no_draft_can_use_becomes_the_default_rope() -> None:
+    """Gemma 4's full attention rotates a quarter of each head; the draft rotates whole heads with the same theta."""
     shape = llama_names(config_of("Gemma4Text", LLAMA))
     rope = DraftConfig.for_target(shape, max_length=64).rope
     assert (rope.rope_type, rope.rope_theta, rope.partial_rotary_factor) == ("default", 1e6, 1.0)

@@ -1,4 +1,4 @@
-"""What a draft's config.json may hold: every field, with values of every kind; and a template's arguments."""
+"""The fields of a draft's config.json with values of every type, and the arguments of a chat template."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ ANYTHING = st.recursive(
 )
 
 
-def test_no_usual_mistake_in_any_field_is_a_riddle():
+def test_common_mistakes_in_any_field_are_read_or_refused():
     for place, value, kind in itertools.product(PLACES, [*NUMBERS, *OTHERS], KINDS):
         is_read_or_refused(*place, value, kind)
 
 
 @settings(max_examples=300, deadline=None)
 @given(place=st.sampled_from(PLACES), value=ANYTHING, kind=st.sampled_from(KINDS))
-def test_no_value_of_any_field_is_a_riddle(place, value, kind):
+def test_any_value_of_any_field_is_read_or_refused(place, value, kind):
     is_read_or_refused(*place, value, kind)
 
 
 def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
-    """A config is read, and its frequencies are finite numbers, or it is refused in a sentence."""
+    """Asserts that a config with this value is read and has finite RoPE frequencies, or is refused in a sentence."""
     scaling = dict(
         rope_type=kind, factor=4.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0,
         short_factor=[1.0] * 4, long_factor=[2.0] * 4,
@@ -102,31 +102,31 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
         (dict(head_dim=7), "a head of 7 dimensions, 7 of them rotated: rotary embedding needs an even number"),
     ],
 )
-def test_the_field_is_named(changes, message):
+def test_the_error_names_the_field(changes, message):
     with pytest.raises(ValueError) as refused:
         config = DraftConfig.from_hf(PLAIN | changes)
         rope_frequencies(config.rope, config.head_dim)
     assert str(refused.value).startswith(message)
 
 
-def test_fields_that_contradict_each_other_are_found_by_what_they_give():
-    turns = (256 / (2 * math.pi / torch.ones(()))).item()  # of the quickest pair, over the trained length
+def test_contradicting_rope_fields_are_refused_by_their_frequencies():
+    turns = (256 / (2 * math.pi / torch.ones(()))).item()  # rotations of the fastest pair over the trained length
     same = dict(rope_type="llama3", factor=8.0, low_freq_factor=turns, high_freq_factor=turns)
     rope = RopeConfig.from_hf(PLAIN | dict(rope_scaling=same))
     with pytest.raises(ValueError, match=r"the RoPE fields of the config .* give frequencies that are not finite"):
         rope_frequencies(rope, 8)
 
 
-def test_a_field_outside_the_table_is_our_own_mistake():
+def test_reading_a_field_outside_the_table_raises_a_key_error():
     with pytest.raises(KeyError):
         Fields({}, CONFIG).get("hidden_sise")
 
 
-# -- what a template is given ----------------------------------------------------------------------------------------
+# -- arguments of a chat template ------------------------------------------------------------------------------------
 
 
-def test_every_option_of_the_call_is_reserved():
-    """Of the transformers that is installed: what `apply_chat_template` and its renderer take beside variables."""
+def test_every_parameter_of_apply_chat_template_is_reserved():
+    """All parameters of the installed transformers' `apply_chat_template` and its renderer are reserved names."""
     taken = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
     taken |= {*inspect.signature(render_jinja_template).parameters, *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
     assert taken - {"self"} <= RESERVED
@@ -135,8 +135,8 @@ def test_every_option_of_the_call_is_reserved():
 @pytest.mark.parametrize(
     "name", ["chat_template", "tokenize", "add_generation_prompt", "return_dict", "tools", "messages"]
 )
-def test_options_that_change_what_a_template_is_are_refused(name, target):
-    """From a draft's config, from --template-kwargs, and from Python."""
+def test_arguments_that_replace_the_chat_template_are_refused(name, target):
+    """Reserved names are refused in a draft's config, in --template-kwargs, and from Python."""
     kwargs = {"enable_thinking": False, name: "{{ 'ignore all that' }}"}
     reason = f"sets {name}: such options replace the target's chat template"
     with pytest.raises(ValueError, match=f"fledge.template_kwargs {reason}"):
@@ -155,7 +155,7 @@ def test_options_that_change_what_a_template_is_are_refused(name, target):
         (dict(x="a" * 20_000), "characters of JSON; the limit is 10,000"),
     ],
 )
-def test_arguments_that_no_file_can_hold_are_refused(kwargs, reason):
+def test_arguments_that_are_not_short_plain_json_are_refused(kwargs, reason):
     with pytest.raises(ValueError, match=reason):
         check_template_kwargs(kwargs, "the template's arguments")
     assert check_template_kwargs(dict(x=[1, {"a": None}]), "")
@@ -170,6 +170,6 @@ def test_a_template_argument_nested_too_deep_is_refused():
         check_template_kwargs(dict(x=deep), "the template's arguments")
 
 
-def test_values_are_repeated_briefly():
+def test_values_in_messages_are_short():
     for value in ("x" * 10_000, list(range(10_000)), {str(i): i for i in range(1000)}, 10**5000, math.nan):
         assert len(fields.format_value(value)) < 80

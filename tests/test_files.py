@@ -1,4 +1,4 @@
-"""Directories and files that are replaced whole or not at all, and locks between processes."""
+"""Atomic replacement of directories and files, and locks between processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.files import listing
 
 
 class Killed(BaseException):
-    """Stands for the process ending here."""
+    """Simulates the end of the process at this point."""
 
 
 def write(directory: Path, content: str) -> None:
@@ -45,7 +45,7 @@ def read(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
-def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
+def test_an_exception_inside_keeps_the_old_content(tmp_path, error):
     for before in ([], ["old", "old"]):
         with pytest.raises(error), replace_directory(tmp_path / "d") as new:
             (new / "a").write_text("half")
@@ -55,7 +55,7 @@ def test_an_exception_inside_leaves_what_was_there(tmp_path, error):
         write(tmp_path / "d", "old")
 
 
-def test_a_file_that_is_no_longer_written_goes(tmp_path):
+def test_a_file_that_is_no_longer_written_is_removed(tmp_path):
     write(tmp_path / "d", "old")
     with replace_directory(tmp_path / "d") as new:
         (new / "c").write_text("new")
@@ -65,7 +65,7 @@ def test_a_file_that_is_no_longer_written_goes(tmp_path):
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("after", [False, True], ids=["before it", "after it"])
 def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, call, after):
-    """The process ends before or after the first (old away) or the second (new in place) rename."""
+    """The process ends before or after the first rename (old content away) or the second (new content in place)."""
     write(tmp_path / "d", "old")
     rename, calls = Path.rename, []
 
@@ -93,7 +93,7 @@ import os, signal, sys
 from pathlib import Path
 from fledge.files import read_consistent, replace_directory
 
-os.fsync = lambda handle: None  # slow, and for power cuts alone
+os.fsync = lambda handle: None  # slow, and only needed for power cuts
 
 def write(directory, content):
     with replace_directory(directory) as new:
@@ -104,7 +104,7 @@ def content_of(directory):
     (content,) = {read_consistent(directory, lambda place: (place / name).read_text()) for name in ("a", "b")}
     return content
 
-def killed_before(point, directory, content):  # whether there was such a point, at which files are touched
+def killed_before(point, directory, content):  # returns whether file operation number `point` exists
     if (pid := os.fork()) == 0:
         done = 0
         def watch(event, given):
@@ -136,12 +136,13 @@ assert found == {(a, b) for a in ("old", "new") for b in (a, "newer")}
 
 
 def test_two_kills_anywhere_lose_nothing(tmp_path):
-    """Of a process that replaces a directory, and of the next one that does: the old content is there, or the new."""
+    """A process that replaces a directory is killed at any file operation, and so is the next one: the old or the new
+    content is always complete."""
     with python(TWO_KILLS, tmp_path) as process:
         assert process.wait(timeout=300) == 0
 
 
-def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
+def test_directories_left_by_crashes_are_replaced(tmp_path):
     for name in ("d", ".d.fledge-old", ".d.fledge-new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text(name)
@@ -149,8 +150,8 @@ def test_what_crashes_left_beside_is_no_hindrance(tmp_path):
     assert read(tmp_path / "d") == ["new", "new"] and listing(tmp_path) == ["d"]
 
 
-def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
-    """A rename may reach the disk before the content it points to, so a power cut must find the content there."""
+def test_content_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
+    """A rename may reach the disk before the renamed content, so the content is flushed before the rename."""
     flush, flushed = files._fsync, []
 
     def noting(path):
@@ -162,7 +163,7 @@ def test_all_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     assert sorted(flushed) == sorted([("a", False), ("b", False), (".d.fledge-new", False), (tmp_path.name, True)])
 
 
-def test_a_disk_that_fills_as_the_file_is_flushed(tmp_path, monkeypatch):
+def test_a_disk_that_fills_during_a_flush_keeps_the_old_content(tmp_path, monkeypatch):
     write(tmp_path / "d", "old")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(OSError, match="no space to save"):
@@ -171,7 +172,7 @@ def test_a_disk_that_fills_as_the_file_is_flushed(tmp_path, monkeypatch):
     assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == ["d"]
 
 
-def test_other_errors_keep_their_own_words(tmp_path):
+def test_other_errors_keep_their_message(tmp_path):
     with pytest.raises(PermissionError, match="not yours"), replace_directory(tmp_path / "d"):
         raise PermissionError(errno.EACCES, "not yours")
 
@@ -188,8 +189,8 @@ def test_a_directory_behind_a_link_is_replaced_there(tmp_path):
 # -- readers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_beside_a_writer_finds_whole_content_and_disturbs_nothing(tmp_path):
-    """Whatever moment of a replacement it reads at; the writer, who would notice a rename by another, ends well."""
+def test_a_reader_finds_complete_content_during_replacements(tmp_path):
+    """A reader finds complete content at any moment of a replacement, and does not make the writer fail."""
     write(tmp_path / "d", "0")
     ended = threading.Event()
 
@@ -211,7 +212,7 @@ def test_a_reader_beside_a_writer_finds_whole_content_and_disturbs_nothing(tmp_p
     assert read(tmp_path / "d") == ["149", "149"] and listing(tmp_path) == ["d"]
 
 
-def test_a_result_that_a_replacement_came_between_is_dropped(tmp_path):
+def test_reading_is_repeated_if_the_directory_was_replaced_meanwhile(tmp_path):
     write(tmp_path / "d", "old")
     seen = []
 
@@ -225,13 +226,13 @@ def test_a_result_that_a_replacement_came_between_is_dropped(tmp_path):
     assert read_consistent(tmp_path / "d", slowly) == "new" and seen == ["old", "new"]
 
 
-def test_a_directory_that_is_replaced_over_and_over_ends_the_reading(tmp_path):
+def test_reading_a_directory_that_is_replaced_repeatedly_raises(tmp_path):
     write(tmp_path / "d", "old")
     with pytest.raises(ValueError, match=r"d was replaced 5 times while it was read; try again"):
         read_consistent(tmp_path / "d", lambda place: write(tmp_path / "d", "new"))
 
 
-def test_a_readers_own_error_is_its_own(tmp_path):
+def test_an_error_of_the_reader_is_raised_without_a_retry(tmp_path):
     calls = []
 
     def fails(place: Path) -> None:
@@ -243,7 +244,7 @@ def test_a_readers_own_error_is_its_own(tmp_path):
     assert calls == [tmp_path / "none"]
 
 
-def test_only_mending_puts_the_old_content_back(tmp_path):
+def test_only_restore_interrupted_renames_the_old_content(tmp_path):
     write(tmp_path / "d", "old")
     (tmp_path / "d").rename(sibling_path(tmp_path / "d", "old"))
     assert read(tmp_path / "d") == ["old", "old"] and listing(tmp_path) == [".d.fledge-old"]
@@ -254,7 +255,7 @@ def test_only_mending_puts_the_old_content_back(tmp_path):
 # -- small files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_is_replaced_whole_and_no_neighbour_is_touched(tmp_path):
+def test_a_text_is_replaced_and_no_neighbour_is_touched(tmp_path):
     neighbours = {"r.json.new": "mine", "r.json.old": "mine", "r.json.tmp": "mine"}
     for name, text in neighbours.items():
         (tmp_path / name).write_text(text)
@@ -308,7 +309,7 @@ while done < 40:
 """
 
 
-def test_a_second_process_is_told_who_holds_a_lock_until_that_dies(tmp_path):
+def test_a_second_process_is_told_who_holds_the_lock(tmp_path):
     lock = tmp_path / "lock"
     with python(HOLDER, lock) as holder:
         try:
@@ -316,33 +317,33 @@ def test_a_second_process_is_told_who_holds_a_lock_until_that_dies(tmp_path):
             told = rf"the run is in use: process {holder.pid} on .* since 2.*; wait"
             for _ in range(2):
                 with pytest.raises(ValueError, match=told), exclusive_lock(lock, "the run"):
-                    pytest.fail("two hold it")
+                    pytest.fail("two processes hold the lock")
         finally:
             holder.send_signal(signal.SIGKILL)
-    assert lock.exists(), "as the kill leaves it"
+    assert lock.exists(), "a killed process leaves the lock file"
     with exclusive_lock(lock, "the run"):
         assert f"process {os.getpid()} on" in lock.read_text()
     assert listing(tmp_path) == []
 
 
-def test_a_lock_keeps_its_promise_whoever_comes_and_goes(tmp_path):
-    """Its file is made and removed all the while, and with it a directory that is made for it."""
+def test_a_lock_excludes_other_processes(tmp_path):
+    """Three processes repeatedly create and remove the lock file and its directory, and only one holds the lock."""
     (tmp_path / "n").write_text("0")
     several = [python(COUNTER, tmp_path / "n") for _ in range(3)]
     assert [process.wait(timeout=120) for process in several] == [0, 0, 0]
     assert (tmp_path / "n").read_text() == "120"
 
 
-def test_a_lock_writes_through_no_link(tmp_path):
+def test_a_lock_does_not_follow_links(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "lock").symlink_to(tmp_path / "mine")
     told = r"the run cannot be written: its lock .*lock cannot be opened"
     with pytest.raises(ValueError, match=told), exclusive_lock(tmp_path / "lock", "the run"):
-        pytest.fail("it was held")
+        pytest.fail("the lock was taken")
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Not implemented")))
     told = []
     with exclusive_lock(tmp_path / "lock", "the run", told.append):

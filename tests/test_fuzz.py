@@ -1,10 +1,10 @@
-"""Damaged and hostile inputs of every command: each case ends in a result or in one sentence, never in a traceback.
+"""Damaged and hostile inputs for every command: each case gives a result or a one-sentence error, never a traceback.
 
-A table names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files, options). For
-each, hypothesis draws how the input is damaged and the command that reads it is run as its console script would.
+The table INPUTS names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files,
+options). For each, hypothesis draws the damage, and a command that reads the input runs in this process.
 
-    make fuzz                                   # 2,000 cases
-    FUZZ_CASES=500 pytest tests/test_fuzz.py    # so many of each kind of input
+    make fuzz                                   # 2,210 cases
+    FUZZ_CASES=500 pytest tests/test_fuzz.py    # 500 cases of each kind of input
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from support.chats import tiny_chats
 from support.runs import as_before
 from support.targets import tiny_target_directory
 
-CASES = int(os.environ.get("FUZZ_CASES", "12"))  # of each input; continuous integration runs a seeded few
-LONGEST = 20_000  # characters of what a failing command may say
+CASES = int(os.environ.get("FUZZ_CASES", "12"))  # cases per input; a few with a fixed seed by default
+LONGEST = 20_000  # most characters that a failing command may print
 
-# JSON text that may stand where a value is expected
+# unusual JSON texts that replace a value
 ODD = (
     "null", "true", "0", "-1", "3.5", "1000000000000", "1e30", "1e400", "NaN", "-Infinity", '""', '"x"', '"32"',
     '"\\ud83d"', '"\\u001b[31mred\\u001b]0;title\\u0007"', '"\\u202egnirts"', '"\\u0000"', "[]", '[""]', "{}",
@@ -51,7 +51,7 @@ MARK = "@odd@"
 
 @dataclass(frozen=True)
 class Input:
-    """An input: `damage(draw, directory)` spoils it in a copy of the fixtures, `commands` read it there."""
+    """An input: `damage(draw, directory)` damages it in a copy of the fixtures, and `commands` read it there."""
 
     damage: Callable[[Any, Path], list[str] | None]
     commands: tuple[tuple[str, ...], ...]
@@ -93,7 +93,7 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def with_odd_value(draw: Any, value: Any) -> str:
-    """A JSON value as text, with one of its values replaced, removed, or joined by an odd one."""
+    """A JSON value as text, with an odd value added or in place of another value, or with a value removed."""
     path = draw(st.sampled_from(list(places(value))))
     how = draw(st.sampled_from(["replace", "remove", "add"]))
     odd = draw(st.sampled_from(ODD))
@@ -116,7 +116,7 @@ def with_odd_value(draw: Any, value: Any) -> str:
 
 
 def damage_text(draw: Any, text: bytes) -> bytes:
-    """Bytes cut short, or with some of them changed or doubled."""
+    """Bytes that are truncated, changed, repeated or have a flipped bit."""
     at = draw(st.integers(0, max(len(text) - 1, 0)))
     how = draw(st.sampled_from(["cut", "change", "double", "flip"]))
     if how == "cut":
@@ -129,7 +129,7 @@ def damage_text(draw: Any, text: bytes) -> bytes:
 
 
 def damage_lines(name: str) -> Callable[[Any, Path], None]:
-    """A file of JSON lines, one of whose records is odd, or whose bytes are."""
+    """Damages a file of JSON lines: one odd record, or damaged bytes."""
 
     def damage(draw: Any, root: Path) -> None:
         file = root / name
@@ -145,7 +145,7 @@ def damage_lines(name: str) -> Callable[[Any, Path], None]:
 
 
 def damage_json(name: str) -> Callable[[Any, Path], None]:
-    """A JSON file with an odd value, or whose bytes are odd."""
+    """Damages a JSON file: one odd value, or damaged bytes."""
 
     def damage(draw: Any, root: Path) -> None:
         file = root / name
@@ -156,7 +156,7 @@ def damage_json(name: str) -> Callable[[Any, Path], None]:
 
 
 def damage_recipe(name: str) -> Callable[[Any, Path], None]:
-    """A YAML file with an odd value (JSON is YAML), or whose bytes are odd."""
+    """Damages a YAML file: one odd value (JSON is YAML), or damaged bytes."""
 
     def damage(draw: Any, root: Path) -> None:
         file = root / name
@@ -174,7 +174,7 @@ def damage_bytes(name: str) -> Callable[[Any, Path], None]:
 
 
 def damage_table(draw: Any, root: Path) -> list[str]:
-    """Chats as a table whose columns hold what tables may hold."""
+    """Writes chats as a table whose columns have the types that tables can contain."""
     import datetime
 
     import datasets
@@ -191,7 +191,7 @@ def damage_table(draw: Any, root: Path) -> list[str]:
 
 
 def damage_weights(draw: Any, root: Path) -> None:
-    """A draft's tensors of other names, shapes, kinds or values; or a pickle of something else."""
+    """Changes names, shapes, dtypes or values of a draft's tensors, or replaces the file by another pickle."""
     from safetensors.torch import load_file, save_file
 
     file = root / "run/draft/model.safetensors"
@@ -227,7 +227,7 @@ SHARES = "", "", "@0.5", "@99999999", "@nan", "@-1", ":train"
 
 
 def damage_names(draw: Any, root: Path) -> list[str]:
-    """File names that hold control characters, patterns and separators."""
+    """Makes a file whose name contains control characters, patterns or separators."""
     name = draw(st.sampled_from(NAMES))
     (root / name).write_text(draw(st.sampled_from(CONTENTS)))
     return ["--data", name + draw(st.sampled_from(SHARES))]
@@ -242,7 +242,7 @@ VALUES = (
 
 
 def damage_options(draw: Any, root: Path) -> list[str]:
-    """Options with values beyond any sense; of those given twice the last value counts."""
+    """An option with a senseless value; if the option is given twice, the last value counts."""
     return [f"--{draw(st.sampled_from(FLAGS))}={draw(st.sampled_from(VALUES))}"]
 
 
@@ -260,7 +260,7 @@ INPUTS: dict[str, Input] = {
         damage_recipe("run/recipe.yaml"),
         (("train", "--resume", "run"), ("train", "--config", "run/recipe.yaml", "--out", "new")),
     ),
-    "a run's options of before": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
+    "a train.json of an earlier version": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
     "a run's state": Input(damage_bytes("run/checkpoint/state.pt"), (("train", "--resume", "run"),)),
     "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
     "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),
@@ -272,10 +272,10 @@ INPUTS: dict[str, Input] = {
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", INPUTS)
 def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit status 0, 1 or 2, a message without control characters and of bounded length, and no exception."""
+    """The exit status is 0, 1 or 2, and the message has bounded length, no control characters and no traceback."""
     given_input = INPUTS[name]
     monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else each hub id is tried for 45 s
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise each hub id is tried for 45 s
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
     @settings(

@@ -1,4 +1,4 @@
-"""Drafts whose files are damaged or hostile: refused wherever one is loaded, in a sentence, before memory is taken."""
+"""Damaged or hostile draft files: loading refuses them in one sentence, before it allocates memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inspected(directory: Path) -> tuple[bool, str]:
     return run(InspectOptions(directory=str(directory)), lines.append), "\n".join(lines)
 
 
-# -- weights that can say nothing -------------------------------------------------------------------------------------
+# -- weights with unusable values -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -45,12 +45,12 @@ def test_one_bad_value_is_found_with_its_tensor(tmp_path, dtype, value, finding)
     )
     fine, said = inspected(tmp_path / "d")
     assert not fine and "Wrong: " in said and "midlayer.mlp.up_proj.weight has" in said and "1 problem(s)." in said
-    assert said.startswith("An EAGLE-3 draft: "), "it is described all the same"
+    assert said.startswith("An EAGLE-3 draft: "), "inspect does not describe the damaged draft"
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "norm.weight", "midlayer.self_attn.o_proj.weight"])
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_weights_of_no_size_or_of_any(tmp_path, name, scale):
+def test_all_zero_or_huge_weights_are_refused(tmp_path, name, scale):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t[name].mul_(scale))
     refused(tmp_path / "d", f"{name} has " + ("values above 100,000" if scale > 1 else "only zeros"))
@@ -62,8 +62,8 @@ def test_findings_name_a_few_and_count_the_rest(tmp_path):
     refused(tmp_path / "d", r"fc\.weight, lm_head\.weight, .* and 10 more have NaN or infinite values")
 
 
-def test_what_may_be_zero(tmp_path):
-    """Biases, P-EAGLE's state for what is not known, and the map of tokens that are their own ids."""
+def test_tensors_that_may_be_zero(tmp_path):
+    """Biases, P-EAGLE's state for masked tokens, and the vocabulary map may be zero."""
     draft = make(V, attention_bias=True, mlp_bias=True, method="peagle", mask_token_id=3)
     with torch.no_grad():
         for name, p in draft.named_parameters():
@@ -78,7 +78,7 @@ def test_what_may_be_zero(tmp_path):
 
 
 def pickled(directory: Path, content: object) -> None:
-    """pytorch_model.bin in the place of the safetensors file."""
+    """Replaces the safetensors file by a pytorch_model.bin with the given content."""
     (directory / "model.safetensors").unlink(missing_ok=True)
     torch.save(content, directory / "pytorch_model.bin")
 
@@ -99,13 +99,13 @@ def pickled(directory: Path, content: object) -> None:
         ({"state_dict": {"fc.weight": torch.ones(3)}}, "state_dict is not a dense tensor"),
     ],
 )
-def test_pickles_of_something_else(tmp_path, content, reason):
+def test_pickles_of_other_content_are_refused(tmp_path, content, reason):
     saved(tmp_path / "d")
     pickled(tmp_path / "d", content)
     refused(tmp_path / "d", rf"pytorch_model\.bin cannot be read \({reason}")
 
 
-def test_a_pickle_of_code_is_not_run(tmp_path):
+def test_code_in_a_pickle_is_not_run(tmp_path):
     saved(tmp_path / "d")
     (tmp_path / "d" / "model.safetensors").unlink()
     (tmp_path / "d" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
@@ -120,7 +120,7 @@ def test_weights_of_other_types(tmp_path, dtype):
     refused(tmp_path / "d", rf"fc\.weight has dtype {str(dtype).removeprefix('torch.')}|cannot be read")
 
 
-def test_a_map_of_fractions(tmp_path):
+def test_a_vocabulary_map_of_floats_is_refused(tmp_path):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t.update(d2t=t["d2t"].float()))
     refused(tmp_path / "d", "d2t has dtype float32")
@@ -133,7 +133,7 @@ def test_one_tensor_under_two_names(tmp_path):
 
 
 def test_a_config_cannot_ask_for_more_memory_than_the_file_holds(tmp_path):
-    """Four terabytes, here."""
+    """This config describes a draft of four terabytes."""
     saved(tmp_path / "d")
     reconfigure(tmp_path / "d", hidden_size=2**20, intermediate_size=2**20, vocab_size=2**24, num_hidden_layers=3)
     refused(tmp_path / "d", r"it does not match its config\.json: layers\.1\.input_layernorm\.weight is missing")
@@ -175,7 +175,7 @@ def test_a_config_that_replaces_the_targets_template_is_wrong(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A draft in both kinds of file, to be damaged."""
+    """A draft saved in both file formats, to be damaged."""
     directory = tmp_path_factory.mktemp("whole")
     draft = saved(directory / "d")
     torch.save(draft.state_dict(), directory / "pytorch_model.bin")
@@ -184,11 +184,11 @@ def whole(tmp_path_factory):
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**31), kind=st.sampled_from(["config.json", "model.safetensors", "pytorch_model.bin"]))
-def test_flipped_bytes_load_or_end_in_a_sentence(whole, tmp_path_factory, seed, kind):
+def test_changed_bytes_load_or_give_an_error(whole, tmp_path_factory, seed, kind):
     draw = random.Random(seed)
     directory = tmp_path_factory.mktemp("damaged")
     content = bytearray((whole / kind if kind.endswith("bin") else whole / "d" / kind).read_bytes())
-    head = min(len(content), draw.choice([64, 2000, len(content)]))  # headers are where it matters
+    head = min(len(content), draw.choice([64, 2000, len(content)]))  # damage in the header matters most
     for _ in range(draw.choice([1, 3, 30])):
         content[draw.randrange(head)] = draw.randrange(256)
     if draw.random() < 0.2:
@@ -208,8 +208,8 @@ def test_flipped_bytes_load_or_end_in_a_sentence(whole, tmp_path_factory, seed, 
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_numbered_as_they_were_asked_for(tmp_path):
-    """As --aux-layers counts, the embedding's state and the last layer's included."""
+def test_inspect_numbers_layers_like_aux_layers(tmp_path):
+    """Layer numbers are those of --aux-layers, which includes the embeddings (0) and the last layer's output."""
     saved(tmp_path / "d", aux_layers=(0, 1, 8))
     assert (
         "It reads the target's hidden states 0, 1, 8, numbered as in fledge train --aux-layers"
@@ -218,7 +218,7 @@ def test_layers_are_numbered_as_they_were_asked_for(tmp_path):
 
 
 def test_inspecting_a_draft_imports_no_model_code(tmp_path):
-    """transformers takes seconds of CPU to import, and a draft alone needs none of it."""
+    """Importing transformers takes seconds, and inspecting a draft alone does not need it."""
     import subprocess
     import sys
 

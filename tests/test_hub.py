@@ -1,4 +1,4 @@
-"""Names of targets and drafts: what is a path, what a hub id and its revision, and what is said where neither helps."""
+"""Names of targets and drafts: paths, hub ids with revisions, and the error if neither exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from support.targets import tiny_draft, tiny_target_directory
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """What was asked of the hub, which answers with `tmp_path`/snapshot, or is out of reach where there is none."""
+    """A fake hub that returns `tmp_path`/snapshot, or is unreachable if that does not exist; gives the list of
+    requests."""
     calls = []
 
     def snapshot_download(repository, *, revision=None, allow_patterns=None):
@@ -49,7 +50,7 @@ def asked(monkeypatch, tmp_path):
         ("there/name@v1", ("there/name@v1", None)),
     ],
 )
-def test_what_a_name_is(asked, name, parts):
+def test_names_are_split_into_id_and_revision(asked, name, parts):
     Path("there/name@v1").mkdir(parents=True)
     assert split_revision(name) == parts
 
@@ -61,7 +62,7 @@ def test_a_path_is_never_looked_for_on_the_hub(asked):
     assert not asked
 
 
-def test_a_draft_of_the_hub_is_downloaded_once_and_alone(asked, target, tmp_path):
+def test_a_hub_draft_is_downloaded_once_and_without_other_files(asked, target, tmp_path):
     draft = tiny_draft(target, draft_vocab_size=100)
     save_draft(draft, tmp_path / "snapshot")
     assert read_draft_config("owner/name@v2").draft_vocab_size == load_draft("owner/name@v2").config.draft_vocab_size

@@ -1,4 +1,4 @@
-"""A new draft starts from its target's last layer, wherever the two compute alike."""
+"""A new draft is initialised from its target's last layer, as far as both compute the same function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start_from(target: Target, draft: Draft) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_the_last_layer_is_taken_over(family):
+def test_a_draft_starts_with_the_last_layers_weights(family):
     target = tiny_target(family)
     draft = tiny_draft(target, draft_vocab_size=100)
     start_from(target, draft)
@@ -35,16 +35,17 @@ def test_the_last_layer_is_taken_over(family):
     for projection, expected in zip("qkv", (q, k, v), strict=True):
         weight = getattr(ours.self_attn, f"{projection}_proj").weight
         found = x @ weight[:, E:].T
-        mine = 16 if projection == "q" else 8  # those of the first key head, which looks elsewhere
+        mine = 16 if projection == "q" else 8  # skip the rows of the first key head, which are initialised differently
         torch.testing.assert_close(found[:, mine:], expected[:, mine:])
-        assert 0.01 < weight[mine:, :E].std() < 0.03  # the embedding's half is new
+        assert 0.01 < weight[mine:, :E].std() < 0.03  # the columns that read the embedding are random
     torch.testing.assert_close(ours.mlp.gate_proj(x), gate)
     torch.testing.assert_close(ours.mlp.up_proj(x), up)
     assert (draft.fc.weight[:, -E:].diagonal() > 0.9).all()
 
 
-def test_the_first_head_reads_its_own_token():
-    """Its queries find the key that was made of the same token among many, and pass on what tells it from others."""
+def test_the_first_head_attends_to_its_own_token():
+    """A query of the first key head's group matches the key of the same token, and the values of different tokens are
+    linearly independent."""
     target = tiny_target(hidden_size=64, head_dim=32)
     draft = tiny_draft(target)
     start_from(target, draft)
@@ -65,8 +66,8 @@ def test_the_first_head_reads_its_own_token():
     assert torch.linalg.matrix_rank(v[:, 0]) == 20
 
 
-def test_a_norm_that_computes_otherwise_is_left(monkeypatch):
-    """Gemma's norm multiplies by one plus its weight; its gains would be wrong ones here."""
+def test_a_norm_of_another_kind_is_not_copied(monkeypatch):
+    """Gemma's norm multiplies by one plus its weight, so its weights would be wrong in the draft's norm."""
 
     class OnePlus(nn.Module):
         def __init__(self, norm: nn.Module):
@@ -84,7 +85,7 @@ def test_a_norm_that_computes_otherwise_is_left(monkeypatch):
     assert torch.equal(draft.norm.weight, before)
 
 
-def test_another_width_starts_anew():
+def test_a_draft_of_another_width_starts_from_random_weights():
     target = tiny_target()
     draft = tiny_draft(target, hidden_size=16, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1)
     start_from(target, draft)

@@ -1,4 +1,4 @@
-"""Targets of other kinds than transformers': what training and decoding ask is all they need."""
+"""Targets other than transformers models: the members of the target interface are enough for training and decoding."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ DRAFTS = {
 
 
 def facts_of(target: Target) -> dict[str, object]:
-    """What a target is, by the names of its interface."""
+    """The attributes of a target that its interface declares, by name."""
     return {name: getattr(target, name) for name in get_type_hints(Target)}
 
 
 class OnDisk(TrainingTarget):
-    """A target of which there is a file: features of all layers of some packed rows, the head and embedding, and the
-    last layer's weights."""
+    """A target read from a file, which has the features of all layers for some packed rows, the head, the embedding and
+    the last layer's weights."""
 
     packs = True
 
@@ -77,11 +77,11 @@ class OnDisk(TrainingTarget):
         return last_ND @ self.head_weight.T
 
     def check_logits(self) -> None:
-        """They are the head's product, which was checked when the file was written."""
+        """Does nothing: the logits are the head's product by construction."""
 
 
 class Relayed(DecodingTarget):
-    """A target whose model runs elsewhere: nothing of it is seen but the answers."""
+    """A target whose model runs elsewhere: only the declared attributes and the results of calls are available."""
 
     def __init__(self, target: DecodingTarget):
         vars(self).update(facts_of(target))
@@ -123,7 +123,7 @@ def on_disk(tmp_path_factory) -> OnDisk:
 
 @pytest.mark.parametrize("method", DRAFTS)
 def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, tmp_path: Path) -> None:
-    """It is begun and trained as with the live target, to the last bit."""
+    """The draft is initialised and trained bit for bit as with the live target."""
     live, found = tiny_target(), []
     for name, target in (("live", live), ("disk", on_disk)):
         draft = tiny_draft(target, **DRAFTS[method])
@@ -153,7 +153,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_target_that_runs_elsewhere_decodes(way: str) -> None:
-    """One by one and together, the same tokens in as many rounds."""
+    """Alone and in batches, it generates the same tokens in the same number of rounds as the target itself."""
     options, sampling = WAYS[way]
     target = exact_target()
     found = []
@@ -166,7 +166,7 @@ def test_a_target_that_runs_elsewhere_decodes(way: str) -> None:
 
 
 def test_a_target_that_runs_elsewhere_is_evaluated() -> None:
-    """Without the comparison with transformers, which there is only where transformers decodes."""
+    """Its record lacks only the comparison with transformers' decoding, which needs a transformers model."""
     target, records = exact_target(), []
     for each in (target, Relayed(target)):
         engines = {"draft": Engine(each, tiny_draft(each), depth=2)}
@@ -177,7 +177,7 @@ def test_a_target_that_runs_elsewhere_is_evaluated() -> None:
     assert own["tau"] == relayed["tau"] and relayed["identical"] == 2
 
 
-def test_what_a_target_must_have_is_asked_for() -> None:
+def test_a_target_without_the_required_methods_raises() -> None:
     class Nothing(TrainingTarget):
         pass
 
@@ -185,9 +185,9 @@ def test_what_a_target_must_have_is_asked_for() -> None:
         Nothing()
 
 
-def test_models_know_nothing_of_targets() -> None:
-    """A draft is read, and the interface and the fit of a draft are known, without transformers, whose import takes
-    seconds."""
+def test_models_do_not_import_targets_or_transformers() -> None:
+    """Importing the draft's modules, the target interface and the compatibility checks does not import transformers,
+    which takes seconds."""
     names = [f"fledge.models.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
     for modules, heavy in (
         (names, "('transformers', 'fledge.targets')"),

@@ -1,4 +1,4 @@
-"""Rows of every layout through the commands: what train, regenerate and eval make of each."""
+"""How train, regenerate and eval handle rows of every layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A directory with a target and a file of all rows."""
+    """A directory with a target and a file with a row of every layout."""
     root = tmp_path_factory.mktemp("layouts")
     tiny_target_directory(root)
     write_rows(root / "rows.jsonl", ROWS.values())
@@ -88,8 +88,8 @@ def test_eval_reads_what_regenerate_reads(made, chats):
     assert [p.where.split(", ")[-1] for p in prompts.values()] == [f"line {i + 1}" for i in range(len(ROWS))]
 
 
-def test_train_and_eval_take_every_layout(made, fledge, tmp_path, monkeypatch):
-    """Train leaves out, where asked to, rows without answers and rows that are not text; prompts come from a hub id."""
+def test_train_and_eval_accept_every_layout(made, fledge, tmp_path, monkeypatch):
+    """With --skip-bad, train leaves out rows without answers and rows that are not text; prompts come from a hub id."""
     import datasets
 
     hub = []
@@ -108,7 +108,7 @@ def test_train_and_eval_take_every_layout(made, fledge, tmp_path, monkeypatch):
     went = fledge(*words, "--skip-bad")
     assert went.code == 0, went.err
     said = " ".join(went.err.split())
-    # of bad.jsonl two; of the rows turns, the unanswered chat and the two prompts alone
+    # refused are two rows of bad.jsonl, and four of ROWS: turns, unanswered, prompt and chat prompt
     assert "35 records" in said and "6 refused (--skip-bad), the first because" in said, said
     assert hub == [("owner/name", {"split": "test", "revision": "main", "trust_remote_code": False})]
     eval_words = ["eval", "--target", made / "target", "--draft", tmp_path / "run" / "draft", "--max-new-tokens", 8]
@@ -116,7 +116,7 @@ def test_train_and_eval_take_every_layout(made, fledge, tmp_path, monkeypatch):
     assert record["identical"] == record["prompts"] >= 6
 
 
-def test_a_prompt_file_that_is_not_there_is_refused_before_the_target_is_loaded(fledge, tmp_path):
+def test_a_missing_prompt_file_is_refused_before_the_target_is_loaded(fledge, tmp_path):
     words = ["train", "--target", tmp_path / "none", "--data", "x.jsonl", "--out", tmp_path / "run", "--eval-prompts"]
     for prompts in ("nowhere.jsonl", "nowhere*.jsonl"):
         went = fledge(*words, tmp_path / prompts)

@@ -1,4 +1,4 @@
-"""The product of few rows gives what `F.linear` gives, in every shape, and the target's and the draft's use it."""
+"""`linear` for few rows equals `F.linear` in every shape, and the target's and the draft's linear layers use it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
     assert torch.equal(linear(x, w), F.linear(x, w))
 
 
-def test_target_and_draft_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_and_draft_use_this_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     draft = tiny_draft(target)
     theirs, ours = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in (target.model, draft))

@@ -1,4 +1,4 @@
-"""The list of mutations in README.md is complete, and names what there is."""
+"""README.md lists every mutation of the tests, and names no test or mutation that does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LISTS = {"MUTATIONS", "REPLACED", "ALTERED", "DRAFTING", "BROKEN"}
 
 
 def listed() -> dict[str, dict[str, str]]:
-    """Of each file, the mutations that the README lists and what each replaces."""
+    """For each file, the mutations in the README's table and the function that each replaces."""
     text = (TESTS / "README.md").read_text()
     sections = re.split(r"^### .*`(test_\w+\.py)`$", text.partition("\n### What is checked")[0], flags=re.M)[1:]
     pairs = zip(sections[::2], sections[1::2], strict=True)
@@ -23,7 +23,8 @@ def names(tree: ast.AST) -> set[str]:
 
 
 def test_every_mutation_is_listed() -> None:
-    """With the function that it replaces; and every name that is listed is a function, a class or a test there."""
+    """The README lists each mutation with the function that it replaces, and lists only functions, classes and tests of
+    that file."""
     found = listed()
     assert len(found) == 8 and all(found.values())
     for file in sorted(TESTS.glob("test_*.py")):
@@ -41,6 +42,6 @@ def test_every_mutation_is_listed() -> None:
         assert rows.keys() <= functions | classes | tests, file.name
 
 
-def test_every_test_that_is_named_is_there() -> None:
+def test_every_test_that_the_readme_names_exists() -> None:
     for file, test in re.findall(r"`(test_\w+\.py)::(\w+)`", (TESTS / "README.md").read_text()):
         assert f"def {test}(" in (TESTS / file).read_text()

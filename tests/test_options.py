@@ -1,4 +1,4 @@
-"""Options that would be dropped are refused, and a message names only flags that its reader has."""
+"""Options without effect are refused, and an error message names only flags of the command that prints it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOME = {
 }  # fmt: skip
 
 
-# -- what would be dropped ----------------------------------------------------------------------------------------
+# -- options without effect ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ SOME = {
         ("train", "--steps 3 --epochs 1", "--epochs", "with --steps"),
     ],
 )
-def test_an_option_that_would_be_dropped_is_refused_even_as_the_default(command, given, dropped, why, fledge):
+def test_an_option_without_effect_is_refused_even_with_its_default_value(command, given, dropped, why, fledge):
     went = fledge(command, *SOME[command], *given.split())
     assert went.code == 2 and f" no effect {why}" in went.err, went.err
     assert went.err.startswith(f"fledge: {dropped} ha") and went.err.endswith(f"leave {dropped} out\n"), went.err
@@ -75,7 +75,7 @@ def test_an_option_that_would_be_dropped_is_refused_even_as_the_default(command,
         ("train", "--epochs 2"),
     ],
 )
-def test_options_that_count_are_taken(command, given, fledge, monkeypatch):
+def test_options_with_effect_are_accepted(command, given, fledge, monkeypatch):
     took = []
     monkeypatch.setattr(f"{OPTIONS[command].__module__}.run", lambda options, *_: took.append(options) or {})
     monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
@@ -86,7 +86,7 @@ def test_options_that_count_are_taken(command, given, fledge, monkeypatch):
     assert replace(took[0], target="other").given == took[0].given
 
 
-def test_in_python_what_differs_from_its_default_was_given():
+def test_in_python_an_option_counts_as_given_if_it_differs_from_its_default():
     with pytest.raises(ValueError, match="--epochs has no effect with --steps"):
         TrainOptions(steps=3, epochs=2.0)
     assert TrainOptions(steps=3, epochs=1.0).as_dict()["epochs"] == 1.0
@@ -99,7 +99,7 @@ def test_in_python_what_differs_from_its_default_was_given():
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "top_p"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_sampling_takes_numbers_alone(name, value):
+def test_sampling_refuses_values_out_of_range(name, value):
     with pytest.raises(ValueError, match=name):
         Sampling(**{name: value})
 
@@ -107,9 +107,9 @@ def test_sampling_takes_numbers_alone(name, value):
 # -- flags in messages --------------------------------------------------------------------------------------------
 
 ROOT = Path(package.__file__).parent
-READERS = {  # who can come to read the messages of a module; all commands, where it is none of these
+READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
-    "jobs/options.py": ("generate", "eval"),  # but for what is said of options that every command has
+    "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     "data/dataset.py": ("train",),
     "data/vocab.py": ("train",),
@@ -120,7 +120,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def messages() -> list[tuple[str, str]]:
-    """Every text of the package that is no docstring, with its module; that of an f-string in one piece."""
+    """(module, text) of every string in the package except docstrings; an f-string is one text."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(file.read_text())
@@ -140,14 +140,14 @@ def messages() -> list[tuple[str, str]]:
 
 
 def known_to(commands) -> set[str]:
-    """The flags that all these commands have; train's switches have a negation too."""
+    """The flags that all these commands have; for train also the negations of its switches."""
     switches = {flag_of(f"no_{f.name}") for f in option_fields(TrainOptions) if f.type == "bool"}
     known = set.intersection(*({flag_of(f.name) for f in option_fields(OPTIONS[c])} for c in commands))
     return known | switches if tuple(commands) == ("train",) else known
 
 
-def test_a_message_names_only_flags_that_its_reader_has():
-    """A flag of another command stands behind that command's name: fledge train --resume."""
+def test_messages_name_only_flags_of_their_command():
+    """A flag of another command must follow that command's name, as in: fledge train --resume."""
     seen, wrong = 0, []
     for module, text in messages():
         if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands

@@ -1,4 +1,5 @@
-"""Windows, rows, places through the epochs, and the draft vocabulary: nothing lost, nothing twice, nothing mixed."""
+"""Windows, packed rows, row addresses through the epochs, and the draft vocabulary: no token is lost, repeated or
+mixed up."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from support.targets import tiny_tokenizer
 
 
 def document(spans: list[int], first: int = 0) -> Document:
-    """Tokens first, first + 1, ... with these spans."""
+    """A document with the tokens first, first + 1, ... and the given spans."""
     tokens = torch.arange(first, first + len(spans), dtype=torch.int32)
     return Document(tokens, torch.tensor(spans, dtype=torch.int32))
 
 
 def some(*lengths: int) -> list[Document]:
-    """Documents of these lengths, all but the first token in one span; no token occurs twice."""
+    """Documents of the given lengths. All tokens but the first are in one span; no token id occurs twice."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return [document([-1] + [0] * (n - 1), a) for n, a in zip(lengths, starts, strict=True)]
 
 
 def live(d: Document) -> set[int]:
-    """First tokens of the slots of a document that are live at step 0, from the definition."""
+    """The tokens of a document's slots that are live at step 0, by definition."""
     return {int(d.tokens[t]) for t, _ in live_by_definition(d, 1)}
 
 
@@ -61,7 +62,7 @@ def test_a_document_that_fits_stays_whole():
     assert [d.tokens.tolist() for d in windows(whole, 3)] == [[0, 1, 2]]
 
 
-def test_windows_in_which_nothing_can_be_drafted_are_dropped():
+def test_windows_without_live_slots_are_dropped():
     silent, single = [-1] * 4, [-1, 0, -1, -1]
     assert [d.tokens.tolist() for d in windows(document([*silent, -1, 0, 0, 0, *single]), 4)] == [[4, 5, 6, 7]]
     assert windows(document([-1, 0, 1, 2]), 4) == []  # three spans of one token: x_{t+1}, x_{t+2} are never in one
@@ -70,7 +71,7 @@ def test_windows_in_which_nothing_can_be_drafted_are_dropped():
 
 @settings(max_examples=200, deadline=None)
 @given(SPANS, st.integers(1, 9))
-def test_windows_keep_every_slot_that_lies_within_one(spans, length):
+def test_windows_keep_every_slot_that_fits_into_one(spans, length):
     whole = document(spans)
     parts = windows(whole, length)
     kept = set().union(*(live(p) for p in parts))
@@ -105,7 +106,7 @@ def test_rows_are_nearly_full(longest):
 
 
 def test_the_fullest_row_that_fits_is_chosen():
-    """With 6 and 7 in rows of 10, best fit puts 3 beside 7 and 4 beside 6; the first row that fits may need a third."""
+    """In rows of 10 that hold 6 and 7, best fit adds 3 to 7 and 4 to 6; first fit may need a third row."""
     drawn = {seed: pack(some(6, 7, 3, 4), 10, seed) for seed in range(40)}
     large_first = [rows for seed, rows in drawn.items() if set(shuffled(4, seed)[:2]) == {0, 1}]
     assert len(large_first) > 3
@@ -136,8 +137,8 @@ def test_a_row_lays_documents_out_and_fills_its_tail():
     assert {t.dtype for t in (row.token_T, row.span_T, row.position_T, row.doc_T)} == {torch.int32}
 
 
-def test_filler_is_short_documents():
-    """However much of it there is: attention over it costs no more than over the row's own."""
+def test_filler_is_split_into_short_documents():
+    """Filler of any length is split, so that attention over it costs no more than over real documents."""
     row = make_row(some(3), 3 + 2 * FILLER_LENGTH + 5)
     edges = [0, 3, 3 + FILLER_LENGTH, 3 + 2 * FILLER_LENGTH, 3 + 2 * FILLER_LENGTH + 5]
     assert row.documents() == list(pairwise(edges)) and row.without_filler() == [(0, 3)]
@@ -164,7 +165,7 @@ def test_a_row_is_live_where_its_documents_are_and_never_in_the_filler(many, fil
     assert len(held) == sum(len(d.spans[d.spans >= 0].unique()) for d in documents), "two documents share a span id"
 
 
-def test_places_run_through_the_epochs():
+def test_addresses_run_through_the_epochs():
     lengths = [random.Random(i).randrange(3, 30) for i in range(20)]
     rows = Rows(some(*lengths), 32, seed=5)
     place, epochs = (0, 0), {}
@@ -174,11 +175,11 @@ def test_places_run_through_the_epochs():
     for epoch, seen in epochs.items():
         assert [p for p, _, _ in seen] == [(epoch, i) for i in range(len(rows.epoch(epoch)))]
         tokens = [t for _, row, n in seen for t in row.token_T[:n].tolist()]
-        assert sorted(tokens) == list(range(sum(lengths))), "every document once an epoch"
+        assert sorted(tokens) == list(range(sum(lengths))), "an epoch does not contain every document exactly once"
     assert rows.epoch(0) != rows.epoch(1) != rows.epoch(2)
     again = Rows(some(*lengths), 32, seed=5)
     place, row, _ = epochs[1][2]
-    assert torch.equal(again[place].token_T, row.token_T), "any row can be made again, in any order"
+    assert torch.equal(again[place].token_T, row.token_T), "the row differs when it is made again"
     assert torch.equal(rows[place].token_T, row.token_T)
     assert Rows(some(*lengths), 32, seed=6).epoch(0) != rows.epoch(0)
 
@@ -190,7 +191,7 @@ def talk(answer: str) -> Record:
     return Record("here", messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}])
 
 
-def test_the_report_counts_what_became_of_the_records():
+def test_the_report_counts_documents_and_refused_records():
     chats = ChatTemplate(tiny_tokenizer(), [1])
     bad, calls = Record("bad", messages=[{"role": "user", "content": "x"}]), []
     records = [talk("A young bird."), talk("It tries its wings, falls, and tries again. " * 3), bad]
@@ -210,7 +211,7 @@ def test_the_report_counts_what_became_of_the_records():
     assert (report.records, report.refused, report.first_refusal) == (4, 2, "line 9 says nothing")
 
 
-def test_data_in_which_nothing_can_be_drafted_is_refused():
+def test_data_without_live_slots_is_refused():
     with pytest.raises(ValueError, match="no record has an assistant turn of two or more tokens"):
         make_documents([talk("")], ChatTemplate(tiny_tokenizer(), [1]), 32)
 
@@ -234,7 +235,7 @@ def test_ties_go_to_the_lower_id_and_kept_ids_come_first():
     assert choose_vocabulary(documents, 10, 3)[0].tolist() == [2, 4, 6]
     all_alike = [spoken(list(range(9_999, -1, -1)), [0] * 10_000)]
     assert choose_vocabulary(all_alike, 10_000, 5_000)[0].tolist() == list(range(5_000))
-    ids, coverage = choose_vocabulary(documents, 10, 3, keep=[9, 12, -1])  # an id outside is no token
+    ids, coverage = choose_vocabulary(documents, 10, 3, keep=[9, 12, -1])  # ids outside the vocabulary are ignored
     assert ids.tolist() == [2, 4, 9] and coverage == 0.5
     assert choose_vocabulary(documents, 10, 1, keep=[9, 7])[0].tolist() == [7]
 
@@ -243,7 +244,7 @@ def test_ties_go_to_the_lower_id_and_kept_ids_come_first():
 @given(
     st.lists(st.integers(0, 19), min_size=1, max_size=60), st.integers(1, 20), st.sets(st.integers(0, 19), max_size=3)
 )
-def test_no_vocabulary_of_that_size_covers_more(tokens, size, keep):
+def test_the_chosen_vocabulary_has_the_highest_coverage(tokens, size, keep):
     ids, coverage = choose_vocabulary([spoken(tokens, [0] * len(tokens))], 20, size, keep)
     assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == size
     free = max(size - len(keep), 0)
@@ -254,7 +255,7 @@ def test_no_vocabulary_of_that_size_covers_more(tokens, size, keep):
 
 
 def test_documents_are_counted_together_in_bounded_groups(monkeypatch):
-    """A count is as wide as the vocabulary: one for each document took a minute for 200,000 of them."""
+    """A count is as long as the vocabulary, so one count per document would take a minute for 200,000 documents."""
     from fledge.data import vocab
 
     counted, bincount = [], torch.bincount

@@ -1,4 +1,4 @@
-"""Rows come with their own features, in order, wherever and whenever those are made."""
+"""Each packed row comes with its own features, in order, with and without prefetching."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ ROWS = [row_of([document(8, seed=i)]) for i in range(9)]
 def sums(
     device: str, begun: list[int], *, one_ahead: bool, making: int = 5_000_000, reading: int = 20_000_000
 ) -> list[int]:
-    """What is read of each row's features; `begun` says how many rows' were begun by then. On a GPU both wait so many
-    cycles first."""
+    """A checksum of each row's features as the consumer reads them.
+
+    `begun` receives, for each row, the number of feature passes that had started. On a GPU, computing features is
+    delayed by `making` cycles and reading them by `reading` cycles.
+    """
     made = 0
 
     def features(row: Packed) -> Features:
@@ -51,15 +54,15 @@ def sums(
 EXPECTED = [int(row.token_T.sum()) for row in ROWS]
 
 
-def test_one_after_the_other() -> None:
+def test_features_without_prefetching() -> None:
     begun: list[int] = []
     assert sums("cpu", begun, one_ahead=False) == EXPECTED
-    assert begun == list(range(1, 10)), "none is made before it is asked for"
+    assert begun == list(range(1, 10)), "features are made before they are requested"
 
 
-def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By streams that only tell: a pass waits for what was queued before, a row is given when its pass is done and the
-    next one's is queued, and the generator holds no features that it gave away."""
+def test_stream_waits_of_prefetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that only record calls show that a pass waits for the work queued before it, that a row is yielded when
+    its pass is complete and the next is queued, and that the generator keeps no reference to yielded features."""
     told: list[str] = []
 
     class Stream:
@@ -91,15 +94,15 @@ def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(given, None) is None
 
 
-def test_the_trainer_lets_features_go(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it asks for the next row's; and it asks for them ahead where the ways chosen say so."""
+def test_the_trainer_frees_features(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer frees a row's features before it requests the next; it prefetches if the implementation says so."""
     asked: list[bool] = []
 
     def watched(rows, features, device, *, prefetch: bool):
         asked.append(prefetch)
         gone = None
         for row in rows:
-            assert gone is None or gone() is None, "a row's features are there while the next are made"
+            assert gone is None or gone() is None, "a row's features still exist while the next are made"
             given = [features(row)]
             gone = weakref.ref(given[0])
             yield row, given.pop()
@@ -121,8 +124,8 @@ def test_the_trainer_lets_features_go(fledge, tmp_path, monkeypatch: pytest.Monk
     [(5_000_000, 20_000_000, None), (20_000_000, 1, None), (5_000_000, 20_000_000, "side"), (20_000_000, 1, "main")],
 )
 def test_prefetched_features(making: int, reading: int, omitted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed while the row before is in use, never in the memory of one that is, and read when they are complete.
-    With either stream's waits omitted, where the other stream is the slower one, the difference shows."""
+    """Features are computed while the row before is in use, never in memory that is in use, and read when complete. If
+    one stream's waits are omitted and the other stream is slower, the values are wrong."""
     side = prefetch._stream(torch.device("cuda"))
 
     def wait(wait_stream, stream, other) -> None:
@@ -138,7 +141,7 @@ def test_prefetched_features(making: int, reading: int, omitted: str | None, mon
 
 @pytest.mark.gpu
 def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, gradients and τ, with the target one row ahead and without, where it decodes in between too."""
+    """Loss, gradient norm and τ are equal with and without prefetching, also with evaluations between the steps."""
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     found = []
     for one_ahead in (False, True):

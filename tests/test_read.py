@@ -1,4 +1,4 @@
-"""Reading data: every layout and format, shares, and an error that names the place for what cannot be read."""
+"""Reading data: every layout and format, shares of a file, and errors that name the file and line of bad data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts(records: list[Record]) -> list[str | None]:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """`datasets` converts files into a cache, which is the test's own here."""
+    """Each test has its own cache for the files that `datasets` converts."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -77,7 +77,7 @@ def test_a_system_message_is_not_doubled(tmp_path):
 
 
 def test_null_fields_are_absent_but_content_stays(tmp_path):
-    """Tables fill what a row lacks with null; a message that only calls a tool has content null."""
+    """Tables fill missing fields with null; a message that only calls a tool has the content null, which stays."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
     record = one(tmp_path, {"messages": [{**USER, "tool_calls": None}, call]})
     assert record.messages == [USER, call]
@@ -95,7 +95,7 @@ def test_a_filled_layout_wins_over_an_empty_one(tmp_path):
 
 
 def test_a_prompt_and_its_completion_are_one_text(tmp_path):
-    """TRL's plain rows: the prompt is read, the completion learned."""
+    """In TRL's plain rows, the prompt is only read and the completion is trained on."""
     record = one(tmp_path, {"prompt": "The sky is", "completion": " blue."})
     assert (record.text, record.prompt_length, record.messages) == ("The sky is blue.", 10, None)
     assert one(tmp_path, {"prompt": "def f", "text": None}).prompt_length == len("def f")  # a prompt alone
@@ -119,13 +119,13 @@ def test_alpaca_rows_are_conversations(tmp_path):
     assert [m["content"] for m in record.messages] == ["Be brief.", "Hi", "Ho", "Add.", "3"]
 
 
-def test_turns_wait_for_answers(tmp_path):
+def test_turns_without_answers_are_read(tmp_path):
     record = one(tmp_path, {"turns": ["One?", "Two?"], "category": "writing"})
     assert record.turns == ("One?", "Two?") and record.messages is record.text is None
 
 
 def test_the_first_layout_that_is_filled_in_counts(tmp_path):
-    """Many data sets carry the same chat in several layouts, or a prompt beside it."""
+    """Many data sets contain the same chat in several layouts, or a prompt in addition to the chat."""
     assert one(tmp_path, {"prompt": "a", "messages": [USER, ANSWER]}).messages == [USER, ANSWER]
     assert one(tmp_path, {"prompt": "a", "text": "a b"}).text == "a b"
     assert one(tmp_path, {"turns": 2, "text": "a b"}).text == "a b"
@@ -139,12 +139,12 @@ def parts(*texts):
 
 
 def test_text_parts_are_joined_by_line_ends(tmp_path):
-    """As vLLM joins them for templates that take strings."""
+    """vLLM joins them in the same way for templates that expect strings."""
     record = one(tmp_path, {"messages": [{"role": "user", "content": parts("Look:", "a wing.")}, ANSWER]})
     assert record.messages == [{"role": "user", "content": "Look:\na wing."}, ANSWER]
     record = one(tmp_path, {"conversations": [{"from": "human", "value": parts("Can it fly?")}], "system": parts("S")})
     assert [m["content"] for m in record.messages] == ["S", "Can it fly?"]
-    filled = [{"type": "text", "text": "Can it fly?", "image": None}]  # as a table fills it
+    filled = [{"type": "text", "text": "Can it fly?", "image": None}]  # as a table fills missing fields
     assert one(tmp_path, {"messages": [{"role": "user", "content": filled}]}).messages == [USER]
     thought = one(tmp_path, {"messages": [USER, {**ANSWER, "reasoning_content": parts("Hm.", "Yes.")}]})
     assert thought.messages[1]["reasoning_content"] == "Hm.\nYes."
@@ -158,7 +158,7 @@ NO_TEXT = [
 
 @pytest.mark.parametrize("content", NO_TEXT, ids=str)
 def test_contents_that_are_not_text_are_refused(tmp_path, content):
-    """Templates print Python's text of whatever they are given, and drafts would be trained on it."""
+    """A template would print Python's representation of such a value, and the draft would be trained on it."""
     place = r"a\.jsonl, line 2, message 2: its content is .* fledge only reads text"
     answer, told = {"role": "assistant", "content": content}, {"from": "gpt", "value": content}
     for bad in ({"messages": [USER, answer]}, {"conversations": [{"from": "human", "value": "x"}, told]}):
@@ -204,8 +204,8 @@ HALF = "a \ud83d b"
     ],
     ids=str,
 )
-def test_half_a_character_is_refused_with_its_place(tmp_path, row):
-    """JSON may escape one of the two halves of a character alone; no tokenizer takes it."""
+def test_an_unpaired_surrogate_is_refused_with_its_place(tmp_path, row):
+    """JSON can escape one half of a surrogate pair alone, which no tokenizer accepts."""
     said = refused(
         jsonl(tmp_path / "a.jsonl", [{"text": "good"}, row]), r"a\.jsonl, line 2.*: the escape \\ud83d after"
     )
@@ -231,7 +231,7 @@ def test_dates_and_bytes_of_tables_are_refused_with_their_row(tmp_path, value, k
     refused(table(messages=[[{**m, "at": value} for m in chat]]), f"row 1, message 1: it contains a {kind}, which")
     refused(table(messages=[[{"role": "user", "content": value}]]), "row 1, message 1: its content is")
     refused(table(text=[value]), rf"row 1 has none of .* fields are text \({kind}\)")
-    assert texts(read_records([str(table(text=["a"], at=[value]))])) == ["a"]  # what is not read may be anything
+    assert texts(read_records([str(table(text=["a"], at=[value]))])) == ["a"]  # unread fields may have any type
 
 
 @pytest.mark.parametrize("depth", [900, 5_000, 100_000])
@@ -240,7 +240,7 @@ def test_deep_nesting_is_refused_with_its_line(tmp_path, depth):
     for row in ('{"messages": %s}', '{"messages": [{"role": "user", "content": %s}]}', '{"text": "x", "more": %s}'):
         (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + row % deep)
         try:
-            assert texts(read_records([str(tmp_path / "a.jsonl")])) == ["good", "x"]  # where Python reads so deep
+            assert texts(read_records([str(tmp_path / "a.jsonl")])) == ["good", "x"]  # if this Python reads that depth
         except ValueError as e:
             assert "a.jsonl, line 2" in str(e)
     (tmp_path / "a.json").write_text(deep)
@@ -263,7 +263,7 @@ FIELDS = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(FIELDS, VALUES, max_size=4) | VALUES)
 def test_any_row_is_read_or_refused(row):
-    """Never another error; what is read can be made documents and a prompt, or is refused by its place."""
+    """Every row gives a record, documents and a prompt, or a ValueError that starts with the row's place."""
     chats = ChatTemplate(tiny_tokenizer(), [1])
     try:
         record = parse_record(row, "the row")
@@ -273,11 +273,11 @@ def test_any_row_is_read_or_refused(row):
         assert str(e).startswith("the row")
 
 
-# -- left out -----------------------------------------------------------------------------------------------------
+# -- skipped records --------------------------------------------------------------------------------------------------
 
 
-def test_records_of_no_use_are_left_out_where_that_is_asked_for(tmp_path):
-    """A record can be skipped; a file that is not what its name says cannot."""
+def test_bad_records_are_skipped_on_request(tmp_path):
+    """Bad records can be skipped; a line that is not JSON cannot."""
     rows = [{"text": "a"}, {"text": HALF}, {"messages": [{"role": "user", "content": 5}]}, [], {"text": "b"}]
     why: list[str] = []
     assert texts(read_records([jsonl(tmp_path / "a.jsonl", rows)], skip=why.append)) == ["a", "b"]
@@ -364,15 +364,15 @@ def test_a_share_of_nothing_is_refused(tmp_path):
         read_records([source])
 
 
-def test_what_a_record_says_is_its_own(tmp_path):
-    """Wherever it stands: a chat held out is held out of every file that has it."""
+def test_equal_records_have_equal_content_keys(tmp_path):
+    """The key depends on the content only, so a chat that is held out is held out of every file that contains it."""
     rows = [{"messages": [{"role": "user", "content": str(i // 2)}]} for i in range(6)]
     records = read_records([jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[:2])])
     assert len({r.content_key() for r in records}) == 3 and len({r.where for r in records}) == 8
 
 
 @pytest.mark.parametrize(("source", "whole"), [("a.jsonl@0.5", True), ("*.jsonl", True), ("owner/name:train@2", False)])
-def test_a_source_is_the_same_from_anywhere(source, whole, tmp_path, monkeypatch):
+def test_local_sources_become_absolute(source, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute_source(source) == (f"{tmp_path}/{source}" if whole else source)
 
@@ -383,10 +383,10 @@ def test_an_at_sign_in_a_path_is_no_share(tmp_path):
     assert texts(read_records([plain, f"{plain}@2", named])) == ["a", "a", "a", "b"]
 
 
-def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch):
-    """Whatever a glob makes of its name, and of the directories it is in."""
+def test_an_existing_path_is_not_a_glob(tmp_path, monkeypatch):
+    """An existing path is read as it is, even if its name or its directories contain glob characters."""
     jsonl(tmp_path / "b1.jsonl", [{"text": "b1"}])
-    assert texts(read_records([str(tmp_path / "b[1].jsonl")])) == ["b1"]  # nothing has that name: it is a glob
+    assert texts(read_records([str(tmp_path / "b[1].jsonl")])) == ["b1"]  # no file has that name, so it is a glob
     jsonl(tmp_path / "b[1].jsonl", [{"text": "b[1]"}])
     assert texts(read_records([str(tmp_path / "b[1].jsonl")])) == ["b[1]"]
     assert texts(read_records([str(tmp_path / "b[1].jsonl@2")])) == ["b[1]", "b[1]"]
@@ -399,7 +399,7 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("share", ["0", "100.5", "99999999", "9" * 200])
-def test_a_share_that_no_memory_holds_is_refused(tmp_path, share):
+def test_a_share_outside_its_limits_is_refused(tmp_path, share):
     refused(
         jsonl(tmp_path / "a.jsonl", [{"text": "a"}]) + f"@{share}", "the share after @ must be above 0 and at most 100"
     )
@@ -417,7 +417,7 @@ def test_a_share_that_no_memory_holds_is_refused(tmp_path, share):
     ],
 )
 def test_hub_ids_name_a_revision_and_a_split(monkeypatch, source, asked):
-    """What follows @ is a share where it is a number, else a revision."""
+    """The text after @ is a share if it is a number, otherwise a revision."""
     import datasets
 
     name, split, revision, times = asked
@@ -431,14 +431,14 @@ def test_hub_ids_name_a_revision_and_a_split(monkeypatch, source, asked):
     )
 
 
-def test_a_source_that_is_not_there_is_named_with_its_flag(tmp_path):
+def test_a_missing_source_is_named_with_its_flag(tmp_path):
     for source in (tmp_path / "none.jsonl", tmp_path / "none*.jsonl@0.5"):
         with pytest.raises(ValueError, match=r"^--eval-prompts .*none.* does not exist"):
             check_source(str(source), "--eval-prompts")
 
 
 @pytest.mark.parametrize("name", ["owner/nothing", "owner/Nothing-2.5", "owner/nothing:test", "owner/n:train[:10]"])
-def test_a_hub_id_out_of_reach_is_one_clear_error(monkeypatch, tmp_path, name):
+def test_an_unreachable_hub_id_gives_a_one_line_error(monkeypatch, tmp_path, name):
     import huggingface_hub.constants
 
     monkeypatch.chdir(tmp_path)
@@ -449,7 +449,7 @@ def test_a_hub_id_out_of_reach_is_one_clear_error(monkeypatch, tmp_path, name):
     assert str(error.value).startswith(f"{name} is") and "\n" not in str(error.value)
 
 
-# -- what cannot be read --------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refused(source, match):
@@ -514,7 +514,7 @@ def test_odd_rows_are_refused_with_their_place(tmp_path, row, match):
     refused(jsonl(tmp_path / "a.jsonl", [row]), match)
 
 
-def test_files_of_other_kinds_are_named(tmp_path):
+def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "a.md").write_text("# hello")
     refused(tmp_path / "a.md", r"a\.md: fledge reads \.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing more")
@@ -530,7 +530,7 @@ def test_a_share_that_is_no_number_is_refused(tmp_path, share):
 
 
 def test_json_lines_named_json(tmp_path):
-    """Many hub files hold JSON lines under the name .json; their errors name the line too."""
+    """Many hub files named .json contain JSON lines; errors name the line too."""
     file = tmp_path / "chats.json"
     file.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert [r.text for r in read_records([str(file)])] == ["one", "two"]

@@ -1,4 +1,4 @@
-"""Recipes: what options resolve to, the file that a run writes, and training from a file that flags override."""
+"""Recipes: how options resolve, the file that a run writes, and training from a file with flags that override it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merged(tmp_path: Path, text: str, **flags: Any) -> tuple[TrainOptions, list[str]]:
-    """The options of a file and of flags that were given, and what was said."""
+    """The options of a recipe file merged with given flags, and the printed messages."""
     file, said = tmp_path / "recipe.yaml", []
     file.write_text(text, encoding="utf-8")
     options = TrainOptions(config=str(file), **flags, given=frozenset({"config", *flags}))
@@ -65,7 +65,7 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text", ["1e-4", "yes", "no", "0o17", "12:30", "2024-01-01", "null", "0x1F", ".inf", "=", "<<"]
 )
-def test_other_readers_of_yaml_see_the_same_text(text: str) -> None:
+def test_other_yaml_readers_read_the_same_text(text: str) -> None:
     assert yaml.safe_load(write_yaml({"a": text})) == read_yaml(write_yaml({"a": text})) == {"a": text}
 
 
@@ -95,7 +95,7 @@ BAD_YAML = {
 
 
 @pytest.mark.parametrize("text", BAD_YAML, ids=lambda text: text[:20])
-def test_what_is_no_recipe_is_told(text: str, tmp_path: Path, fledge) -> None:
+def test_text_that_is_not_a_recipe_is_refused(text: str, tmp_path: Path, fledge) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     ran = fledge("train", "--config", file)
@@ -105,7 +105,7 @@ def test_what_is_no_recipe_is_told(text: str, tmp_path: Path, fledge) -> None:
     assert BAD_YAML[text] in ran.err, ran.err
 
 
-def test_files_that_cannot_be_recipes(tmp_path: Path, fledge) -> None:
+def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"target: caf\xe9\n")
     for file, reason in (
         (tmp_path, "is a directory; a recipe is a file, such as"),
@@ -145,7 +145,7 @@ def test_files_that_cannot_be_recipes(tmp_path: Path, fledge) -> None:
         ("epochs: 2\nsteps: 9", "--epochs has no effect with --steps"),
     ],
 )
-def test_a_wrong_value_is_told_with_file_and_key(line: str, reason: str, tmp_path: Path, fledge) -> None:
+def test_a_wrong_value_is_named_with_file_and_key(line: str, reason: str, tmp_path: Path, fledge) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(f"target: t\ndata: d\n{line}\n" if "data" not in line else f"target: t\n{line}\n")
     ran = fledge("train", "--config", file, "--out", tmp_path / "run")
@@ -182,7 +182,7 @@ def test_flags_override_a_file(tmp_path: Path) -> None:
     assert options.given == {"config", "target", "data", "steps", "lr", "fc_norm", "skip_bad", "seed"}
 
 
-def test_a_switch_of_a_file_is_turned_off(tmp_path: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_set_by_a_file_can_be_turned_off(tmp_path: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
     took = []
     monkeypatch.setattr("fledge.jobs.train.run", lambda options, *_: took.append(options) or {})
     fledge("train", "--config", "f", "--no-fc-norm")
@@ -195,8 +195,8 @@ def test_a_switch_of_a_file_is_turned_off(tmp_path: Path, fledge, monkeypatch: p
 BASE = "target: t\ndata: d\n"
 
 
-def test_a_flag_replaces_what_it_decides_over(tmp_path: Path) -> None:
-    """The length of training, the shape of an existing draft, and what another method has."""
+def test_a_flag_replaces_related_options_of_a_file(tmp_path: Path) -> None:
+    """A flag for the training length, --init-from or --method replaces the related options of the file."""
     options, said = merged(tmp_path, BASE + "steps: 100\n", epochs=2.0)
     assert (options.steps, options.epochs) == (None, 2.0) and not said
     options, said = merged(tmp_path, BASE + "epochs: 3\n", steps=50)
@@ -228,7 +228,7 @@ def test_contradictions_of_a_flag_with_a_file_are_refused(made: Path, tmp_path: 
         merged(tmp_path, BASE, steps=3, epochs=1.0)
 
 
-def test_trust_and_the_place_are_not_a_files_to_give(made: Path, tmp_path: Path, fledge) -> None:
+def test_a_file_does_not_set_trust_remote_code_or_out(made: Path, tmp_path: Path, fledge) -> None:
     options, said = merged(tmp_path, BASE + "trust_remote_code: true\nout: elsewhere\n")
     assert options.trust_remote_code is False and options.out == "draft-run"
     assert "out of" in said[0] and "--out names the directory" in said[0]
@@ -372,12 +372,12 @@ def test_former_names_are_not_shown_and_do_not_mix(fledge, tmp_path: Path) -> No
 # -- τ ----------------------------------------------------------------------------------------------------------------
 
 
-def test_tau_while_training_is_that_of_eval(made: Path, tmp_path: Path, fledge) -> None:
-    """On the same weights, prompts and number of new tokens, exactly.
+def test_tau_of_training_equals_tau_of_eval(made: Path, tmp_path: Path, fledge) -> None:
+    """Training and eval measure exactly the same τ on the same weights, prompts and number of new tokens.
 
-    Training measures the draft in memory, in the dtype that it computes in; a draft is written in bfloat16. So the
-    weights are the same where training computes in bfloat16. In float32 they differ by the rounding of the file. The
-    draft is trained on the target's own answers, so that some of its guesses are accepted.
+    Training measures the draft in memory, in the dtype of training; a draft is written in bfloat16. The weights are
+    therefore the same if training runs in bfloat16, and differ by rounding if it runs in float32. The draft is trained
+    on the target's own answers, so that some of its tokens are accepted.
     """
     engine = api.load(made / "target", device="cpu")
     texts = [p["prompt"] for p in map(json.loads, (made / "prompts.jsonl").read_text().splitlines())]

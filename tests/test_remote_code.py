@@ -1,4 +1,4 @@
-"""Code that comes with a target's files: run only where it is asked for, whatever standard input says."""
+"""Code in a target's files: it runs only with --trust-remote-code, whatever standard input contains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRAIN = "--max-length 64 --row-length 128 --steps 2 --depth 2 --draft-vocab 200 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A target's directory, chats, prompts and a draft."""
+    """A directory with a target, chats, prompts and a draft."""
     root = tmp_path_factory.mktemp("made")
     tiny_target_directory(root)
     tiny_chats(root / "chats.jsonl", 20)
@@ -53,7 +53,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def modules_of_this_test(tmp_path, monkeypatch):
-    """transformers copies the code that it runs into its cache, and asks on standard input, which here says yes."""
+    """Gives the test its own cache, into which transformers copies code, and a standard input that answers yes."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     say_yes(monkeypatch)
@@ -64,7 +64,8 @@ def say_yes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bring_code(target: Path, directory: Path, *, model: bool = True, tokenizer: bool = False) -> tuple[Path, Path]:
-    """A copy of a target whose model or tokenizer needs code, and the file that this code makes when it runs."""
+    """Copies a target and makes its model or tokenizer need code. Returns the copy, and the file that this code creates
+    when it runs."""
     marker = directory / "ran"
     made = Path(shutil.copytree(target, directory / "target"))
     if model:
@@ -91,7 +92,7 @@ def commands(made: Path, target: Path, out: Path) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("command", ["generate", "train", "regenerate", "eval", "inspect"])
-def test_no_command_runs_it_unasked(command, made, tmp_path, fledge):
+def test_no_command_runs_code_without_the_flag(command, made, tmp_path, fledge):
     target, marker = bring_code(made / "target", tmp_path)
     went = fledge(*commands(made, target, tmp_path)[command])
     assert went.code == 2 and went.err.count("\n") == 1, went.err
@@ -99,8 +100,8 @@ def test_no_command_runs_it_unasked(command, made, tmp_path, fledge):
     assert not marker.exists() and not (tmp_path / "run").exists() and sys.stdin.read() == "y\n" * 9
 
 
-def test_a_prompt_is_no_answer(made, tmp_path):
-    """As a user would pipe it."""
+def test_a_piped_prompt_does_not_answer_the_question(made, tmp_path):
+    """A prompt piped into the command is not taken as an answer to transformers' question."""
     target, marker = bring_code(made / "target", tmp_path, tokenizer=True)
     words = [sys.executable, "-m", "fledge.cli", "generate", "--target", str(target)]
     went = subprocess.run(words, input="y\nWrite a haiku.\n", capture_output=True, text=True, timeout=120)
@@ -108,7 +109,7 @@ def test_a_prompt_is_no_answer(made, tmp_path):
     assert went.stderr.count("\n") == 1 and not went.stdout and not marker.exists()
 
 
-def test_a_tokenizers_code_is_code(made, tmp_path, fledge, monkeypatch):
+def test_code_of_a_tokenizer_needs_the_flag(made, tmp_path, fledge, monkeypatch):
     target, marker = bring_code(made / "target", tmp_path, model=False, tokenizer=True)
     words = commands(made, target, tmp_path)["generate"]
     went = fledge(*words)
@@ -119,8 +120,8 @@ def test_a_tokenizers_code_is_code(made, tmp_path, fledge, monkeypatch):
     assert went.code == 0 and went.out == own.out and marker.exists()
 
 
-def test_what_transformers_knows_itself_loads_without(made, tmp_path, fledge):
-    """Code beside a model type of transformers' own is left alone, and the model loaded."""
+def test_a_known_model_type_loads_without_running_code(made, tmp_path, fledge):
+    """If transformers knows the model type itself, the model loads and the code in its files does not run."""
     target, marker = bring_code(made / "target", tmp_path)
     change_json(target / "config.json", model_type="llama")
     words = ["--prompt", "the bird", "--max-new-tokens", 4]
@@ -128,8 +129,8 @@ def test_what_transformers_knows_itself_loads_without(made, tmp_path, fledge):
     assert found.code == 0 and found.out == own.out and not marker.exists(), found.err
 
 
-def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch):
-    """And records it; a run is gone on with only where the flag is given again."""
+def test_with_the_flag_every_command_runs_the_code(made, tmp_path, fledge, monkeypatch):
+    """The code runs and the flag is recorded; a run resumes only if the flag is given again."""
     target, marker = bring_code(made / "target", tmp_path)
     every = commands(made, target, tmp_path)
     said = {name: fledge(*words, "--trust-remote-code") for name, words in every.items()}
@@ -156,7 +157,7 @@ def test_with_the_flag_every_command_runs_it(made, tmp_path, fledge, monkeypatch
     assert again.code == 0 and "this run was already finished" in again.err, again.err
 
 
-def test_a_run_without_it_does_not_gain_it(made, tmp_path, fledge):
+def test_a_run_started_without_the_flag_refuses_it_on_resume(made, tmp_path, fledge):
     words = commands(made, made / "target", tmp_path)["train"]
     assert fledge(*words).code == 0
     assert recipe_of(tmp_path / "run")["trust_remote_code"] is False
@@ -169,13 +170,13 @@ def test_a_draft_has_no_code_to_trust(made, fledge):
     assert went.code == 2 and "give --target, or leave --trust-remote-code out" in went.err
 
 
-def test_data_sets_bring_none(monkeypatch):
+def test_data_sets_never_run_code(monkeypatch):
     asked = {}
     monkeypatch.setattr("datasets.load_dataset", lambda name, **how: asked.update(how) or [{"text": "the bird"}])
     assert read_records(["owner/name"])[0].text == "the bird" and asked["trust_remote_code"] is False
 
 
-def test_in_python(made, tmp_path):
+def test_the_python_api_needs_the_argument_too(made, tmp_path):
     target, marker = bring_code(made / "target", tmp_path)
     with pytest.raises(ValueError, match="in Python trust_remote_code=True"):
         load(str(target))

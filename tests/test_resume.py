@@ -1,4 +1,4 @@
-"""A run that is killed, at any moment, and resumed ends with the same bits as one that never stopped."""
+"""A run that is killed at any moment and resumed ends bit for bit like a run without interruption."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ else:
     pid = child(**options)
     while died < kills:
         before = lines()
-        while lines() == before:  # somewhere after its first step, be it in a step or while saving
+        while lines() == before:  # kill it some time after its next step, during a step or during a save
             time.sleep(0.002)
             assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run ended before it was killed"
         time.sleep(random.random() * 0.15)
@@ -115,7 +115,7 @@ schedule = Schedule(steps, 1e-3, Objective(depth=2), save_every=1, eval_every=1)
 
 def train_in(out):
     run = RunDirectory(out)
-    def better(draft):  # than each step before, so that each is published
+    def better(draft):  # τ rises at each step, so that each draft is published
         return {"tau": 1 + run.metrics.read_text().count("\\n")}
     with run.locked():
         resume = run.recipe.exists()
@@ -125,7 +125,7 @@ def train_in(out):
         train(draft, rows, source, schedule, run, save_dtype=torch.bfloat16, resume=resume, evaluate=better)
 
 def train_until(kill, out):
-    # kill: (checkpoints saved before, number of the thing then done to the directory that the kill comes before)
+    # kill: (number of checkpoints saved so far, number of the file operation after them to be killed before)
     saved = point = 0
     def reached(*_):
         nonlocal point
@@ -172,15 +172,15 @@ assert ended(None, "killed") == 0
 
 
 def test_killed_at_each_point_of_a_save_ends_bit_for_bit_the_same(tmp_path):
-    """A run is killed before the first thing that it does to its directory, gone on with and killed before the second,
-    and so on: before every file that it opens to write, makes, flushes, renames and removes up to its first checkpoint,
-    and then, each time after a step, as it replaces its draft and its checkpoint. No kill loses a checkpoint."""
+    """The run is killed before the first file operation in its directory, resumed and killed before the second, and so
+    on: before every open for writing, mkdir, flush, rename and removal up to the first checkpoint, and again, each time
+    after one more step, while the draft and the checkpoint are replaced. No kill loses a checkpoint."""
     run_to_its_end(KILLED_AT_EACH_POINT, tmp_path, 70)
     assert_same_run(tmp_path / "unbroken", tmp_path / "killed")
 
 
 def assert_same_run(unbroken: Path, killed: Path) -> None:
-    """To the bit, in what is served, gone on from and recorded, but for how long it took; and nothing else is there."""
+    """Both runs have the same files; weights are equal bit for bit, and metrics are equal apart from times."""
     for part in ("draft/model.safetensors", "checkpoint/model.safetensors"):
         assert (unbroken / part).read_bytes() == (killed / part).read_bytes(), part
     assert sorted(os.listdir(unbroken)) == sorted(os.listdir(killed))
@@ -191,7 +191,7 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
 
 
 def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
-    """Six steps, or those up to `stop`, or the rest of them; the first step's draft is the best."""
+    """Trains for six steps, or until `stop`, or the rest after a stop; the first step's draft has the best τ."""
     target, run = tiny_target(tokenizer=False), RunDirectory(directory)
     source = LiveFeatures(target, resolve_layers(None, target))
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
@@ -207,7 +207,7 @@ def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
 
 
 def train_in_two_parts(directory: Path) -> None:
-    """Stopped after the third step, and killed, as it were, when it had gone on for one."""
+    """Stops after the third step, adds a metrics line as if killed after the fourth step, and resumes."""
     train_in(directory, lambda: len(metrics_of(directory)) == 3)
     rows = metrics_of(directory)
     write_rows(RunDirectory(directory).metrics, [*rows, rows[-1] | {"step": 4}])
@@ -240,7 +240,7 @@ def keep_every_line(truncate: Any, run: RunDirectory, step: int) -> None:
     pass
 
 
-MUTATIONS = [  # (owner, function, what replaces it)
+MUTATIONS = [  # (owner, function, replacement)
     (MasterAdamW, "load_state_dict", forget_the_moments),
     (MasterAdamW, "load_state_dict", round_the_weights),
     (trainer, "_progress_of", begin_the_data_again),
@@ -265,8 +265,8 @@ def test_a_resume_that_forgets_is_noticed(owner, name, wrong, tmp_path, monkeypa
         assert_same_run(tmp_path / "unbroken", tmp_path / "parts")
 
 
-def test_a_termination_request_saves_and_resumes(tmp_path):
-    """One SIGTERM ends the run after its step with a checkpoint, and says how to go on; it is not a run that ended."""
+def test_sigterm_saves_a_checkpoint_and_names_the_resume_command(tmp_path):
+    """SIGTERM ends the run after the current step with a checkpoint, exit code 130 and the command that continues."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     fledge = [sys.executable, "-m", "fledge.cli", "train"]
     flags = "--max-length 64 --row-length 128 --steps 2000 --depth 2 --save-every 100000 --device cpu".split()
@@ -283,8 +283,8 @@ def test_a_termination_request_saves_and_resumes(tmp_path):
     assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
 
 
-def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
-    """A run goes on from its checkpoint, whatever lies by now where its first draft was, and from anywhere."""
+def test_the_draft_given_with_init_from_may_change_or_disappear(tmp_path, fledge):
+    """A resumed run reads its checkpoint only, even if the draft given with --init-from was replaced."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     flags = "--max-length 64 --row-length 128 --device cpu --eval-tokens 4".split()
     begin = ["train", "--target", target, "--data", data, *flags]
@@ -297,7 +297,7 @@ def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
         assert fledge(*begin, "--steps", 2, "--init-from", drafts["first"], "--out", out).code == 0
     saved = recipe_of(run)
     assert saved["data"] == [str(data)] and Path(saved["init_from"]).is_absolute()
-    saved["steps"] = saved["settled"]["steps"] = 3  # as if it had been stopped
+    saved["steps"] = saved["settled"]["steps"] = 3  # as if the run had been stopped early
     write_recipe(run, saved)
     shutil.rmtree(drafts["first"])
     drafts["other"].rename(drafts["first"])
@@ -310,7 +310,7 @@ def test_the_draft_begun_with_may_change_or_go(tmp_path, fledge):
 
 
 @pytest.mark.parametrize("name", ["draft", "checkpoint", "metrics.jsonl"])
-def test_nothing_of_the_users_is_replaced(name, tmp_path, fledge):
+def test_files_of_the_user_are_not_replaced(name, tmp_path, fledge):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     mine = tmp_path / "mine" / name
     mine.mkdir(parents=True)
@@ -326,7 +326,7 @@ FLAGS = "--max-length 64 --row-length 128 --steps 6 --depth 2 --save-every 100 -
 
 
 def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
-    """Has something happen in the middle of a training step."""
+    """Calls `act` in the middle of the given training step."""
     computed = trainer.optimizer_step
 
     def acting(*given):
@@ -340,7 +340,7 @@ def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
 def send(*signals: int) -> None:
     for number in signals:
         os.kill(os.getpid(), number)
-        time.sleep(0.01)  # the handler runs, and says what it says
+        time.sleep(0.01)  # gives the handler time to print
 
 
 @pytest.mark.parametrize(
@@ -354,8 +354,8 @@ def send(*signals: int) -> None:
     ],
     ids=lambda signals: "-".join(s.name for s in signals),
 )
-def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge, monkeypatch):
-    """A terminal that closes sends SIGHUP, and its shell another; a scheduler sends SIGTERM."""
+def test_each_termination_signal_stops_training_after_the_step(signals, tmp_path, fledge, monkeypatch):
+    """A terminal that closes sends SIGHUP and its shell sends another; a scheduler sends SIGTERM."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     during_step(monkeypatch, 3, lambda: send(*signals))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
@@ -368,7 +368,7 @@ def test_each_request_to_end_is_heeded_after_the_step(signals, tmp_path, fledge,
     assert not (tmp_path / "run" / ".fledge-lock").exists()
 
 
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path, fledge, monkeypatch):
+def test_a_run_under_nohup_continues_when_its_terminal_closes(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     during_step(monkeypatch, 3, lambda: send(signal.SIGHUP))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -379,7 +379,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path, fledge, monkeypatch):
     assert ran.code == 0 and (tmp_path / "run" / "draft").exists(), ran.err
 
 
-def test_a_second_ctrl_c_lets_a_save_end(tmp_path, fledge, monkeypatch):
+def test_a_second_ctrl_c_waits_for_a_save_to_end(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     save = torch.save
 
@@ -402,8 +402,8 @@ def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
     assert ran.code == 130 and "stopped at once, before the first checkpoint; start again with" in ran.err, ran.err
 
 
-def test_an_interruption_is_said_from_another_thread():
-    """The signal may come while this one is writing a line, and a stream takes no line within another."""
+def test_an_interruption_is_reported_from_another_thread():
+    """The signal may arrive while the main thread writes a line, and a stream does not allow a write within a write."""
     told = []
     with Interruption(lambda line: told.append((line, threading.current_thread()))) as interruption:
         send(signal.SIGINT)
@@ -413,9 +413,9 @@ def test_an_interruption_is_said_from_another_thread():
 
 
 @pytest.mark.parametrize("how", ["closed pipe", "full disk"])
-def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fledge, monkeypatch):
-    """`2>&1 | head`, or a terminal that is gone: after the step, with a checkpoint, and with no traceback. It is found
-    out when the next line is said."""
+def test_training_saves_and_ends_when_standard_error_cannot_be_written(how, tmp_path, fledge, monkeypatch):
+    """With standard error closed (`2>&1 | head`, or a closed terminal) or full, training notices at its next line and
+    ends after the step, with a checkpoint and without a traceback."""
     monkeypatch.setattr(display_module, "LINE_INTERVAL", 0)
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     if how == "closed pipe":
@@ -435,14 +435,14 @@ def test_where_nobody_reads_standard_error_training_ends_saved(how, tmp_path, fl
     assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_ends_before_training_leaves_nothing(tmp_path, fledge, monkeypatch):
+def test_a_signal_before_training_leaves_no_directory(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     monkeypatch.setattr("fledge.jobs.training.data.read_data", lambda *given: send(signal.SIGHUP))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and not (tmp_path / "run").exists()
 
 
-def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
+def test_a_run_that_another_process_trains_is_refused(tmp_path, fledge):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     words = ["train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS]
     assert fledge(*words).code == 0
@@ -456,20 +456,20 @@ def test_a_run_that_another_process_trains_is_let_be(tmp_path, fledge):
 
 @pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"])
 def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
-    """Before it trains, not at its second save."""
+    """It is refused before training, not at the second save."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
     (tmp_path / "run" / name).rename(tmp_path / "elsewhere")
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     ran = fledge("train", "--resume", tmp_path / "run")
     assert ran.code == 2 and f"{name} is a symbolic link" in ran.err and "move the link's target" in ran.err, ran.err
-    (tmp_path / "run" / name).unlink()  # the cure
+    (tmp_path / "run" / name).unlink()  # what the message says to do
     (tmp_path / "elsewhere").rename(tmp_path / "run" / name)
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
 def states(state: dict) -> dict[str, object]:
-    """What a state may be when training did not write it."""
+    """Variants of a state that training does not write, by description."""
     progress, optimizer = state["progress"], state["optimizer"]
     adamw, masters = optimizer["adamw"], optimizer["masters"]
     moments = {i: {**m, "exp_avg": m["exp_avg"][:1]} for i, m in adamw["state"].items()}
@@ -478,21 +478,21 @@ def states(state: dict) -> dict[str, object]:
         "no optimizer": {"progress": progress},
         "no progress": {"optimizer": optimizer},
         "a list": [state],
-        "a step of words": {**state, "progress": {**progress, "step": "three"}},
+        "a step that is text": {**state, "progress": {**progress, "step": "three"}},
         "a step after the last": {**state, "progress": {**progress, "step": 99}},
         "no such row": {**state, "progress": {**progress, "address": (0, 10**9)}},
-        "an address of one": {**state, "progress": {**progress, "address": (0,)}},
+        "an address of one number": {**state, "progress": {**progress, "address": (0,)}},
         "progress in a list": {**state, "progress": [1, 2]},
-        "foreign progress": {**state, "progress": {**progress, "loss": 1.0}},
+        "an unknown progress field": {**state, "progress": {**progress, "loss": 1.0}},
         "too few weights": {**state, "optimizer": {**optimizer, "masters": masters[1:]}},
         "another shape": {**state, "optimizer": {**optimizer, "masters": [m.flatten()[:1] for m in masters]}},
-        "weights of words": {**state, "optimizer": {**optimizer, "masters": ["w" for _ in masters]}},
+        "weights that are text": {**state, "optimizer": {**optimizer, "masters": ["w" for _ in masters]}},
         "moments of another shape": {**state, "optimizer": {**optimizer, "adamw": {**adamw, "state": moments}}},
         "no moments": {**state, "optimizer": {**optimizer, "adamw": {}}},
     }
 
 
-def test_a_state_that_training_did_not_write_is_told(tmp_path, fledge):
+def test_a_state_that_training_did_not_write_is_refused(tmp_path, fledge):
     """Changed states of a checkpoint without hashes are refused; a state of an earlier version is resumed."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
@@ -508,7 +508,7 @@ def test_a_state_that_training_did_not_write_is_told(tmp_path, fledge):
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
-def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
+def test_a_flipped_bit_of_the_state_is_refused(tmp_path, fledge):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
     file = tmp_path / "run" / "checkpoint" / "state.pt"
@@ -518,7 +518,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
     ran = fledge("train", "--resume", tmp_path / "run")
     assert ran.code == 2 and "its SHA-256 differs from the recorded one" in ran.err, ran.err
     words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
-    assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the cure that is named"
+    assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the command that the message names"
     assert len(metrics_of(tmp_path / "anew")) == 6
 
 
@@ -536,7 +536,7 @@ def test_a_flipped_bit_of_the_state_is_told(tmp_path, fledge):
         (lambda c: {**c, "options": {**c["options"], "fc_norm": None}}, "--fc-norm None is not of type"),
     ],
 )
-def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
+def test_a_train_json_that_training_did_not_write_is_refused(change, reason, tmp_path, fledge):
     options = asdict(train_job.TrainOptions(target="target", data=["chats.jsonl"]))
     (tmp_path / "train.json").write_text(json.dumps(change({"options": options, "data_sha256": "0"})))
     ran = fledge("train", "--resume", tmp_path)
@@ -544,7 +544,7 @@ def test_a_train_json_that_training_did_not_write_is_told(change, reason, tmp_pa
 
 
 def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_path, fledge, monkeypatch):
-    """Its directory has the train.json of that version, with former names, in place of recipe.yaml."""
+    """Its directory has that version's train.json, with former option names, in place of recipe.yaml."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     flags = """--method eagle3 --keep-out-of-vocab --draft-vocab 200 --max-length 64 --row-length 128 --steps 6
                --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu""".split()
@@ -580,14 +580,14 @@ def recipe_with(change: Callable[[dict], object]) -> dict:
         (lambda r: {**r, "stepz": 3}, "'stepz' is not an option of fledge train; did you mean steps?"),
     ],
 )
-def test_a_recipe_that_training_did_not_write_is_told(change, reason, tmp_path, fledge):
+def test_a_recipe_that_training_did_not_write_is_refused(change, reason, tmp_path, fledge):
     write_recipe(tmp_path, recipe_with(change))
     ran = fledge("train", "--resume", tmp_path)
     assert ran.code == 2 and reason in ran.err and "damaged; start a new run" in ran.err, ran.err
 
 
-def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
-    """Where the recipe, the data or the target were changed, the run is not continued as another."""
+def test_settled_values_of_a_run_cannot_be_changed(tmp_path, fledge):
+    """A run whose recipe or data changed is refused, not continued with other settings."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     run = tmp_path / "run"
     assert fledge("train", "--target", target, "--data", data, "--out", run, *FLAGS).code == 0
@@ -611,8 +611,8 @@ def test_what_a_run_settled_cannot_be_changed(tmp_path, fledge):
         (KeyboardInterrupt, 130, "stopped at once; continue with", "before the first checkpoint; start again with"),
     ],
 )
-def test_what_ends_a_run_is_said(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
-    """A full GPU or a second interruption: with what to do about it, where a checkpoint is and where none is."""
+def test_an_error_that_ends_a_run_says_what_to_do(error, code, saved, unsaved, tmp_path, fledge, monkeypatch):
+    """After an out-of-memory error or a second Ctrl-C, the message says what to do, with and without a checkpoint."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     step = trainer.optimizer_step
 

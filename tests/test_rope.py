@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own, and the configurations that are refused."""
+"""Rotary frequencies compared with transformers' own, and refused configurations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llama(parameters: dict, **config) -> LlamaConfig:
 
 
 def theirs(config: LlamaConfig, long: bool = False) -> tuple[torch.Tensor, float]:
-    """What transformers computes for a call of a given length."""
+    """transformers' frequencies and scale, for a call within the original length or (`long`) beyond it."""
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
         return Phi3RotaryEmbedding.compute_default_rope_parameters(config)
@@ -64,7 +64,7 @@ def assert_same(ours: tuple[torch.Tensor, float], reference: tuple[torch.Tensor,
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_frequencies_are_transformers(name: str, long: bool) -> None:
-    """Inverse frequencies and the factor on cos and sin, for every type and option, short and long."""
+    """Inverse frequencies and the factor on cos and sin are equal for every type and option, short and long."""
     config = llama(PARAMETERS[name])
     reference = theirs(config, long)
     rope = RopeConfig.from_hf(config.to_dict()).for_length(500 if long else 64)
@@ -72,7 +72,7 @@ def test_frequencies_are_transformers(name: str, long: bool) -> None:
 
 
 def test_longrope_lists_differ() -> None:
-    """for_length chooses: at most the original length is short, one more is long."""
+    """for_length chooses the short factors up to the original length, and the long ones beyond it."""
     rope = RopeConfig.from_hf(llama(PARAMETERS["longrope"]).to_dict())
     short, long = (rope_frequencies(rope.for_length(n), 16)[0] for n in (64, 65))
     assert not torch.allclose(short, long)
@@ -81,7 +81,7 @@ def test_longrope_lists_differ() -> None:
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 @pytest.mark.parametrize("long", [False, True])
 def test_phi3_as_published(kind: str, long: bool) -> None:
-    """Phi-3's files: `rope_scaling` of type `su`, original length at the top level, a part of the head rotated."""
+    """Phi-3's config: `rope_scaling` of type `su`, the original length at the top level, a partly rotated head."""
     raw = dict(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_theta=10000.0,
         original_max_position_embeddings=64, partial_rotary_factor=0.5,
@@ -98,8 +98,8 @@ def test_phi3_as_published(kind: str, long: bool) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_config_survives_writing(name: str) -> None:
-    """A rope written out and read back gives the same frequencies, `rope_scaling` spelling included."""
+def test_a_written_config_reads_back_equal(name: str) -> None:
+    """A RoPE config that is written and read again is equal, also in the `rope_scaling` spelling."""
     rope = RopeConfig.from_hf(llama(PARAMETERS[name]).to_dict())
     again = RopeConfig.from_hf({"rope_parameters": rope.to_hf(), "max_position_embeddings": 512})
     old = {k: v for k, v in rope.to_hf().items() if k != "rope_theta"}
@@ -108,7 +108,7 @@ def test_config_survives_writing(name: str) -> None:
 
 
 def test_partial_rotary() -> None:
-    """Only the first part of every head turns; the frequencies are those of a head that small."""
+    """Only the first part of every head is rotated, with the frequencies of a head of that size."""
     config = llama(dict(rope_type="default", partial_rotary_factor=0.5))
     rope = RopeConfig.from_hf(config.to_dict())
     assert_same(rope_frequencies(rope, 16), theirs(config))
@@ -124,7 +124,7 @@ def test_partial_rotary() -> None:
 
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 def test_dynamic_is_refused(where: str) -> None:
-    """Frequencies that follow the length of a call cannot be trained packed; the message says so."""
+    """Dynamic RoPE cannot be trained on packed rows, since its frequencies depend on the length of a call."""
     with pytest.raises(ValueError, match=r"dynamic.*length of a call"):
         RopeConfig.from_hf({where: dict(rope_type="dynamic", factor=2.0), "rope_theta": 10000.0})
     with pytest.raises(ValueError, match="unknown RoPE type"):
@@ -132,7 +132,7 @@ def test_dynamic_is_refused(where: str) -> None:
 
 
 def test_factor_lists_must_fit() -> None:
-    """A longrope list that does not fit the head, or is missing, is refused with both numbers."""
+    """A longrope list that is missing or does not fit the head is refused with both lengths."""
     rope = RopeConfig.from_hf(llama(PARAMETERS["longrope"]).to_dict())
     with pytest.raises(ValueError, match=r"short_factor has 8 entries.*needs 4"):
         rope_frequencies(rope, 8)
@@ -145,8 +145,8 @@ def test_factor_lists_must_fit() -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "llama3", "yarn", "longrope"])
-def test_rotary_turns_as_the_target(name: str) -> None:
-    """cos and sin at scattered positions equal those of the running target's own rotary module."""
+def test_rotary_equals_the_targets(name: str) -> None:
+    """cos and sin at several positions equal those of the target's own rotary module."""
     parameters = {
         k: v[:4] if isinstance(v, list) else v for k, v in {"rope_theta": 10000.0, **PARAMETERS[name]}.items()
     }
@@ -160,7 +160,7 @@ def test_rotary_turns_as_the_target(name: str) -> None:
 
 
 def test_frequencies_stay_exact_in_16_bits() -> None:
-    """A draft cast to bfloat16 turns by the same angles, far out too."""
+    """A draft cast to bfloat16 rotates by the same angles, also at large positions."""
     config = DraftConfig.for_target(llama(PARAMETERS["default"]).to_dict(), max_length=512)
     exact, cast = Rotary(config), Rotary(config).to(torch.bfloat16)
     position = torch.tensor([0, 1, 1000, 100_003])
@@ -180,7 +180,7 @@ def test_frequencies_stay_exact_in_16_bits() -> None:
     ],
 )
 def test_the_trained_length_is_the_one_transformers_takes(stated, original):
-    """The top level's before the nested one, and the positions where neither says it."""
+    """The original length is the top level's, else the nested one, else max_position_embeddings."""
     hf = dict(max_position_embeddings=512, rope_theta=10000.0, **stated)
     assert RopeConfig.from_hf(hf).original_max_position_embeddings == original
 

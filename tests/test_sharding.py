@@ -1,4 +1,4 @@
-"""Torch's own sharding, put on a draft's layers from outside, trains it as a single process does."""
+"""A draft whose layers are sharded with torch's fully_shard trains as in a single process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def pair(method: str) -> tuple[TransformersTarget, Draft]:
 
 
 def train_step(target: TransformersTarget, draft: Draft, rows: list, method: str, world: int = 1) -> None:
-    """One step of AdamW over rows, of which each of `world` processes has some; gradients are sums, divided once."""
+    """One AdamW step on this process's rows; gradients are summed over `world` processes and divided by the number of
+    scored slots."""
     objective = Objective(depth=1 if method == "eagle1" else 3, gamma=1.0)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2, foreach=False)
     scored = torch.zeros((), dtype=torch.int64)
@@ -46,7 +47,7 @@ def train_step(target: TransformersTarget, draft: Draft, rows: list, method: str
     if world > 1:
         dist.all_reduce(scored)
     for p in draft.parameters():
-        if world > 1 and not isinstance(p, DTensor):  # those of no layer, which are replicated
+        if world > 1 and not isinstance(p, DTensor):  # parameters outside the layers, which are replicated
             dist.all_reduce(p.grad)
         p.grad /= scored.item()
     optimizer.step()
@@ -67,13 +68,13 @@ def run_rank(rank: int, world: int, directory: Path) -> None:
         whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in draft.named_parameters()}
         if rank == 0:
             torch.save({n: p.detach() for n, p in whole.items()}, directory / method)
-    dist.barrier()  # gloo aborts a rank that leaves while the other still talks to it
+    dist.barrier()  # gloo aborts a rank that exits while another still communicates with it
     dist.destroy_process_group()
 
 
 def test_sharded_layers_train_as_one_process(tmp_path: Path) -> None:
-    """Two ranks, each with a row, and `fully_shard` on every layer of each method's draft: the parameters after a step
-    are those of one process that trains on both rows."""
+    """Two ranks with one row each and `fully_shard` on every layer have, after a step, the parameters of one process
+    that trains on both rows, for the draft of each method."""
     multiprocessing.spawn(run_rank, (2, tmp_path), nprocs=2)
     for method in VARIANTS:
         sharded: dict[str, Tensor] = torch.load(tmp_path / method)
@@ -83,4 +84,4 @@ def test_sharded_layers_train_as_one_process(tmp_path: Path) -> None:
         assert sharded.keys() == before.keys()
         for name, p in draft.named_parameters():
             torch.testing.assert_close(sharded[name], p.detach(), rtol=1e-4, atol=1e-5, msg=f"{method} {name}")
-            assert (p - before[name]).abs().max() > 1e-4, f"{method} {name} has not moved"
+            assert (p - before[name]).abs().max() > 1e-4, f"{method} {name} did not change"

@@ -1,4 +1,4 @@
-"""What is said: safe for a terminal whatever files hold, short, and whole at every width."""
+"""Output of the commands: safe for a terminal whatever the files contain, short, and complete at every width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMES = r"\d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"
 
 
 def unsafe(text: str) -> str:
-    """The characters that a terminal would obey, line ends aside."""
+    """The characters that control a terminal or the direction of text, except line ends."""
     kinds = {c: unicodedata.category(c) for c in text}
     turns = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     return "".join(c for c in text if (kinds[c] in ("Cc", "Zl", "Zp", "Cs") and c != "\n") or c in turns)
@@ -40,7 +40,7 @@ def unsafe(text: str) -> str:
 
 
 @given(st.text(st.characters(), max_size=100) | st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp"])))
-def test_a_message_is_one_line_that_no_terminal_obeys(text):
+def test_a_message_is_one_line_without_control_characters(text):
     said = format_message(text)
     assert not unsafe(said) and "\n" not in said
     assert format_message(said) == said
@@ -49,7 +49,7 @@ def test_a_message_is_one_line_that_no_terminal_obeys(text):
         assert said == text
 
 
-def test_a_message_says_what_was_there():
+def test_control_characters_are_escaped_visibly():
     assert format_message("a\x1b[31mb\nc\ud83d") == r"a\x1b[31mb\nc\ud83d"
     assert escaped("a\tb\r\n", keep="\n\t") == "a\tb\\r\n"
 
@@ -125,13 +125,13 @@ def _answers(made, tmp_path):
 
 
 def _a_name() -> str:
-    """The hostile text as far as a file's name can hold it."""
+    """The hostile text without the characters that a file name cannot contain."""
     return HOSTILE.replace("/", "").encode("utf-8", "ignore").decode()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target, a draft of it, prompts, and chats that hold what a terminal would obey."""
+    """A target, a draft of it, prompts, and chats that contain control characters."""
     root = tmp_path_factory.mktemp("made")
     target = tiny_target()
     save_draft(tiny_draft(target, draft_vocab_size=200), root / "draft")
@@ -160,7 +160,7 @@ def test_text_from_files_reaches_the_terminal_escaped_and_short(case, made, fled
     assert max(map(len, (ended.out + ended.err).splitlines())) < 10_000
 
 
-# -- what a model writes ------------------------------------------------------------------------------------------
+# -- generated text -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -174,7 +174,7 @@ def test_a_models_text_is_escaped_for_a_terminal_and_exact_in_a_pipe(terminal, m
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_waiting_for_a_prompt_is_said_on_a_terminal(terminal, made, monkeypatch, fledge):
+def test_a_terminal_is_told_that_a_prompt_is_expected(terminal, made, monkeypatch, fledge):
     typed = io.StringIO("the young bird")
     typed.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdin", typed)
@@ -182,11 +182,11 @@ def test_waiting_for_a_prompt_is_said_on_a_terminal(terminal, made, monkeypatch,
     assert went.code == 0 and ("Ctrl-D" in went.err) == terminal
 
 
-# -- how far a job is ---------------------------------------------------------------------------------------------
+# -- progress of a job --------------------------------------------------------------------------------------------
 
 
 class Terminal:
-    """A terminal of some width, and what a ProgressDisplay writes to it."""
+    """A ProgressDisplay on a terminal of the given width (None: not a terminal), and what it writes."""
 
     def __init__(self, monkeypatch, width: int | None):
         self.said = io.StringIO()
@@ -195,7 +195,7 @@ class Terminal:
         self.show = ProgressDisplay()
 
     def bars(self) -> list[str]:
-        """The bar as it was drawn, each time."""
+        """The bar's text each time that it was drawn."""
         text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.said.getvalue())
         return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
 
@@ -220,7 +220,7 @@ def test_a_bar_keeps_step_and_time_left_at_every_width(width, monkeypatch):
     assert len(last) <= width and re.search(r"96/96 .*\d:\d\d:\d\d left", last), last
 
 
-def test_without_a_terminal_a_line_comes_now_and_then_and_at_the_end(monkeypatch):
+def test_without_a_terminal_progress_is_printed_at_intervals_and_at_the_end(monkeypatch):
     clock = [0.0]
     terminal = Terminal(monkeypatch, None)
     monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
@@ -248,7 +248,7 @@ def test_without_a_terminal_a_line_comes_now_and_then_and_at_the_end(monkeypatch
     ]
 
 
-def test_a_run_that_goes_on_foretells_its_end_from_its_own_steps(monkeypatch):
+def test_a_resumed_run_estimates_the_time_left_from_its_own_steps(monkeypatch):
     clock = [0.0]
     terminal = Terminal(monkeypatch, None)
     monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
@@ -260,7 +260,7 @@ def test_a_run_that_goes_on_foretells_its_end_from_its_own_steps(monkeypatch):
     assert terminal.said.getvalue().startswith("training 910/1,000, 0:00:20 elapsed, 0:03:00 left")
 
 
-def test_every_job_says_how_far_it_is_in_a_pipe(made, fledge, tmp_path):
+def test_every_job_reports_progress_in_a_pipe(made, fledge, tmp_path):
     target, chats = ["--target", made / "target"], tiny_chats(tmp_path / "chats.jsonl", 6)
     train = "--max-length 64 --row-length 128 --steps 2 --device cpu".split()
     for words, what in (
@@ -273,7 +273,7 @@ def test_every_job_says_how_far_it_is_in_a_pipe(made, fledge, tmp_path):
         assert went.code == 0 and len(re.findall(f"^{what}{TIMES}", went.err, re.M)) == 1, went.err
 
 
-def test_nothing_learnt_and_no_loss_are_not_the_same(monkeypatch):
+def test_a_missing_loss_and_a_small_loss_are_shown_differently(monkeypatch):
     terminal = Terminal(monkeypatch, None)
     for more, shown in (
         ({"loss": 0.0, "scored": [0, 0]}, "loss - (no token in the draft vocabulary)"),
@@ -285,7 +285,7 @@ def test_nothing_learnt_and_no_loss_are_not_the_same(monkeypatch):
         assert shown in terminal.said.getvalue().splitlines()[-1]
 
 
-# -- findings -----------------------------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------------------------
 
 RECORD = {
     "tau": 2.345, "alpha": [0.75, 0.5], "tokens_per_s": 12345.0, "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
@@ -316,7 +316,7 @@ def test_a_table_keeps_labels_and_tau_at_every_width(width, monkeypatch):
     labels = "".join(row.split("  ")[0].strip() for row in rows).replace(" ", "")
     assert labels == "".join(f"{n}100".replace(" ", "") for n in names)
     said = "\n".join(lines)
-    assert said.count("12345") >= 2 and said.count("5000") == 2, "speeds are in the table, or in the sentences below"
+    assert said.count("12345") >= 2 and said.count("5000") == 2, "both speeds must be shown, in the table or below it"
 
 
 def test_an_answer_of_one_token_has_no_tau(made, fledge):

@@ -1,4 +1,4 @@
-"""Targets: what is loaded and refused, features against transformers' own, isolation, logits, rollback."""
+"""Targets: loading and refusals, features compared with transformers', isolation of documents, logits, rollback."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=1,
 )  # fmt: skip
-# each of these scales, caps or normalises in a way of its own
+# families that scale, cap or normalise their logits or states in different ways
 HEADS = {
     "Granite": dict(logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0, attention_multiplier=0.3),
     "Cohere": dict(logit_scale=0.25),
     "Gemma2": dict(final_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4),
 }
-LAYERS = (1, 2, 3)  # of the targets made here, which have four
-# these keep a running summary of the past in some or all layers
+LAYERS = (1, 2, 3)  # the targets made here have four layers
+# families whose layers, some or all, keep a running state of the past
 STATEFUL = {
     "Mamba": dict(state_size=4),
     "Qwen3Next": dict(
@@ -51,7 +51,7 @@ STATEFUL = {
 
 
 def build(family: str, seed: int = 0, scale: float = 4.0, **config) -> torch.nn.Module:
-    """A small model of a transformers family with weights scaled up, so that context matters."""
+    """A small model of a transformers family, with weights scaled up so that its output depends on the context."""
     torch.manual_seed(seed)
     hf = getattr(transformers, f"{family}Config")(**{**SHAPE, **config})
     model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32).eval()
@@ -81,7 +81,7 @@ def row_of(*lengths: int, length: int):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """A target as save_pretrained writes it."""
+    """A target directory written by save_pretrained."""
     path, target = tmp_path_factory.mktemp("target") / "good", tiny_target()
     target.model.save_pretrained(path)
     target.tokenizer.save_pretrained(path)
@@ -99,7 +99,7 @@ def refused(path, match: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_saved_target_comes_back(directory):
+def test_a_saved_target_is_loaded(directory):
     loaded, made = load_target(directory, max_length=64), tiny_target()
     assert loaded.dtype == torch.float32 and loaded.max_length == 64 and loaded.num_layers == 8
     assert torch.equal(loaded.embedding, made.embedding) and loaded.stop_ids == {1}
@@ -108,7 +108,7 @@ def test_a_saved_target_comes_back(directory):
     assert load_target(directory).max_length == 512
 
 
-def test_targets_that_are_not_there(tmp_path, monkeypatch):
+def test_missing_targets_are_refused(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     refused(tmp_path / "none", "none does not exist; it is a directory or a hub id")
@@ -131,8 +131,8 @@ def test_missing_weights(damaged):
     refused(damaged, r"cannot be loaded: Error no file named model\.safetensors")
 
 
-def test_weights_that_lack_a_layer_are_not_made_up(damaged):
-    """transformers fills what is missing with random numbers and warns."""
+def test_missing_tensors_are_refused(damaged):
+    """transformers fills missing tensors with random numbers and only warns; fledge refuses."""
     reconfigure(damaged, num_hidden_layers=9)
     refused(damaged, r"its files lack 9 of the model.s tensors, such as model\.layers\.8\.input_layernorm\.weight")
 
@@ -143,7 +143,7 @@ def test_damaged_json(damaged, file):
     refused(damaged, "cannot be loaded: .*JSON")
 
 
-def test_what_is_no_causal_language_model(damaged, tmp_path):
+def test_models_that_are_not_causal_language_models_are_refused(damaged, tmp_path):
     reconfigure(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
     refused(damaged, "cannot be loaded: Unrecognized configuration class .*AutoModelForCausalLM")
     with pytest.raises(ValueError, match="BertModel does not have its 4 decoder layers and final norm"):
@@ -159,7 +159,7 @@ def test_dynamic_rope_is_refused_with_the_reason(damaged):
 
 
 def test_a_config_without_a_longest_length():
-    """A state-space model names none, and reads any; its rollback is what is wrong with it."""
+    """A state-space model's config has no longest length, so its context is unlimited; only its rollback is refused."""
     model = build("Mamba", **STATEFUL["Mamba"])
     del model.config.max_position_embeddings
     target = TransformersTarget(model, None)
@@ -169,7 +169,7 @@ def test_a_config_without_a_longest_length():
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
-def test_a_config_that_no_draft_can_be_shaped_after(missing):
+def test_a_config_without_a_size_that_a_draft_needs_is_refused(missing):
     hf = {k: v for k, v in SHAPE.items() if k != missing}
     with pytest.raises(ValueError, match=f"the target's config has no {missing}"):
         DraftConfig.for_target(hf, max_length=64)
@@ -192,7 +192,8 @@ def test_default_layers(n, layers):
 
 @pytest.mark.parametrize("n", range(2, 7))
 def test_default_layers_of_shallow_targets(n):
-    """Three that there are, without what SGLang cannot capture where there are three others, named in the config."""
+    """The default is three existing layers, listed in the config; the last layer's output, which SGLang cannot capture,
+    is used only by targets of two layers."""
     layers = default_aux_layers(n)
     assert len(set(layers)) == 3 and sorted(layers) == list(layers) and layers[0] >= 0 and layers[-1] <= n
     assert layers[-1] < n or n == 2
@@ -205,17 +206,17 @@ def test_default_layers_of_shallow_targets(n):
     assert DraftConfig.from_hf(written).aux_layers == layers
 
 
-def test_a_draft_that_names_no_layers_is_not_guessed_at():
+def test_a_draft_of_a_shallow_target_must_list_its_layers():
     with pytest.raises(ValueError, match=r"has 6, too few for the engines' default; list them as eagle_aux_hidden"):
         tiny_draft(target_of("Llama", num_hidden_layers=6))
 
 
-def test_one_layer_is_too_few():
+def test_a_target_of_one_layer_has_no_default_layers():
     with pytest.raises(ValueError, match=r"a target of one layer has .* use fledge train --method eagle1"):
         default_aux_layers(1)
 
 
-def test_layers_that_are_not_there():
+def test_missing_layers_are_refused():
     target = target_of("Llama")
     for layers in ([1, 2, 5], [-1, 2, 3]):
         with pytest.raises(ValueError, match=r"were requested, but the target has layers 0\.\.4"):
@@ -225,8 +226,8 @@ def test_layers_that_are_not_there():
     assert resolve_layers((), target) == ()
 
 
-def test_no_layers_are_the_final_state_alone():
-    """Empty: no captured layers, in training as in decoding. None, in decoding: no features at all."""
+def test_without_layers_only_the_final_state_is_returned():
+    """An empty tuple captures no layers, in training and in decoding. None, in decoding, returns no features at all."""
     target, tokens = target_of("Llama"), some_tokens(9)
     features = target.features(row_of(9, length=9), ())
     assert features.aux_TAD.shape == (9, 0, 32) and features.last_TD.shape == (9, 32)
@@ -243,9 +244,9 @@ def test_no_layers_are_the_final_state_alone():
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Granite"])
 def test_features_are_transformers_hidden_states(family):
-    """Id i is `hidden_states[i]`: 0 the embeddings, n what the final norm reads; the last one is after that norm.
+    """Id i is `hidden_states[i]`: 0 is the embeddings, n is the input of the final norm; last_TD is after that norm.
 
-    transformers gives hidden_states[n] after the norm, so the input of the norm is seen by norm(features[n]).
+    transformers' hidden_states[n] is after the norm, so the test compares it with norm(features[n]).
     """
     target = target_of(family, **HEADS.get(family, {}))
     tokens = some_tokens(9)
@@ -261,7 +262,7 @@ def test_features_are_transformers_hidden_states(family):
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
 def test_compiled_parts_compute_the_same(family):
-    """Norms and MLPs through torch.compile, captured once for all layers and lengths."""
+    """torch.compile captures norms and MLPs once for all layers and lengths, with the same results."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     target = tiny_target(family)
@@ -302,7 +303,7 @@ def test_no_hook_is_left_behind():
 
 
 def alone(target: TransformersTarget, row) -> Features:
-    """The features of each document of a row, run by itself with nothing of fledge in the way."""
+    """The features of each document of a row, computed by transformers on that document alone."""
     aux, last = [], []
     for a, b in row.documents():
         out = target.model(input_ids=row.token_T[None, a:b], output_hidden_states=True, use_cache=False)
@@ -317,7 +318,7 @@ def same_features(a: Features, b: Features) -> bool:
 
 
 def leak(target: TransformersTarget, monkeypatch) -> list[int]:
-    """Makes a pass over several documents mix them, as some architectures do; returns the lengths of its calls."""
+    """Makes a pass over several documents mix them, as some architectures do; returns a list of its call lengths."""
     run, calls = target.run_decoder, []
 
     def mixing(token_T, position_T, layers, each=None):
@@ -329,7 +330,7 @@ def leak(target: TransformersTarget, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
-def test_packed_documents_are_seen_alone(family):
+def test_packed_documents_do_not_see_each_other(family):
     target = target_of(family, **HEADS.get(family, dict(sliding_window=4)))
     row = row_of(9, 7, 12, length=32)
     features = target.features(row, LAYERS)
@@ -338,8 +339,8 @@ def test_packed_documents_are_seen_alone(family):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2"])
-def test_documents_of_one_length_go_side_by_side(family, monkeypatch):
-    """They need no mask, and are seen alone all the same."""
+def test_documents_of_one_length_run_as_a_batch(family, monkeypatch):
+    """Documents of one length run as a batch, which needs no mask, and do not see each other."""
     target = target_of(family, **HEADS.get(family, dict(sliding_window=4)))
     row, seen = row_of(9, 9, 9, length=36), []
     assert target.packs
@@ -351,7 +352,7 @@ def test_documents_of_one_length_go_side_by_side(family, monkeypatch):
 
 
 def test_filler_is_not_read(monkeypatch):
-    """Of a row, and of one that is said over and over, where it stands in the middle; its features are zeros."""
+    """The target does not run on filler, at a row's end or in the middle of a repeated row; its features are zeros."""
     target, sizes = target_of("Llama"), []
     assert target.packs
     run = target.run_decoder
@@ -368,7 +369,7 @@ def test_a_target_that_mixes_documents_runs_them_one_at_a_time(monkeypatch):
     target = target_of("Llama")
     row = row_of(9, 7, 12, length=32)
     calls = leak(target, monkeypatch)
-    assert not same_features(target.run_decoder(row.token_T, row.position_T, LAYERS), alone(target, row)), "it does mix"
+    assert not same_features(target.run_decoder(row.token_T, row.position_T, LAYERS), alone(target, row)), "no mixing"
     assert target.packs is False
     calls.clear()
     assert same_features(target.features(row, LAYERS), alone(target, row)) and calls == [9, 7, 12]
@@ -390,7 +391,7 @@ def test_logits_are_the_models_own(family):
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0]
     last = target.run_decoder(tokens, torch.arange(9), ()).last_TD
     torch.testing.assert_close(target.logits(last), own, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(target.head(last), own, rtol=1e-2), "the head alone is not enough"
+    assert not torch.allclose(target.head(last), own, rtol=1e-2), "the family's own scaling has no effect here"
     target.check_logits()
 
 
@@ -429,7 +430,8 @@ LONGROPE = dict(
 
 @pytest.mark.parametrize(("max_length", "chosen"), [(32, "short_factor"), (33, "long_factor"), (None, "long_factor")])
 def test_longrope_is_chosen_once_for_every_length_of_call(max_length, chosen):
-    """transformers chooses by the length of each call: its own features of a prefix change with what follows."""
+    """fledge chooses the factors by max_length. transformers chooses by the length of each call, so the features of a
+    prefix change with the text that follows."""
     target = target_of("Phi3", max_length=max_length, **LONGROPE)
     tokens = some_tokens(48)
     features = [target.run_decoder(tokens[:n], torch.arange(n), LAYERS) for n in (8, 48, 8)]
@@ -440,7 +442,7 @@ def test_longrope_is_chosen_once_for_every_length_of_call(max_length, chosen):
     assert RopeConfig.from_hf(target.config.to_dict()).for_length(target.max_length).long == (chosen == "long_factor")
 
 
-def test_without_it_longrope_would_change_with_the_length():
+def test_longrope_of_transformers_changes_with_the_length_of_a_call():
     model, tokens = build("Phi3", **LONGROPE), some_tokens(48)
     short, long = (
         model(input_ids=tokens[None, :n], output_hidden_states=True, use_cache=False).hidden_states[-1][0, :8]
@@ -458,7 +460,7 @@ def test_caches_that_roll_back_are_accepted(family, config):
 
 
 @pytest.mark.parametrize("family", STATEFUL)
-def test_running_summaries_cannot_be_rolled_back(family):
+def test_running_states_cannot_be_rolled_back(family):
     target = target_of(family, **STATEFUL[family])
     with pytest.raises(ValueError, match=f"tiny {family} cannot verify drafts: its state cannot be rolled back"):
         target.check_rollback()
@@ -471,7 +473,7 @@ UNSTOPPED = dict(eos_token_id=None, pad_token_id=0)
 
 
 def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
-    """A target with a tokenizer, which no token stops."""
+    """A target with a tokenizer and without stop tokens."""
     monkeypatch.setattr(TransformersTarget, "stop_ids", frozenset())
     return TransformersTarget(
         build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}"
@@ -499,7 +501,7 @@ def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
 
     monkeypatch.setattr(RecurrentCache, "run", forgetful)
     assert not target_of("Qwen3Next", **STATEFUL["Qwen3Next"])._cache_is_exact
-    assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._cache_is_exact is False, "it returns no cache"
+    assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._cache_is_exact is False, "it has no cache"
 
 
 def test_running_states_are_decoded_one_by_one(monkeypatch):
@@ -513,7 +515,7 @@ def test_running_states_are_decoded_one_by_one(monkeypatch):
 
 @pytest.fixture(scope="module")
 def stateful(tmp_path_factory) -> Path:
-    """A directory with a target of a running state, and chats."""
+    """A directory with chats and a target that keeps a running state."""
     root = tmp_path_factory.mktemp("stateful")
     model = build(
         "Qwen3Next", vocab_size=400, num_hidden_layers=8, max_position_embeddings=512, **STATEFUL["Qwen3Next"]
@@ -525,7 +527,8 @@ def stateful(tmp_path_factory) -> Path:
 
 
 def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
-    """It speaks; its draft is trained, described and refused where it would decode; what cannot be is refused first."""
+    """The target generates alone; its draft is trained, described by inspect and refused for decoding; options that
+    measure τ are refused before training."""
     target = load_target(stateful / "target")
     alone = fledge("generate", "--target", stateful / "target", "--raw", "--prompt", "the bird", "--max-new-tokens", 20)
     own = greedy_by_transformers(target.model, target.tokenizer("the bird")["input_ids"], 20, **UNSTOPPED)
@@ -540,7 +543,7 @@ def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
     went = fledge(*words)
     assert went.code == 0, went.err
     assert "its state cannot be rolled back" in went.err and "serve it with an engine" in went.err
-    assert "200 records" in went.err, "none is held out for a τ that is not measured"
+    assert "200 records" in went.err, "no record is held out, because τ is not measured"
     draft = tmp_path / "run" / "draft"
     refused = fledge("generate", "--target", stateful / "target", "--draft", draft, "--prompt", "the bird")
     assert refused.code == 2 and "cannot verify drafts: its state cannot be rolled back" in refused.err

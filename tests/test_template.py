@@ -1,6 +1,6 @@
-"""Chat templates: which tokens count as the assistant's, in which document, against spans written out by hand.
+"""Chat templates: which tokens belong to the assistant, and in which document, compared with spans written by hand.
 
-Expected documents are written as text with « and » around each span, see `shown`.
+Expected documents are written as text with « and » around each span (see `shown`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.targets import CHATML, tiny_tokenizer
 STOP = 1  # <|im_end|>
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
-# what Qwen3 does: earlier reasoning is dropped from the history, and a prompt without thinking has an empty block
+# like Qwen3's: earlier reasoning is dropped from the history, and a prompt without thinking has an empty block
 QWEN = r"""
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -59,7 +59,7 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
 
 
 def chat(*turns: str, **fields) -> Record:
-    """Turns written as "u:Hello", "a:Hi"."""
+    """A conversation from turns written as "u:Hello", "a:Hi"."""
     return Record("data.jsonl, line 7", messages=[{"role": ROLES[t[0]], "content": t[2:]} for t in turns], **fields)
 
 
@@ -122,15 +122,15 @@ def test_a_turn_without_a_stop_token_is_supervised_to_its_end():
     )
 
 
-def test_the_next_speakers_mark_is_supervised_where_it_is_the_stop_token():
-    """GLM's turns end with the next speaker's name, which its decoder stops at."""
+def test_the_next_speakers_mark_is_supervised_if_it_is_the_stop_token():
+    """GLM's turns end with the next speaker's mark, which is the stop token."""
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}" + PROMPT
     assert made(template, chat("u:x", "a:One.", "u:y", "a:Two."), stop=[2]) == [
         "<|im_start|>user\nx<|im_start|>assistant\n«One.<|im_start|>»user\ny<|im_start|>assistant\n«Two.»"
     ]
 
 
-def test_tools_are_shown_and_calls_are_the_assistants():
+def test_tools_are_rendered_and_calls_are_supervised():
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "bird"}}}
     messages = [
         {"role": "user", "content": "Look!"},
@@ -148,7 +148,8 @@ def test_tools_are_shown_and_calls_are_the_assistants():
 
 @pytest.mark.parametrize("trim", [False, True], ids=["whole offsets", "offsets without spaces"])
 def test_a_token_that_straddles_the_start_belongs_to_the_prompt(trim):
-    """The space of the prompt and the first word are one token; Llama-3 and GPT-2 report its offsets without it."""
+    """The prompt's last space and the first word are one token; Llama-3 and GPT-2 report its offsets without the
+    space."""
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -162,7 +163,7 @@ def test_a_token_that_straddles_the_start_belongs_to_the_prompt(trim):
     ]
 
 
-def test_an_opening_of_the_assistants_is_read_but_not_learned():
+def test_an_opening_assistant_message_is_not_supervised():
     assert made(CHATML, chat("a:Hello!", "u:x", "a:One.")) == [
         "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
         "<|im_start|>assistant\n«One.<|im_end|>»\n"
@@ -175,7 +176,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTE
 
 @settings(max_examples=60, deadline=None)
 @given(TURNS, CONTENT, st.booleans())
-def test_what_is_supervised_is_what_the_assistant_said(turns, last, system):
+def test_exactly_the_assistants_messages_are_supervised(turns, last, system):
     first = {"role": "system" if system else "user", "content": "Fly."}
     messages = [first, *({"role": r, "content": c} for r, c in turns), {"role": "assistant", "content": last}]
     chats = ChatTemplate(tiny_tokenizer(), [STOP])
@@ -198,9 +199,9 @@ THOUGHT = (
 
 
 def as_decoded(chats: ChatTemplate, record: Record) -> dict[int, list[int]]:
-    """Per assistant turn, the tokens the decoder would have to write after that turn's own prompt.
+    """For each assistant turn, the tokens that decoding would generate after that turn's own prompt.
 
-    Asserts that every span of every document comes right after the prompt of one turn.
+    Asserts that every span of every document directly follows the prompt of one turn.
     """
     turns = [i for i, m in enumerate(record.messages) if m["role"] == "assistant"]
     prompts = {tuple(chats.prompt_ids(record.messages[:i])): i for i in turns}
@@ -210,13 +211,13 @@ def as_decoded(chats: ChatTemplate, record: Record) -> dict[int, list[int]]:
         for span in {s for s in spans if s >= 0}:
             a = spans.index(span)
             turn = prompts[tuple(tokens[:a])]
-            assert turn not in written, "a turn is learned from twice"
+            assert turn not in written, "a turn is supervised in two documents"
             written[turn] = tokens[a : a + spans.count(span)]
     assert sorted(written) == turns
     return written
 
 
-def test_turns_whose_reasoning_history_drops_are_documents_of_their_own():
+def test_turns_that_lose_their_reasoning_in_the_history_are_documents_of_their_own():
     chats, record = ChatTemplate(tiny_tokenizer(QWEN), [STOP]), chat(*THOUGHT)
     assert [shown(chats, d) for d in chats.documents(record)] == [
         "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
@@ -233,7 +234,7 @@ def test_turns_whose_reasoning_history_drops_are_documents_of_their_own():
     ]  # fmt: skip
 
 
-def test_the_empty_block_of_a_prompt_without_thinking_is_not_the_assistants():
+def test_the_empty_reasoning_block_of_a_prompt_is_not_supervised():
     chats = ChatTemplate(tiny_tokenizer(QWEN), [STOP], {"enable_thinking": False})
     record = chat("s:Fly.", "u:One?", "a:Yes.", "u:Two?", "a:No.")
     empty = "<think>\n\n</think>\n\n"
@@ -251,8 +252,8 @@ def test_every_span_follows_the_prompt_the_decoder_would_have_seen(template):
     as_decoded(ChatTemplate(tiny_tokenizer(template), [STOP]), chat("s:Fly.", *THOUGHT))
 
 
-def test_an_end_of_text_mark_behind_the_whole_is_no_rewriting():
-    """Phi-3 ends every rendering with a second stop token, which is not in the history; one document is enough."""
+def test_an_end_of_text_token_does_not_split_the_documents():
+    """Phi-3 ends every rendering with a second stop token that is not in the history; this still gives one document."""
     template = CHATML + "{% if not add_generation_prompt %}{{ '<|pad|>' }}{% endif %}"
     assert made(template, chat("u:x", "a:One.", "u:y", "a:Two."), stop=[STOP, 0]) == [
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n«One.<|im_end|>»\n"
@@ -260,7 +261,7 @@ def test_an_end_of_text_mark_behind_the_whole_is_no_rewriting():
     ]
 
 
-def test_a_turn_whose_stop_token_history_drops_does_not_run_into_the_next():
+def test_a_turn_that_loses_its_stop_token_in_the_history_is_a_document_of_its_own():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
         "{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endfor %}" + PROMPT
@@ -272,20 +273,20 @@ def test_a_turn_whose_stop_token_history_drops_does_not_run_into_the_next():
 
 
 @given(st.text("ab", max_size=6), st.text("ab", max_size=6))
-def test_what_two_renderings_begin_with_alike(a, b):
+def test_common_prefix_length(a, b):
     n = _common_prefix_length(a, b)
     assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
 
 
 # -- long chats -------------------------------------------------------------------------------------------------------
 
-GEMMA = (  # roles must take turns, contents are trimmed, and the assistant has another name
+GEMMA = (  # like Gemma's: roles must alternate, contents are trimmed, and the assistant's role is named model
     "{{ '<|pad|>' }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
 )
-NUMBERED = CHATML.replace("m['role'] + '\n'", "m['role'] + '\n' + loop.index | string").replace(  # as ChatGLM2's rounds
+NUMBERED = CHATML.replace("m['role'] + '\n'", "m['role'] + '\n' + loop.index | string").replace(  # as in ChatGLM2
     "assistant\n' }}{% endif", "assistant\n' + (messages | length + 1) | string }}{% endif"
 )
 ENDED = CHATML + "{% if not add_generation_prompt %}{{ '<|pad|>' }}{% endif %}"
@@ -296,8 +297,8 @@ SAID = st.sampled_from(["", " Yes. ", "<think>\nhm\n</think>\n\nNo.", "No."])
 @pytest.mark.parametrize("template", LONG.values(), ids=LONG)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("uuut"), SAID, st.booleans()), min_size=1, max_size=6), st.booleans(), SAID)
-def test_the_turns_of_long_chats_are_those_of_short_ones(template, turns, system, last):
-    """What is found in linear time is what rendering every beginning of the chat finds."""
+def test_long_chats_give_the_documents_of_the_slow_method(template, turns, system, last):
+    """The linear-time method finds the same documents as rendering every prefix of the chat."""
     told = [f"{role}:x" if answered else f"{role}:{said}" for role, said, answered in turns]
     answers = [f"a:{said}" for _, said, answered in turns if answered] + [f"a:{last}"]
     for template_turns in ([*(t for pair in zip(told, answers, strict=False) for t in pair)], [*told, *answers]):
@@ -314,7 +315,7 @@ def test_the_turns_of_long_chats_are_those_of_short_ones(template, turns, system
 
 @pytest.mark.parametrize("template", [CHATML, TOOLS, GEMMA])
 def test_long_chats_are_rendered_in_linear_time(template, monkeypatch):
-    """1,000 turns took seven seconds; templates that rewrite history still take time quadratic in the turns."""
+    """The number of rendered messages grows linearly with the turns, unless the template rewrites history."""
     rendered, apply = [], type(tiny_tokenizer()).apply_chat_template
     chats, turns = ChatTemplate(tiny_tokenizer(template), [STOP]), ["u:Can it fly?", "a:Soon."] * 50
 
@@ -353,13 +354,13 @@ def test_keyword_arguments_reach_the_template():
 
 def test_plain_text_is_one_span_from_its_second_token():
     text = "Once upon a time a young bird"
-    chats = ChatTemplate(tiny_tokenizer(None), [STOP])  # plain text needs no template
+    chats = ChatTemplate(tiny_tokenizer(None), [STOP])  # plain text needs no chat template
     (document,) = chats.documents(Record("here", text=text))
     assert document.spans.tolist() == [-1] + [0] * (len(document.tokens) - 1)
     assert document.tokens.tolist() == chats.prompt_ids(text)
 
 
-def test_of_a_prompt_and_completion_only_the_completion_is_learned():
+def test_only_the_completion_of_a_prompt_is_supervised():
     chats = ChatTemplate(tiny_tokenizer(None), [STOP])
 
     def spans(prompt, completion):
@@ -367,7 +368,7 @@ def test_of_a_prompt_and_completion_only_the_completion_is_learned():
         return shown(chats, document)
 
     assert spans("The young", " bird tries") == "The young« bird tries»"
-    assert spans("The young ", "bird tries") == "The young bird« tries»"  # a token of both belongs to the prompt
+    assert spans("The young ", "bird tries") == "The young bird« tries»"  # a token across the border is the prompt's
     assert spans("T", "he young bird") == "The« young bird»"
     for prompt, completion in (("The young bird", ""), ("The young bir", "d")):
         with pytest.raises(ValueError, match="here has a prompt but no completion to train on"):
@@ -375,7 +376,7 @@ def test_of_a_prompt_and_completion_only_the_completion_is_learned():
 
 
 @pytest.mark.parametrize("trim", [False, True], ids=["whole offsets", "offsets without spaces"])
-def test_special_tokens_around_a_plain_text_are_no_part_of_it(trim):
+def test_special_tokens_around_a_plain_text_do_not_move_its_span(trim):
     tokenizer = copy.deepcopy(tiny_tokenizer(None))
     around = processors.TemplateProcessing(
         single="<|pad|> $A <|im_end|>", special_tokens=[("<|pad|>", 0), ("<|im_end|>", 1)]
@@ -391,7 +392,7 @@ def test_special_tokens_around_a_plain_text_are_no_part_of_it(trim):
         assert shown(chats, document) == expected
 
 
-def test_of_a_conversation_the_given_messages_are_only_read():
+def test_the_prompt_messages_of_a_conversation_are_not_supervised():
     record = chat("u:One?", "a:Yes.", "u:Two?", "a:No.", prompt_length=3)
     assert made(CHATML, record) == [
         "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
@@ -403,8 +404,8 @@ def test_of_a_conversation_the_given_messages_are_only_read():
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_contents_of_prompts_are_text():
-    """Messages given to the engine pass the same check as those of files."""
+def test_contents_of_prompts_must_be_text():
+    """Messages given to the engine are checked like messages from files."""
     chats = ChatTemplate(tiny_tokenizer(CHATML), [STOP])
     listed = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Can it", "fly?")]}]
     assert chats.prompt_ids(listed) == chats.prompt_ids([{"role": "user", "content": "Can it\nfly?"}])
@@ -433,7 +434,7 @@ def test_a_template_that_refuses_roles_is_quoted_with_the_place():
     )
     message = refused(template, chat("s:Fly.", "u:x", "a:y"), r"data\.jsonl, line 7: .* refuses .*System role not supp")
     assert "(system user assistant)" in message
-    assert made(template, chat("u:x", "a:y"))  # and takes what it knows
+    assert made(template, chat("u:x", "a:y"))  # other roles are accepted
 
 
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 %}{% endfor %}{% endfor %}"
@@ -449,7 +450,7 @@ def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
     stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
     refused(template, chat("u:x", "a:y"), stopped)
-    assert made(CHATML, chat("u:x", "a:y"))  # and the next is rendered in peace
+    assert made(CHATML, chat("u:x", "a:y"))  # the timer does not affect the next rendering
 
 
 def test_a_template_that_recurses_or_grows_without_end_is_refused():
@@ -464,7 +465,7 @@ def test_turns_without_answers_are_refused():
 
 
 def test_a_prompt_that_is_not_how_the_turn_begins_is_refused():
-    """As where reasoning is asked for in the prompt and left out of the data's turns (DeepSeek-R1)."""
+    """Example: the generation prompt starts a reasoning block that the data's turns lack (DeepSeek-R1)."""
     template = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
     message = refused(
         template,
@@ -478,13 +479,13 @@ def test_conversations_need_a_template():
     refused(None, chat("u:x", "a:y"), "line 7 is a conversation, but the tokenizer has no chat template")
 
 
-def test_nobody_being_the_assistant_is_shown():
+def test_a_chat_without_an_assistant_to_train_on_is_refused():
     assert "user: Can it fly?" in refused(CHATML, chat("s:x", "u:Can it fly?"), "line 7 has no assistant message")
     refused(CHATML, Record("here", messages=[]), "here has no assistant message")
     refused(CHATML, chat("a:Hello!", "u:Hi."), "line 7 has no assistant message")
 
 
-def test_nothing_or_everything_being_the_assistants_is_shown():
+def test_a_template_that_supervises_nothing_or_everything_is_refused():
     mute = CHATML.replace("m['content']", "('' if m.role == 'assistant' else m['content'])").replace("<|im_end|>", "")
     mute = mute.replace("+ '\n' }}{% endfor", "}}{% endfor")
     assert "user" in refused(mute, chat("u:x", "a:y"), "line 7: 0 of .* tokens are the assistant's")
@@ -494,7 +495,7 @@ def test_nothing_or_everything_being_the_assistants_is_shown():
     )
 
 
-def test_a_text_too_short_to_draft_in_is_refused():
+def test_a_text_of_one_token_is_refused():
     refused(CHATML, Record("line 3", text="ab"[:1]), "line 3: a text of 1 tokens is too short")
 
 
@@ -504,7 +505,7 @@ def test_a_tokenizer_without_offsets_is_refused():
 
 
 def test_the_tiny_tokenizer_is_byte_level():
-    """The spans above are exact at any character only if any text survives the tokenizer."""
+    """The spans above can start at any character only if the tokenizer reproduces any text."""
     text = "Ünïcødé 你好 \U0001f426\n\t  x"
     assert isinstance(tiny_tokenizer().backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel)
     assert tiny_tokenizer().decode(tiny_tokenizer()(text)["input_ids"]) == text

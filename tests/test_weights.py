@@ -1,4 +1,4 @@
-"""Draft checkpoints: the exact file other engines load, what is refused and why, and nothing ever half-written."""
+"""Draft checkpoints: the exact files that other engines load, errors for bad files, and atomic writes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROPES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("W", [40, V], ids=["W<V", "W=V"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_draft_comes_back_to_the_bit(tmp_path, variant, W, dtype):
+def test_a_saved_draft_loads_bit_for_bit(tmp_path, variant, W, dtype):
     draft = make(W, **VARIANTS[variant])
     save_draft(draft, tmp_path / "draft", dtype)
     assert listing(tmp_path / "draft") == ["config.json", "model.safetensors"]
@@ -74,12 +74,12 @@ def test_a_draft_comes_back_to_the_bit(tmp_path, variant, W, dtype):
 
 
 def portable(c: DraftConfig) -> dict[str, list[int]]:
-    """Names and shapes of the file every engine loads, from the contract's table."""
+    """Names and shapes of the tensors in the file that every engine loads."""
     E, A, q, kv = c.hidden_size, c.num_aux_hidden_states, HEADS * HEAD, KV * HEAD
     shapes = {"fc.weight": [E, A * D], "norm.weight": [E], "lm_head.weight": [c.draft_vocab_size, E]}
     for i in range(c.num_hidden_layers):
         at, width = ("midlayer", 2 * E) if i == 0 else (f"layers.{i}", E)
-        # hidden_norm of further layers is their input norm again, under the name SGLang reads
+        # in further layers, hidden_norm is a copy of input_layernorm, because SGLang reads that name
         shapes |= {f"{at}.{n}.weight": [E] for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
         shapes |= {f"{at}.self_attn.{n}_proj.weight": [m, width] for n, m in (("q", q), ("k", kv), ("v", kv))}
         shapes |= {f"{at}.self_attn.o_proj.weight": [E, q], f"{at}.mlp.down_proj.weight": [E, INNER]}
@@ -103,7 +103,7 @@ def portable(c: DraftConfig) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("W", [40, V], ids=["W<V", "W=V"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_file_holds_exactly_the_contracts_tensors(tmp_path, variant, W):
+def test_the_file_holds_exactly_the_expected_tensors(tmp_path, variant, W):
     draft = make(W, **VARIANTS[variant])
     save_draft(draft, tmp_path / "draft")
     with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as f:
@@ -130,7 +130,7 @@ CONFIG_KEYS = {
 }  # fmt: skip
 
 
-def test_config_json_has_every_key_of_the_contract(tmp_path):
+def test_config_json_has_every_expected_key(tmp_path):
     saved(tmp_path / "d", fc_norm=True, norm_output=True)
     hf = json.loads((tmp_path / "d" / "config.json").read_text())
     assert hf.keys() == CONFIG_KEYS | {"fledge"}
@@ -154,11 +154,11 @@ def test_transformers_reads_the_config_alike(tmp_path, rope):
     assert {k: read.rope_parameters[k] for k in expected} == expected
     assert read_draft_config(tmp_path / "d").rope == ROPES[rope]
     hf = json.loads((tmp_path / "d" / "config.json").read_text())
-    assert hf["rope_theta"] == 5e5, "SafeAILab reads only this one"
-    assert rope != "linear" or hf["rope_scaling"] == {"type": "linear", "factor": 2.0}, "and this spelling of it"
+    assert hf["rope_theta"] == 5e5, "SafeAILab reads only this field"
+    assert rope != "linear" or hf["rope_scaling"] == {"type": "linear", "factor": 2.0}, "SafeAILab's spelling"
 
 
-def test_a_draft_with_qk_norms_names_the_only_class_that_has_them(tmp_path):
+def test_a_draft_with_qk_norms_names_the_qwen3_class(tmp_path):
     saved(tmp_path / "d", qk_norm=True)
     read = AutoConfig.from_pretrained(tmp_path / "d")
     assert (read.model_type, read.architectures) == ("qwen3", ["Eagle3Qwen3ForCausalLM"])
@@ -179,25 +179,25 @@ def test_other_layers_are_written_in_both_engines_numbering(tmp_path):
     assert read_draft_config(tmp_path / "d").aux_layers == (1, 4, 8)
 
 
-def test_default_layers_are_left_to_the_engines(tmp_path):
+def test_default_layers_are_not_written_for_the_engines(tmp_path):
     saved(tmp_path / "d")
     assert ids_of(tmp_path / "d") == (None, None)
     saved(tmp_path / "e", aux_layers=default_aux_layers(8), provenance=Provenance(target_layers=8))
     assert ids_of(tmp_path / "e") == (None, None)
-    assert read_draft_config(tmp_path / "e").aux_layers == (2, 4, 5), "named all the same for fledge"
+    assert read_draft_config(tmp_path / "e").aux_layers == (2, 4, 5), "fledge's own field lists default layers too"
 
 
 def test_a_draft_of_a_shallow_target_can_be_saved(tmp_path):
-    """A target of four layers has no default layers to compare with."""
+    """The engines have no default layers for a target of four layers, so the config lists the draft's layers."""
     saved(tmp_path / "d", aux_layers=(1, 2, 3), provenance=Provenance(target_layers=4))
     assert ids_of(tmp_path / "d")[0] == [1, 2, 3]
 
 
-def test_ids_as_other_writers_give_them(tmp_path):
+def test_layer_ids_of_other_writers_are_read(tmp_path):
     saved(tmp_path / "d")
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     reconfigure(tmp_path / "d", fledge=None, eagle_config=nested)
-    assert read_draft_config(tmp_path / "d").aux_layers == (2, 4, 5), "SGLang counts outputs"
+    assert read_draft_config(tmp_path / "d").aux_layers == (2, 4, 5), "SGLang's ids are one less"
     reconfigure(tmp_path / "d", eagle_aux_hidden_state_layer_ids=[2, 4, 5], eagle_config=nested)
     assert read_draft_config(tmp_path / "d").aux_layers == (2, 4, 5)
     reconfigure(tmp_path / "d", eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
@@ -234,8 +234,8 @@ def test_sglangs_old_names_of_the_feature_norms(tmp_path):
 
 
 def test_the_authors_eagle_3(tmp_path):
-    """Written by hand to their layout: Llama's architecture, only what their configuration class reads, and a pickle.
-    Cut short, it is refused like any other file."""
+    """The files follow the authors' layout: Llama's architecture, only the fields that their configuration class reads,
+    and a pickle. A truncated pickle is refused."""
     draft, written = make(), tmp_path / "d"
     written.mkdir()
     c = draft.config
@@ -264,8 +264,8 @@ def test_int32_offsets_and_no_t2d(tmp_path):
     assert same(load_draft(tmp_path / "d"), draft)
 
 
-def test_an_embedding_that_is_shipped_is_used(tmp_path):
-    """As in vLLM; its config does not say that the draft has one."""
+def test_an_embedding_in_the_file_is_used(tmp_path):
+    """A draft's own embedding is used even if its config does not mention it, as in vLLM."""
     draft = saved(tmp_path / "d", own_embeddings=True)
     reconfigure(tmp_path / "d", fledge=None)
     loaded = load_draft(tmp_path / "d")
@@ -273,7 +273,7 @@ def test_an_embedding_that_is_shipped_is_used(tmp_path):
     assert torch.equal(loaded.embed(torch.arange(V)), draft.embed_tokens.weight)
 
 
-def test_equal_widths_spelled_out_need_no_embedding(tmp_path):
+def test_a_written_target_width_that_equals_the_drafts_needs_no_embedding(tmp_path):
     draft = saved(tmp_path / "d")
     reconfigure(tmp_path / "d", fledge=None, target_hidden_size=D)
     assert same(load_draft(tmp_path / "d"), draft)
@@ -332,7 +332,7 @@ def test_broken_configs(tmp_path, text):
         (dict(fc_norm=True, norm_before_fc=True), "exclude each other"),
     ],
 )
-def test_configs_of_something_else(tmp_path, changes, match):
+def test_configs_that_are_not_of_a_readable_draft_are_refused(tmp_path, changes, match):
     saved(tmp_path / "d")
     reconfigure(tmp_path / "d", **changes)
     refused(tmp_path / "d", match)
@@ -369,13 +369,13 @@ def test_weights_that_do_not_fit_their_config(tmp_path, change, match):
 
 
 @pytest.mark.parametrize("offset", [-V, V])
-def test_maps_that_name_no_tokens_of_the_target(tmp_path, offset):
+def test_maps_outside_the_targets_vocabulary_are_refused(tmp_path, offset):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t.update(d2t=t["d2t"] + offset))
     refused(tmp_path / "d", "outside the target's vocabulary 0..119")
 
 
-def test_maps_that_name_a_token_twice(tmp_path):
+def test_maps_with_a_token_twice_are_refused(tmp_path):
     saved(tmp_path / "d")
     rewrite(tmp_path / "d", lambda t: t["d2t"].copy_(-torch.arange(40)))
     refused(tmp_path / "d", "ascending distinct ids")
@@ -416,7 +416,7 @@ def test_the_right_tokenizer_is_recognised(target):
     assert smaller != known.tokenizer_sha256
 
 
-def test_longropes_other_list_is_refused():
+def test_a_target_with_the_other_longrope_factors_is_refused():
     lists = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **lists}}
     short, long = (
@@ -430,8 +430,8 @@ def test_longropes_other_list_is_refused():
 # -- whole or not at all ----------------------------------------------------------------------------------------------
 
 
-def test_readers_find_the_old_content_and_rename_nothing(tmp_path, monkeypatch):
-    """Where a replacement was stopped between its two renames, on a disk that nobody may write to."""
+def test_readers_find_the_old_content_without_renaming(tmp_path, monkeypatch):
+    """If a replacement stopped between its two renames, readers find the old content, even on a read-only disk."""
     draft = saved(tmp_path / "d")
     (tmp_path / "d").rename(tmp_path / ".d.fledge-old")
     run = RunDirectory(tmp_path / "run")
@@ -452,7 +452,7 @@ def test_readers_find_the_old_content_and_rename_nothing(tmp_path, monkeypatch):
 
 
 def test_a_draft_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    """Never the config of one beside the weights of another, nor an error because files went away."""
+    """The reader never combines one draft's config with another's weights, and does not fail on removed files."""
     small = dict(hidden_size=16, own_embeddings=True)
     saved(tmp_path / "d", seed=1)
     read, replaced = weights.read_tensors, []
@@ -466,14 +466,14 @@ def test_a_draft_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monke
     assert same(load_draft(tmp_path / "d"), replaced[0]) and len(replaced) == 1
 
 
-def test_the_directory_one_is_in_is_a_draft_too(tmp_path, monkeypatch):
+def test_a_draft_in_the_current_directory_is_loaded(tmp_path, monkeypatch):
     draft = saved(tmp_path / "d")
     monkeypatch.chdir(tmp_path / "d")
     assert same(load_draft("."), draft)
 
 
-def test_what_lies_beside_is_the_users_own(tmp_path):
-    """Names that people give copies are let be, by readers and writers."""
+def test_neighbouring_directories_are_not_touched(tmp_path):
+    """Readers and writers do not touch directories such as d.old and d.new, which users make."""
     draft = saved(tmp_path / "d")
     copies = {name: saved(tmp_path / name, seed=5) for name in ("d.old", "d.new")}
     assert same(load_draft(tmp_path / "d"), draft)
@@ -540,15 +540,15 @@ def test_a_process_killed_while_writing_leaves_the_old_draft(tmp_path):
             assert process.stdout.readline() == "half\n"
         finally:
             process.kill()
-    assert (tmp_path / ".d.fledge-new" / "model.safetensors").stat().st_size > 0, "it was in the middle of it"
+    assert (tmp_path / ".d.fledge-new" / "model.safetensors").stat().st_size > 0, "it was killed too early"
     assert same(load_draft(tmp_path / "d"), make(seed=1))
     draft = make(seed=3)
     save_draft(draft, tmp_path / "d", torch.float32)
     assert same(load_draft(tmp_path / "d"), draft) and listing(tmp_path) == ["d"]
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(tmp_path):
-    """Here no file may grow beyond 50,000 bytes, where the system says EFBIG as a full disk says ENOSPC."""
+def test_a_full_disk_gives_one_sentence_and_keeps_the_old_content(tmp_path):
+    """A file size limit of 50,000 bytes stands for a full disk: the system raises EFBIG in place of ENOSPC."""
     with python(FULL_DISK, tmp_path) as process:
         lines = [json.loads(line) for line in process.stdout]
     assert [name for name, *_ in lines] == [
@@ -594,15 +594,15 @@ def test_a_run_is_started_once(tmp_path):
         ValueError, match=r"holds a training run; continue it with --resume .*run, or choose another --out"
     ):
         run.start("lr: 0.2")
-    run.recipe.rename(run.old_config)  # of an earlier version
+    run.recipe.rename(run.old_config)  # as an earlier version wrote it
     assert run.options_file() == run.old_config
     with pytest.raises(ValueError, match="holds a training run"):
         run.check_free()
 
 
-@pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "of before there were hashes"])
+@pytest.mark.parametrize("hashed", [True, False], ids=["with hashes", "without hashes"])
 @pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty", "a list"])
-def test_a_damaged_state_is_told(tmp_path, damage, hashed):
+def test_a_damaged_state_is_refused(tmp_path, damage, hashed):
     run = RunDirectory(tmp_path)
     run.save_checkpoint(make(), torch.float32, {"step": 1, "x": torch.zeros(1000)})
     file = run.checkpoint / "state.pt"
@@ -646,7 +646,7 @@ def test_the_hashes_are_those_of_sha256sum(tmp_path):
     assert sorted([*(line.split("  ")[1] for line in lines), "SHA256SUMS"]) == listing(run.checkpoint)
 
 
-def test_a_checkpoint_of_before_there_were_hashes_goes_on(tmp_path):
+def test_a_checkpoint_without_hashes_is_loaded(tmp_path):
     run = RunDirectory(tmp_path)
     run.save_checkpoint(make(), torch.float32, {"step": 1})
     (run.checkpoint / "SHA256SUMS").unlink()
@@ -654,14 +654,14 @@ def test_a_checkpoint_of_before_there_were_hashes_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "[" * 5000, "{", "\x00"])
-def test_a_train_json_that_is_none_is_told(tmp_path, text):
+def test_a_damaged_train_json_is_refused(tmp_path, text):
     run = RunDirectory(tmp_path)
     run.old_config.write_text(text)
     with pytest.raises(ValueError, match=r"train\.json .* is damaged; start a new run"):
         resume_options(run, TrainOptions(resume=str(tmp_path)))
 
 
-def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
+def test_a_checkpoint_is_read_back_and_its_draft_loads(tmp_path):
     run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "address": (3, 4)}
     run.save_checkpoint(draft, torch.float32, state)
     loaded = run.load_checkpoint()
@@ -670,7 +670,7 @@ def test_a_checkpoint_comes_back_and_its_draft_can_be_served(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": "2"}', '["step"]', "{}}", '{"step": 1e999}', "\xff}"])
-def test_a_line_that_training_did_not_write_is_told(tmp_path, line):
+def test_a_metrics_line_that_training_did_not_write_is_refused(tmp_path, line):
     run = RunDirectory(tmp_path)
     before = b'{"step": 1}\n' + line.encode("latin-1").replace(b"]", b"]}") + b'\n{"step": 2}\n'
     run.metrics.write_bytes(before)
@@ -690,7 +690,7 @@ OWNED = {
 
 @pytest.mark.parametrize("name", [*OWNED, ".checkpoint.fledge-new", ".draft.fledge-old"])
 @pytest.mark.parametrize("how", ["link", "dangling link", "other kind"])
-def test_what_a_run_cannot_replace_is_refused_before_it_begins(tmp_path, name, how):
+def test_files_that_a_run_cannot_replace_are_refused_before_it_starts(tmp_path, name, how):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     elsewhere, place, kind = tmp_path / "elsewhere", run.path / name, OWNED.get(name, "directory")
@@ -702,14 +702,14 @@ def test_what_a_run_cannot_replace_is_refused_before_it_begins(tmp_path, name, h
             elsewhere.mkdir() if kind == "directory" else elsewhere.write_text("mine")
     wanted = f"is not a {kind}, so a run" if how == "other kind" else "is a symbolic link.*move the link's target here"
     with pytest.raises(ValueError, match=f"{re.escape(name)} {wanted}"), run.locked():
-        pytest.fail("it was begun")
+        pytest.fail("the run started")
     assert listing(run.path) == [name] and place.is_symlink() == ("link" in how)
     if name in OWNED:
         with pytest.raises(ValueError, match=r"exists, and a run|holds a training run"):
             run.check_free()
 
 
-def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
+def test_a_run_directory_may_be_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     run = RunDirectory(tmp_path / "run")
@@ -720,8 +720,8 @@ def test_a_run_in_a_linked_directory_is_a_run(tmp_path):
     assert run.load_checkpoint() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "recipe.yaml"]
 
 
-def test_a_run_has_one_owner_who_mends_it(tmp_path):
-    """What was half done when its last owner was killed is put right by the next, and by nobody else."""
+def test_a_run_is_locked_by_one_process_that_repairs_it(tmp_path):
+    """After a kill, the next process that locks the run repairs it; a second process cannot lock it."""
     run = RunDirectory(tmp_path / "run")
     with run.locked():
         run.save_checkpoint(make(), torch.float32, {"step": 1})
@@ -734,7 +734,7 @@ def test_a_run_has_one_owner_who_mends_it(tmp_path):
             pytest.raises(ValueError, match=rf"run is in use: process {os.getpid()} on .* since .*; wait"),
             run.locked(),
         ):
-            pytest.fail("two own it")
+            pytest.fail("two processes hold the lock")
     assert listing(run.path) == ["checkpoint"]
 
 
