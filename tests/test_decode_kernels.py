@@ -169,12 +169,11 @@ def test_attention_refuses() -> None:
 @pytest.mark.parametrize("S", [1, 8, 60])
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_on_a_gpu(lengths: list[int], S: int, window: int | None) -> None:
-    for H, G in ((4, 4), (6, 2), (32, 8), (7, 1)):
-        for d in (64, 80, 96, 128):
-            Case(lengths, S, H, G, d, torch.bfloat16).check(window=window)
+    for H, G, d in ((4, 4, 64), (6, 2, 80), (7, 1, 96), (32, 8, 128), (28, 4, 128)):
+        Case(lengths, S, H, G, d, torch.bfloat16).check(window=window)
     Case(lengths, S, 4, 2, 256, torch.bfloat16, layout="PGd").check(window=window)
     Case(lengths, S, 8, 2, 128, torch.float16, J=70, layout="wide").check(window=window)
-    for d in (64, 128, 256):
+    for d in (128, 256):
         Case(lengths, S, 8, 2, d, torch.float32, layout="PGd").check(window=window)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 WAVES = 2  # programs per processor that the shares are chosen for; one for large blocks of rows, which fill it
 MOST_SPLITS = 64
-SPLIT_CHUNK = 16  # shares that the combining kernel loads at once
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 
 
@@ -64,13 +63,13 @@ def _read_slots(
 
 
 @triton.jit(
-    do_not_specialize=["S", "J", "svb", "svs", "spb"],
+    do_not_specialize=["S", "J", "splits", "svb", "svs", "spb"],
     do_not_specialize_on_alignment=["start_ptr", "length_ptr", "visible_ptr", "position_ptr"],
 )
 def _attend(
     q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr,
-    S, J, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    S, J, splits, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     split, g, b = tl.program_id(0), tl.program_id(1) % G, tl.program_id(2).to(tl.int64)
@@ -98,7 +97,7 @@ def _attend(
         position = tl.load(position_ptr + b * spb + row_s, mask=inside, other=0).to(tl.int32)
         lowest = tl.min(tl.where(inside, position, 2147483647))
         lo = tl.minimum(tl.maximum(lowest - WINDOW + 1, 0) // BN * BN, prefix_end)
-    share = tl.cdiv(tl.cdiv(length + J - lo, BN), SPLITS) * BN
+    share = tl.cdiv(tl.cdiv(length + J - lo, BN), splits) * BN
     begin = lo + split * share
     end = tl.minimum(begin + share, tl.cdiv(length + J, BN) * BN)
     clear = begin
@@ -121,34 +120,28 @@ def _attend(
     )  # fmt: skip
     found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     out_row = (b * S + row_s) * H + row_h
-    if SPLITS == 1:
-        tl.store(out_ptr + out_row[:, None] * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=tile)
-    else:
-        part = out_row * SPLITS + split
+    if SHARED:
+        part = out_row * splits + split
         lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         tl.store(partial_ptr + part[:, None] * D + d[None, :], found, mask=tile)
         tl.store(lse_ptr + part, lse, mask=inside)
+    else:
+        tl.store(out_ptr + out_row[:, None] * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    partial_ptr, lse_ptr, out_ptr,
-    D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, splits,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of the shares of one row and head; the weights are the shares' sums of exponentials."""
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
-    every = tl.arange(0, BS)
-    lse = tl.load(lse_ptr + row * SPLITS + every, mask=every < SPLITS, other=float("-inf"))
-    m = tl.max(lse, 0)
-    total = tl.sum(tl.exp2(lse - m), 0)
-    acc = tl.zeros([BD], tl.float32)
-    for at in tl.static_range(0, SPLITS, CHUNK):
-        split = at + tl.arange(0, CHUNK)
-        lse = tl.load(lse_ptr + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-        held = (lse > float("-inf"))[:, None] & (d < D)[None, :]  # a share without slots costs no reading
-        part = tl.load(partial_ptr + (row * SPLITS + split)[:, None] * D + d[None, :], mask=held, other=0.0)
-        acc += tl.sum(tl.exp2(lse - m)[:, None] * part, 0)
-    tl.store(out_ptr + row * D + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+    row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, BS), tl.arange(0, BD)
+    lse = tl.load(lse_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
+    held = (lse > float("-inf"))[:, None] & (d < D)[None, :]  # a share without slots costs no reading
+    part = tl.load(partial_ptr + (row * splits + split)[:, None] * D + d[None, :], mask=held, other=0.0)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    found = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + row * D + d, found.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def tree_attention_triton(
@@ -157,8 +150,8 @@ def tree_attention_triton(
 ) -> Tensor:  # fmt: skip
     """`tree_attention_reference` on a GPU or in Triton's interpreter, without any synchronization with the host.
 
-    The kernels are compiled for each head shape, dtype, window, block of rows and number of shares. Raises ValueError
-    for heads of more than 256 and for tensors whose heads are not contiguous.
+    The kernels are compiled for each head shape, dtype, window and block of rows, not for each length. Raises
+    ValueError for heads of more than 256 and for tensors whose heads are not contiguous.
     """
     (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible_BSJ.shape[-1]
     if d > 256 or not q_BSHd.stride(3) == keys_GPd.stride(2) == values_GPd.stride(2) == 1:
@@ -182,15 +175,14 @@ def tree_attention_triton(
     BD = _block_width(d)
     _attend[(splits, blocks * G, B)](
         q_BSHd, keys_GPd, values_GPd, start_B.contiguous(), length_B.contiguous(), visible, position, out, partial, lse,
-        S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
+        S, J, splits, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *visible.stride()[:2], 0 if window is None else position.stride(0),
-        H=H, G=G, D=d, BD=BD, WINDOW=window or 0, SPLITS=splits, **tiles,
+        H=H, G=G, D=d, BD=BD, WINDOW=window or 0, SHARED=splits > 1, **tiles,
     )  # fmt: skip
     if splits > 1:
         _combine[(B * S * H,)](
-            partial, lse, out, D=d, BD=BD, SPLITS=splits, BS=triton.next_power_of_2(splits), CHUNK=SPLIT_CHUNK,
-            num_warps=4,
-        )  # fmt: skip
+            partial, lse, out, splits, D=d, BD=BD, BS=triton.next_power_of_2(splits), num_warps=4 if BD <= 128 else 8
+        )
     return out
 
 
