@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.acceptance import define_measurements
 from support.chats import tiny_chats
@@ -54,6 +55,18 @@ def test_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = record(tmp_path, monkeypatch, "loss", "--width", 64, "--sizes", 100, 300)["rows"]
     assert [row["impl"] for row in rows] == ["apart32", "apart", "eager"]
     assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-2) for row in rows)
+
+
+def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        found = record(tmp_path, monkeypatch, "decode_kernels", "--shape", "tiny", "--lengths", 9, "--repeats", 1)
+    finally:
+        torch.set_default_dtype(dtype), torch.set_default_device(device)
+    assert [row["kernel"] for row in found["rows"]] == ["attention"] * 4 + ["norm"] * 3 + ["rope"] * 3 + [
+        "activation"
+    ] * 3
+    assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
 
 def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""Times the kernels of decoding: attention to a cache and a tree, and the small operations of a layer.
+
+    python bench/decode_kernels.py --out bench/results/decode_kernels.json
+
+Each time is of one of 32 calls in a CUDA graph, which read 32 different pools or rows, as the layers of a network do.
+`bytes` counts what a call has to move: for attention the keys, values, queries and results. `move_us` is the time in
+which this GPU copies as many (read and written) bytes of a large tensor. B is the number of sequences, S that of new
+rows of each, and M = B S. On a CPU, the definitions run, without a graph.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import SHAPES, seconds
+from torch import Tensor
+
+from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
+from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.kernels.tree_attention import tree_attention
+
+CALLS = 32
+BATCHES = (1, 1), (1, 8), (1, 60), (8, 8)  # (B, S)
+ROWS = 1, 8, 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/decode_kernels.json"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 16384], help="of the prefixes, in slots")
+    parser.add_argument("--repeats", type=int, default=20, help="replays of each graph; the shortest counts")
+    options = parser.parse_args()
+    check_record_path(options.out, "--out")
+    torch.manual_seed(0)
+    torch.set_default_device(options.device)
+    torch.set_default_dtype(torch.bfloat16)
+    rate = copied_bytes_per_second(options.device)
+    record = {"environment": environment(options.device, "bfloat16"), "copy_gb_per_s": rate / 1e9, "rows": []}
+    cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in BATCHES]
+    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls) for M in ROWS]
+    for make, B, S, length in cases:
+        calls, moved = make(SHAPES[options.shape], B, S, length)
+        us = 1e6 * seconds_per_call(calls, options.device, options.repeats)
+        row = {"kernel": make.__name__.removesuffix("_calls"), "B": B, "S": S, "length": length}
+        row |= {"us": us, "bytes": moved, "move_us": 1e6 * moved / rate}
+        record["rows"].append(row)
+        print(
+            "{kernel:10} B {B} S {S:2} length {length!s:5} {us:8.2f} us, move {move_us:8.2f} us".format(**row),
+            flush=True,
+        )
+        write_record(options.out, record)
+        del calls  # before the next pools are made
+
+
+def attention_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Callable[[], Tensor]], int]:
+    """Attention of B sequences with `length` slots and S new rows, a causal chain."""
+    H, G, d = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    room = length + S
+    start = torch.arange(B, dtype=torch.int64) * room
+    lengths, visible = torch.full((B,), length, dtype=torch.int64), torch.ones(B, S, S, dtype=torch.bool).tril()
+    calls = []
+    for _ in range(CALLS):
+        q, keys, values = torch.randn(B, S, H, d), torch.randn(G, B * room, d), torch.randn(G, B * room, d)
+        calls.append(lambda q=q, k=keys, v=values: tree_attention(q, k, v, start, lengths, visible))
+    return calls, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
+
+
+def norm_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    M, E = B * S, shape["hidden_size"]
+    calls = []
+    for _ in range(CALLS):
+        x, residual, weight = torch.randn(M, E), torch.randn(M, E), torch.ones(E)
+        calls.append(lambda x=x, residual=residual, weight=weight: add_rms_norm(x, residual, weight, 1e-5))
+    return calls, 2 * (4 * M * E + E)
+
+
+def rope_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
+    H, G, d = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    M, O = B * S, (H + 2 * G) * d
+    cos, sin, slot = torch.rand(M, d), torch.rand(M, d), torch.arange(M, dtype=torch.int64) + 100
+    calls = []
+    for _ in range(CALLS):
+        qkv, keys, values = torch.randn(M, O), torch.zeros(G, 4096, d), torch.zeros(G, 4096, d)
+        calls.append(lambda x=qkv, k=keys, v=values: rope_to_cache(x, cos, sin, H, G, d, k, v, slot))
+    return calls, 2 * (2 * M * O + M * d)  # of cos and sin, half each
+
+
+def activation_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
+    M, F = B * S, shape["intermediate_size"]
+    return [lambda x=torch.randn(M, 2 * F): silu_mul_fused(x) for _ in range(CALLS)], 2 * 3 * M * F
+
+
+def seconds_per_call(calls: list[Callable[[], object]], device: str, repeats: int) -> float:
+    """The shortest of several times of all calls, divided by their number; on a GPU, of one CUDA graph."""
+
+    def work() -> None:
+        for call in calls:
+            call()
+
+    if device == "cpu":
+        return min(seconds(work, device) for _ in range(repeats)) / len(calls)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles the kernels before the capture
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        graph.replay()
+    return min(seconds(graph.replay, device) for _ in range(repeats)) / len(calls)
+
+
+def copied_bytes_per_second(device: str) -> float:
+    """Bytes read and written per second by a copy of a large tensor."""
+    n = 2**31 if device == "cuda" else 2**24
+    source, target = torch.zeros(n, dtype=torch.uint8), torch.empty(n, dtype=torch.uint8)
+    target.copy_(source)
+    return 2 * n / min(seconds(lambda: target.copy_(source), device) for _ in range(10))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The small operations of a decoder layer, fused for decoding: a few rows, one kernel launch each, no gradients.
+
+Each has a definition in plain torch. All compute in at least float32 and round each output once; a network that rounds
+in between, as transformers does in 16 bits, differs by such roundings. `impl` is "definition", "triton" (a GPU or
+Triton's interpreter) or None for `best_impl`; other names raise ValueError.
+
+Axes beyond the legend in `fledge.types`: F width of the MLP, O = (H + 2 G) d outputs of the fused projection, P slots
+of the pool of keys and values, r rotated dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fledge.kernels.decode_layer import definition
+from fledge.kernels.implementations import IMPLS, best_impl, use_triton
+
+__all__ = ["IMPLS", "add_rms_norm", "best_impl", "rope_to_cache", "silu_mul_fused"]
+
+
+def add_rms_norm(
+    x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(sum / rms(sum) * weight, sum) with sum = x + residual, both [M, E] in the dtype of x.
+
+    The norm (RMSNorm, Zhang and Sennrich 2019, arXiv:1910.07467) reads the sum as rounded to that dtype. Without a
+    residual, the sum is x itself.
+    """
+    if use_triton(impl, x_ME):
+        from fledge.kernels.decode_layer.triton import add_rms_norm_triton
+
+        return add_rms_norm_triton(x_ME, residual_ME, weight_E, eps)
+    return definition.add_rms_norm(x_ME, residual_ME, weight_E, eps)
+
+
+def rope_to_cache(
+    qkv_MO: Tensor,
+    cos_Mr: Tensor,
+    sin_Mr: Tensor,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    keys_GPd: Tensor,
+    values_GPd: Tensor,
+    slot_M: Tensor,
+    q_norm_d: Tensor | None = None,
+    k_norm_d: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Rotates queries and keys of a fused projection, writes keys and values to the cache; returns queries [M, H, d].
+
+    A row of `qkv_MO` has the heads of the queries, then of the keys, then of the values. With `q_norm_d` or `k_norm_d`,
+    each head of the queries or keys is normalised first (RMSNorm with this gain, as in Qwen3). Of each head, the first
+    r dimensions are rotated as in `fledge.kernels.rope.apply_rope`; cos and sin are [M, r] with equal halves.
+    The key and value of row m go to slot `slot_M[m]` (int32 or int64, distinct) of the pools `keys_GPd` and
+    `values_GPd`, which may be strided views with contiguous heads. Raises ValueError if the shapes do not belong
+    together or r is odd or larger than d.
+    """
+    M, r = cos_Mr.shape
+    if (
+        qkv_MO.shape != (M, (heads + 2 * kv_heads) * d)
+        or sin_Mr.shape != (M, r)
+        or slot_M.shape != (M,)
+        or keys_GPd.shape != (kv_heads, keys_GPd.shape[1], d)
+        or values_GPd.shape != keys_GPd.shape
+    ):
+        raise ValueError(
+            f"{heads} query heads and {kv_heads} key heads of {d} do not belong with a projection "
+            f"{tuple(qkv_MO.shape)}, cos {tuple(cos_Mr.shape)}, sin {tuple(sin_Mr.shape)}, slots "
+            f"{tuple(slot_M.shape)}, keys {tuple(keys_GPd.shape)} and values {tuple(values_GPd.shape)}"
+        )
+    if r % 2 or not 0 < r <= d:
+        raise ValueError(f"the {r} rotated dimensions must be an even number of at most {d}")
+    norms = q_norm_d, k_norm_d, eps
+    if use_triton(impl, qkv_MO):
+        from fledge.kernels.decode_layer.triton import rope_to_cache_triton
+
+        return rope_to_cache_triton(qkv_MO, cos_Mr, sin_Mr, heads, keys_GPd, values_GPd, slot_M, *norms)
+    return definition.rope_to_cache(qkv_MO, cos_Mr, sin_Mr, heads, keys_GPd, values_GPd, slot_M, *norms)
+
+
+def silu_mul_fused(gate_up_M2F: Tensor, *, impl: str | None = None) -> Tensor:
+    """silu(gate) * up, [M, F], of the output of a fused projection [M, 2 F] with the gate first.
+
+    Raises ValueError if the width is odd.
+    """
+    if gate_up_M2F.shape[-1] % 2:
+        raise ValueError(f"gate and up have one width, so theirs cannot be {gate_up_M2F.shape[-1]} in total")
+    if use_triton(impl, gate_up_M2F):
+        from fledge.kernels.decode_layer.triton import silu_mul_fused_triton
+
+        return silu_mul_fused_triton(gate_up_M2F)
+    return definition.silu_mul_fused(gate_up_M2F)

@@ -1,0 +1,43 @@
+"""The small operations of a decoder layer in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.kernels.precision import at_least_float32
+from fledge.kernels.rope import apply_rope
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, in at least float32, and not rounded to the dtype of x."""
+    x = at_least_float32(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def add_rms_norm(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    sum_ME = x_ME if residual_ME is None else x_ME + residual_ME
+    return _rms_norm(sum_ME, weight_E, eps).to(x_ME.dtype), sum_ME
+
+
+def rope_to_cache(
+    qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
+    q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    G, _, d = keys_GPd.shape
+    q_MHd, k_MGd, v_MGd = qkv_MO.unflatten(1, (heads + 2 * G, d)).split((heads, G, G), 1)
+    cos, sin = (at_least_float32(x)[:, None] for x in (cos_Mr, sin_Mr))
+    q, k = (
+        apply_rope(at_least_float32(x) if weight is None else _rms_norm(x, weight, eps), cos, sin)
+        for x, weight in ((q_MHd, q_norm_d), (k_MGd, k_norm_d))
+    )
+    slot = slot_M.long()
+    keys_GPd[:, slot] = k.transpose(0, 1).to(keys_GPd.dtype)
+    values_GPd[:, slot] = v_MGd.transpose(0, 1).to(values_GPd.dtype)
+    return q.to(qkv_MO.dtype)
+
+
+def silu_mul_fused(gate_up_M2F: Tensor) -> Tensor:
+    gate, up = at_least_float32(gate_up_M2F).chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up_M2F.dtype)

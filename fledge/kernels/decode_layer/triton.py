@@ -1,0 +1,158 @@
+"""The small operations of a decoder layer in Triton, for a few rows.
+
+At batch 1 each takes little more than its launch, so that the aim is one launch and enough programs: a row each for the
+norm, a row and head each for the rotation, 1,024 outputs of a row each for the activation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, sx, sr, eps,
+    E: tl.constexpr, BE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row, e = tl.program_id(0).to(tl.int64), tl.arange(0, BE)
+    x = tl.load(x_ptr + row * sx + e, mask=e < E, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(residual_ptr + row * sr + e, mask=e < E, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * E + e, rounded, mask=e < E)
+        x = rounded.to(tl.float32)
+    weight = tl.load(weight_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / E + eps)
+    tl.store(out_ptr + row * E + e, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+def add_rms_norm_triton(
+    x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` with one program per row; E is at most 16,384, and rows may be strided."""
+    (M, E), dtype = x_ME.shape, x_ME.dtype
+    x, weight = _rows(x_ME), weight_E.contiguous()
+    residual = x if residual_ME is None else _rows(residual_ME)
+    out = torch.empty(M, E, dtype=dtype, device=x.device)
+    total = x_ME if residual_ME is None else torch.empty_like(out)
+    if M:
+        BE = triton.next_power_of_2(E)
+        _add_rms_norm[(M,)](
+            x, residual, weight, out, total, x.stride(0), residual.stride(0), eps, E=E, BE=BE,
+            RESIDUAL=residual_ME is not None, num_warps=4 if BE <= 1024 else 8 if BE <= 4096 else 16,
+        )  # fmt: skip
+    return out, total
+
+
+@triton.jit
+def _store_head(
+    ptr, a, b, rest,
+    D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Stores a head of dimensions [a; b; rest], where a and b are the halves of the R rotated ones."""
+    half: tl.constexpr = R // 2
+    i = tl.arange(0, BR)
+    dtype = ptr.dtype.element_ty
+    tl.store(ptr + i, a.to(dtype), mask=i < half)
+    tl.store(ptr + half + i, b.to(dtype), mask=i < half)
+    if R < D:
+        p = tl.arange(0, BP)
+        tl.store(ptr + R + p, rest.to(dtype), mask=p < D - R)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
+def _rope_to_cache(
+    qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    sx, sc, ss, skg, skp, svg, svp, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_q, is_v = head < H, head >= H + G
+    is_k = (head >= H) & (head < H + G)
+    half: tl.constexpr = R // 2
+    i, p = tl.arange(0, BR), tl.arange(0, BP)
+    x_ptr = qkv_ptr + row * sx + head * D
+    a = tl.load(x_ptr + i, mask=i < half, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + half + i, mask=i < half, other=0.0).to(tl.float32)
+    rest = a
+    if R < D:
+        rest = tl.load(x_ptr + R + p, mask=p < D - R, other=0.0).to(tl.float32)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    cos = tl.load(cos_ptr + row * sc + i, mask=i < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * ss + i, mask=i < half, other=0.0).to(tl.float32)
+    if Q_NORM or K_NORM:
+        squares = tl.sum(a * a, 0) + tl.sum(b * b, 0)
+        if R < D:
+            squares += tl.sum(rest * rest, 0)
+        scale = 1.0 / tl.sqrt(squares / D + eps)
+        if Q_NORM:  # heads of another kind load a gain of 1, without reading
+            n, n_rest, factor = tl.where(is_q, half, 0), tl.where(is_q, D - R, 0), tl.where(is_q, scale, 1.0)
+            a *= factor * tl.load(q_norm_ptr + i, mask=i < n, other=1.0).to(tl.float32)
+            b *= factor * tl.load(q_norm_ptr + half + i, mask=i < n, other=1.0).to(tl.float32)
+            if R < D:
+                rest *= factor * tl.load(q_norm_ptr + R + p, mask=p < n_rest, other=1.0).to(tl.float32)
+        if K_NORM:
+            n, n_rest, factor = tl.where(is_k, half, 0), tl.where(is_k, D - R, 0), tl.where(is_k, scale, 1.0)
+            a *= factor * tl.load(k_norm_ptr + i, mask=i < n, other=1.0).to(tl.float32)
+            b *= factor * tl.load(k_norm_ptr + half + i, mask=i < n, other=1.0).to(tl.float32)
+            if R < D:
+                rest *= factor * tl.load(k_norm_ptr + R + p, mask=p < n_rest, other=1.0).to(tl.float32)
+    new_a = tl.where(is_v, a, a * cos - b * sin)
+    new_b = tl.where(is_v, b, b * cos + a * sin)
+    if is_q:
+        _store_head(out_ptr + (row * H + head) * D, new_a, new_b, rest, D, R, BR, BP)
+    if is_k:
+        _store_head(k_ptr + (head - H).to(tl.int64) * skg + slot * skp, new_a, new_b, rest, D, R, BR, BP)
+    if is_v:
+        _store_head(v_ptr + (head - H - G).to(tl.int64) * svg + slot * svp, new_a, new_b, rest, D, R, BR, BP)
+
+
+def rope_to_cache_triton(
+    qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
+    q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """`rope_to_cache` with one program per row and head. Raises ValueError if a head of the pools is not contiguous."""
+    if not keys_GPd.stride(2) == values_GPd.stride(2) == 1:
+        raise ValueError("rotary embedding 'triton' needs contiguous heads in the pools of keys and values")
+    (M, r), (G, _, d) = cos_Mr.shape, keys_GPd.shape
+    q_norm, k_norm = (None if x is None else x.contiguous() for x in (q_norm_d, k_norm_d))
+    qkv, cos, sin = (_rows(x) for x in (qkv_MO, cos_Mr, sin_Mr))
+    q_MHd = torch.empty(M, heads, d, dtype=qkv.dtype, device=qkv.device)
+    if M:
+        _rope_to_cache[(M, heads + 2 * G)](
+            qkv, cos, sin, keys_GPd, values_GPd, slot_M.contiguous(), q_norm, k_norm, q_MHd,
+            qkv.stride(0), cos.stride(0), sin.stride(0), *keys_GPd.stride()[:2], *values_GPd.stride()[:2], eps,
+            H=heads, G=G, D=d, R=r, BR=triton.next_power_of_2(r // 2), BP=triton.next_power_of_2(max(d - r, 1)),
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
+        )  # fmt: skip
+    return q_MHd
+
+
+@triton.jit
+def _silu_mul_fused(x_ptr, out_ptr, sx, F, BLOCK: tl.constexpr):
+    row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * sx + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * sx + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * F + f, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=f < F)
+
+
+def silu_mul_fused_triton(gate_up_M2F: Tensor) -> Tensor:
+    """`silu_mul_fused`, 1,024 outputs of a row per program; rows may be strided."""
+    x, (M, double) = _rows(gate_up_M2F), gate_up_M2F.shape
+    out = torch.empty(M, double // 2, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _silu_mul_fused[(M, triton.cdiv(double // 2, BLOCK))](
+            x, out, x.stride(0), double // 2, BLOCK=BLOCK, num_warps=4
+        )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, copied if its rows are not contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,26 @@
+"""Which implementation of the decoding kernels suits a device and dtype."""
+
+from __future__ import annotations
+
+import torch
+
+IMPLS = ("definition", "triton")
+
+
+def best_impl(device: torch.device | str, dtype: torch.dtype) -> str:
+    """ "triton" for CUDA tensors of up to 32 bits, else "definition" (plain torch)."""
+    fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return "triton" if fits and torch.device(device).type == "cuda" else "definition"
+
+
+def use_triton(impl: str | None, x: torch.Tensor) -> bool:
+    """Whether `impl` is "triton"; None stands for `best_impl` of x.
+
+    Raises ValueError for a name that is not in IMPLS, and for "triton" with a dtype that the kernels do not have.
+    """
+    chosen = best_impl(x.device, x.dtype) if impl is None else impl
+    if chosen not in IMPLS:
+        raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
+    if chosen == "triton" and best_impl("cuda", x.dtype) != "triton":
+        raise ValueError(f"the implementation 'triton' has no {str(x.dtype).removeprefix('torch.')}; use 'definition'")
+    return chosen == "triton"

@@ -1,0 +1,67 @@
+"""Attention in decoding: a few new rows per sequence attend to a key-value cache and to a tree of new rows.
+
+The keys and values of one layer are in a pool of P slots. Sequence b owns the slots from start_b on. Its first length_b
+slots are the prefix, in the order of positions; the J slots after them hold the new rows, of which row s reads those
+that `visible` names (in a draft tree: itself and its ancestors):
+
+    out_s = softmax(scale [q_s . k_i for the prefix slots i ; q_s . k_j for the new slots j that s sees]) [v_i ; v_j]
+
+With a window, row s at position p_s reads the prefix slots i > p_s - window only. Scores and softmax are computed in at
+least float32. The kernels read lengths, starts, positions and visibility on the device: their grids depend on shapes
+alone, so that a CUDA graph of a call may be replayed with other values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fledge.kernels.implementations import IMPLS, best_impl, use_triton
+from fledge.kernels.tree_attention.definition import tree_attention_reference, tree_attention_torch
+
+__all__ = ["IMPLS", "best_impl", "tree_attention", "tree_attention_reference"]
+
+
+def tree_attention(
+    q_BSHd: Tensor,
+    keys_GPd: Tensor,
+    values_GPd: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    visible_BSJ: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    position_BS: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Attention of S new rows of each of B sequences; returns [B, S, H, d] in the dtype of q.
+
+    `keys_GPd` and `values_GPd` are the pool of one layer in the dtype of q, possibly strided views, and already hold
+    the new rows. `start_B`, `length_B` and `position_BS` are int32 or int64, `visible_BSJ` is bool. H / G consecutive
+    query heads share a key head. `scale` is d^-1/2 unless given. Slots that a row does not see may hold any finite
+    number. Every row must see at least one slot. There are no gradients.
+
+    `impl` is "definition" (plain torch; reads the lengths on the host), "triton" (a GPU or Triton's interpreter;
+    bfloat16, float16 and float32; heads of at most 256), or None for `best_impl`. Raises ValueError for another name,
+    for shapes or dtypes that do not belong together, and for a window without positions.
+    """
+    (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible_BSJ.shape[-1]
+    if H % G or keys_GPd.shape != (G, P, d) or values_GPd.shape != (G, P, d) or visible_BSJ.shape != (B, S, J):
+        raise ValueError(
+            f"attention of queries {tuple(q_BSHd.shape)} to keys {tuple(keys_GPd.shape)} and values "
+            f"{tuple(values_GPd.shape)} with visibility {tuple(visible_BSJ.shape)}: the shapes must be [B, S, H, d], "
+            "[G, P, d] twice and [B, S, J], where G divides H"
+        )
+    if not q_BSHd.dtype == keys_GPd.dtype == values_GPd.dtype:
+        raise ValueError(
+            f"queries, keys and values must have one dtype, not {q_BSHd.dtype}, {keys_GPd.dtype}, {values_GPd.dtype}"
+        )
+    if window is not None and (window < 1 or position_BS is None):
+        raise ValueError(f"a window ({window}) must be at least 1, and needs the positions of the rows")
+    scale = d**-0.5 if scale is None else scale
+    arguments = (q_BSHd, keys_GPd, values_GPd, start_B, length_B, visible_BSJ, scale, window, position_BS)
+    if use_triton(impl, q_BSHd):
+        from fledge.kernels.tree_attention.triton import tree_attention_triton
+
+        return tree_attention_triton(*arguments)
+    return tree_attention_torch(*arguments)

@@ -1,0 +1,336 @@
+"""Decoding kernels against their definitions: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.kernels.tree_attention import best_impl, tree_attention, tree_attention_reference
+from support.devices import needs_triton
+
+needs_triton()
+
+from fledge.kernels.tree_attention import triton as kernels  # noqa: E402  (needs_triton skips before it)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter neither rounds nor multiplies bfloat16
+POISON = 1e4  # in the slots that nobody may see
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that is asked for without a value holds NaN: what a kernel leaves out shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative, in norm; infinite where a number is none."""
+    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+    return off if off == off else float("inf")
+
+
+def chain_or_tree(B: int, S: int, J: int, generator: torch.Generator) -> Tensor:
+    """Random ancestors among J >= S new slots, [B, S, J]: each row sees itself, and slots before it."""
+    seen = torch.rand(B, S, J, generator=generator) < 0.4
+    return seen.tril(-1) | torch.eye(S, J, dtype=torch.bool)
+
+
+class Case:
+    """Arguments of a call with random values, in pools of several layouts, and the indices of what is poisoned."""
+
+    def __init__(
+        self, lengths: list[int], S: int, H: int, G: int, d: int, dtype: torch.dtype, J: int | None = None,
+        integers: torch.dtype = torch.int64, layout: str = "GPd", seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        B, J = len(lengths), S if J is None else J
+        gap = 5  # between the sequences, so that none starts at a multiple of a block
+        ends = torch.tensor([gap + n + J for n in lengths]).cumsum(0)
+        P = int(ends[-1]) + gap
+        length = torch.tensor(lengths)
+        start = ends - length - J
+        visible = chain_or_tree(B, S, J, generator)
+        used = torch.zeros(P, dtype=torch.bool)
+        for b in range(B):
+            used[start[b] : start[b] + length[b]] = True
+            used[start[b] + length[b] : ends[b]] = visible[b].any(0)
+        pools = []
+        for _ in range(2):
+            pool = torch.randn(G, P, d, generator=generator, dtype=torch.float64)
+            pool[:, ~used] = POISON
+            if layout == "PGd":
+                pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
+            elif layout == "wide":  # as a view of a pool with more heads and slots
+                pool = torch.cat((pool, pool), 1).repeat(2, 1, 1)[:G, :P]
+            pools.append(pool)
+        self.q, (self.keys, self.values) = torch.randn(B, S, H, d, generator=generator, dtype=torch.float64), pools
+        self.q, self.keys, self.values = (x.to(DEVICE, dtype) for x in (self.q, self.keys, self.values))
+        self.start, self.length = (x.to(DEVICE, integers) for x in (start, length))
+        self.visible = visible.to(DEVICE)
+        self.position = (length[:, None] + visible.sum(-1) - 1).to(DEVICE, integers)
+
+    def ours(self, impl: str = "triton", **options) -> Tensor:
+        return tree_attention(
+            self.q, self.keys, self.values, self.start, self.length, self.visible, impl=impl, **options
+        )
+
+    def exact(self, window: int | None = None, scale: float | None = None) -> Tensor:
+        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
+        q, keys, values = (x.double() for x in (self.q, self.keys, self.values))
+        return tree_attention_reference(
+            q, keys, values, self.start, self.length, self.visible, scale, window, self.position
+        )
+
+    def check(self, impl: str = "triton", **options) -> None:
+        positions = {"position_BS": self.position} if options.get("window") else {}
+        found = self.ours(impl, **options, **positions)
+        assert found.shape == self.q.shape and found.dtype == self.q.dtype and found.is_contiguous()
+        assert distance(found, self.exact(**options)) <= TOLERANCE.get(self.q.dtype, 1e-12)
+
+
+SMALL = [
+    ([0], 1, 4, 4, 16, {}),
+    ([65], 1, 6, 2, 24, {}),
+    ([63, 0, 130], 5, 7, 1, 16, {"J": 9, "integers": torch.int32, "layout": "PGd"}),
+    ([33, 64], 3, 4, 2, 80, {"layout": "wide"}),
+    ([40], 24, 2, 2, 32, {}),
+]
+
+
+@pytest.mark.parametrize(("lengths", "S", "H", "G", "d", "options"), SMALL)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_attention(lengths, S, H, G, d, options, window, dtype) -> None:
+    """Values of the kernel; the slots that no row sees hold large numbers."""
+    Case(lengths, S, H, G, d, dtype, **options).check(window=window)
+
+
+@pytest.mark.parametrize(("lengths", "S", "H", "G", "d", "options"), SMALL)
+@pytest.mark.parametrize("window", [None, 1, 16, 1000])
+def test_the_definition_with_torchs_attention(lengths, S, H, G, d, options, window) -> None:
+    for dtype in (torch.float64, torch.float32):
+        Case(lengths, S, H, G, d, dtype, **options).check("definition", window=window)
+
+
+@pytest.mark.parametrize("processors", [1, 3, 8, 500])
+def test_shares(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One share, some, and more than a sequence has blocks: some programs then have nothing to read."""
+    monkeypatch.setattr(kernels, "_processors", lambda device: processors)
+    for window in (None, 1, 40):
+        Case([200, 7], 2, 2, 1, 16, torch.float32).check(window=window, scale=0.3)
+
+
+def test_the_number_of_shares() -> None:
+    assert kernels.split_count(8, 10**6, 64, 264) == 33
+    assert kernels.split_count(8, 256, 64, 264) == 4  # a small pool
+    assert kernels.split_count(1, 10**6, 64, 264) == kernels.MOST_SPLITS
+    assert kernels.split_count(500, 10**6, 64, 264) == 1
+
+
+def test_strided_queries_and_visibility() -> None:
+    case = Case([50, 3], 3, 4, 2, 16, torch.float32)
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    case.visible = case.visible.transpose(1, 2).contiguous().transpose(1, 2)
+    case.check()
+    case.visible = torch.cat((case.visible.contiguous(), torch.ones_like(case.visible)), 2)[..., :3]
+    case.position = case.position.T.contiguous().T
+    case.check(window=4)
+
+
+def test_attention_refuses() -> None:
+    case = Case([3], 2, 4, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="must be one of definition, triton"):
+        case.ours("eager")
+    with pytest.raises(ValueError, match="needs the positions"):
+        case.ours(window=4)
+    case.visible = case.visible[:, :1]
+    with pytest.raises(ValueError, match="where G divides H"):
+        case.ours()
+    with pytest.raises(ValueError, match="has no float64"):
+        Case([3], 2, 4, 2, 16, torch.float64).ours()
+    case = Case([3], 2, 4, 2, 16, torch.float32)
+    case.keys = case.keys.half()
+    with pytest.raises(ValueError, match="one dtype"):
+        case.ours()
+    assert best_impl("cuda", torch.bfloat16) == "triton"
+    assert best_impl("cuda", torch.float64) == best_impl("cpu", torch.float32) == "definition"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[n] for n in (0, 1, 63, 64, 65, 513, 4000)] + [[513, 0, 4000, 64, 1]])
+@pytest.mark.parametrize("S", [1, 8, 60])
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_on_a_gpu(lengths: list[int], S: int, window: int | None) -> None:
+    for H, G, d in ((4, 4, 64), (6, 2, 80), (7, 1, 96), (32, 8, 128), (28, 4, 128)):
+        Case(lengths, S, H, G, d, torch.bfloat16).check(window=window)
+    Case(lengths, S, 4, 2, 256, torch.bfloat16, layout="PGd").check(window=window)
+    Case(lengths, S, 8, 2, 128, torch.float16, J=70, layout="wide").check(window=window)
+    for d in (128, 256):
+        Case(lengths, S, 8, 2, d, torch.float32, layout="PGd").check(window=window)
+
+
+def table(M: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of M random positions, with equal halves."""
+    generator = torch.Generator().manual_seed(M)
+    angle = torch.rand(M, r // 2, generator=generator, dtype=torch.float64).mul(6).repeat(1, 2)
+    return angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+SHAPES = [
+    (1, 64),
+    (3, 100),
+    pytest.param(60, 4096, marks=pytest.mark.gpu),
+    pytest.param(8, 16384, marks=pytest.mark.gpu),
+]
+DTYPES = [torch.float32, HALF]
+
+
+@pytest.mark.parametrize(("M", "E"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(M: int, E: int, dtype: torch.dtype) -> None:
+    wide, residual, weight = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(M, 2 * E), (M, E), (E,)]))
+    x = wide[:, E:]  # rows may be strided
+    for other in (None, residual):
+        normed, total = add_rms_norm(x, other, weight, 1e-5, impl="triton")
+        assert torch.equal(total, x if other is None else x + other)
+        exact, _ = add_rms_norm(total.double(), None, weight.double(), 1e-5)
+        assert normed.dtype == dtype and distance(normed, exact) <= TOLERANCE[dtype]
+        for a, b in zip((normed, total), add_rms_norm(x, other, weight, 1e-5, impl="definition"), strict=True):
+            assert a.dtype == b.dtype and distance(a, b) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("M", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_fused(M: int, width: int, dtype: torch.dtype) -> None:
+    x = randn(M, 2 * width, dtype=dtype)
+    exact = torch.nn.functional.silu(x.double()[:, :width]) * x.double()[:, width:]
+    for impl in ("triton", "definition"):
+        found = silu_mul_fused(x, impl=impl)
+        assert found.shape == (M, width) and found.dtype == dtype and distance(found, exact) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("M", "H", "G", "d", "r"),
+    [
+        (1, 4, 2, 16, 16),
+        (3, 3, 1, 24, 8),
+        (2, 2, 2, 80, 32),
+        pytest.param(60, 32, 8, 128, 128, marks=pytest.mark.gpu),
+        pytest.param(8, 28, 4, 96, 48, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("norms", ["", "q", "qk"])
+@pytest.mark.parametrize("layout", ["GPd", "PGd"])
+def test_rope_to_cache(M: int, H: int, G: int, d: int, r: int, norms: str, layout: str) -> None:
+    """Queries, keys and values; the other slots keep what they hold."""
+    P = 2 * M + 3
+    slot = torch.randperm(P, generator=torch.Generator().manual_seed(M))[:M].to(DEVICE)
+    for dtype in DTYPES:
+        qkv = randn(M, (H + 2 * G) * d, dtype=dtype)
+        gains = [randn(d, dtype=dtype, seed=i) if name in norms else None for i, name in enumerate("qk")]
+        cos, sin = table(M, r, torch.float32)
+
+        def results(impl: str, dtype: torch.dtype, qkv=qkv, gains=gains, cos=cos, sin=sin) -> list[Tensor]:
+            pools = [torch.full((G, P, d) if layout == "GPd" else (P, G, d), 7.0) for _ in range(2)]
+            keys, values = (
+                x.to(DEVICE, dtype) if layout == "GPd" else x.to(DEVICE, dtype).transpose(0, 1) for x in pools
+            )
+            cast = [None if x is None else x.to(dtype) for x in gains]
+            tables = (cos.double(), sin.double()) if dtype == torch.float64 else (cos, sin)
+            q = rope_to_cache(qkv.to(dtype), *tables, H, G, d, keys, values, slot, *cast, 1e-6, impl=impl)
+            return [q, keys, values]
+
+        exact = results("definition", torch.float64)
+        others = torch.ones(P, dtype=torch.bool).index_fill_(0, slot.cpu(), False).to(DEVICE)
+        assert (exact[1][:, others] == 7).all() and not (exact[1][:, slot] == 7).any()
+        for impl in ("triton", "definition"):
+            for a, b in zip(results(impl, dtype), exact, strict=True):
+                assert a.shape == b.shape and a.dtype == dtype and distance(a, b) <= TOLERANCE[dtype]
+            _, keys, values = results(impl, dtype)
+            assert (keys[:, others] == 7).all() and (values[:, others] == 7).all()
+            assert torch.equal(values[:, slot].transpose(0, 1).flatten(1), qkv[:, (H + G) * d :])
+
+
+def test_rope_to_cache_rotates_as_a_draft_does() -> None:
+    """Against `apply_rope`, in float64."""
+    from fledge.kernels.rope import apply_rope
+
+    qkv, (cos, sin) = randn(3, 4 * 8, dtype=torch.float64), table(3, 6, torch.float64)
+    keys, values = torch.zeros(2, 1, 5, 8, dtype=torch.float64, device=DEVICE)
+    q = rope_to_cache(qkv, cos, sin, 2, 1, 8, keys, values, torch.tensor([4, 0, 2], device=DEVICE))
+    rotated = apply_rope(qkv.view(3, 4, 8)[:, :3], cos[:, None], sin[:, None])
+    torch.testing.assert_close(q, rotated[:, :2])
+    torch.testing.assert_close(keys[0, [4, 0, 2]], rotated[:, 2])
+
+
+def test_the_layer_refuses() -> None:
+    with pytest.raises(ValueError, match="cannot be 3"):
+        silu_mul_fused(torch.ones(1, 3))
+    keys, cos = torch.zeros(1, 4, 8), torch.ones(2, 8)
+    slot = torch.arange(2)
+    with pytest.raises(ValueError, match="do not belong with a projection"):
+        rope_to_cache(torch.ones(2, 24), cos, cos, 2, 1, 8, keys, keys, slot)
+    with pytest.raises(ValueError, match="even number of at most 8"):
+        rope_to_cache(torch.ones(2, 32), torch.ones(2, 10), torch.ones(2, 10), 2, 1, 8, keys, keys, slot)
+    with pytest.raises(ValueError, match="must be one of"):
+        add_rms_norm(torch.ones(1, 8), None, torch.ones(8), 1e-6, impl="flex")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_captured_graph_follows_the_device(window: int | None) -> None:
+    """A replayed graph of writing and attending uses the lengths, slots, positions and visibility of the moment."""
+    torch.use_deterministic_algorithms(False)  # the filling of new memory is no part of a graph
+    B, S, H, G, d, P, dtype = 3, 8, 32, 8, 128, 6000, torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (randn(G, P, d, dtype=dtype, seed=i) for i in (1, 2))
+    qkv, (cos, sin) = randn(B * S, (H + 2 * G) * d, dtype=dtype, seed=3), table(B * S, d, torch.float32)
+    start = torch.tensor([0, 2000, 4000], device=DEVICE)
+    length = torch.zeros(B, dtype=torch.int64, device=DEVICE)
+    visible = torch.zeros(B, S, S, dtype=torch.bool, device=DEVICE)
+    position, slot = (torch.zeros(B, S, dtype=torch.int64, device=DEVICE) for _ in range(2))
+
+    def call() -> Tensor:
+        q = rope_to_cache(qkv, cos, sin, H, G, d, keys, values, slot.view(-1))
+        return tree_attention(
+            q.view(B, S, H, d), keys, values, start, length, visible, window=window, position_BS=position
+        )
+
+    def set_inputs(lengths: list[int]) -> None:
+        length.copy_(torch.tensor(lengths))
+        visible.copy_(chain_or_tree(B, S, S, generator))
+        position.copy_(length[:, None] + visible.sum(-1) - 1)
+        slot.copy_((start + length)[:, None] + torch.arange(S, device=DEVICE))
+
+    set_inputs([5, 10, 15])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([0, 1, 64], [1900, 63, 500], [3, 1500, 700]):
+        set_inputs(lengths)
+        qkv.normal_()
+        graph.replay()
+        found, pools = out.clone(), (keys.clone(), values.clone())
+        q = rope_to_cache(qkv, cos, sin, H, G, d, keys, values, slot.view(-1), impl="definition").view(B, S, H, d)
+        assert distance(pools[0], keys) <= 1e-2 and torch.equal(pools[1], values)
+        exact = tree_attention_reference(
+            q.double(), keys.double(), values.double(), start, length, visible, d**-0.5, window, position
+        )
+        assert distance(found, exact) <= TOLERANCE[dtype]
