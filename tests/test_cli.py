@@ -693,15 +693,16 @@ def test_eval_of_sampling_compares_what_is_promised(made, draft, fledge):
 
 def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
     """A verification that commits a wrong token is found out, and is no near tie."""
-    from fledge.decode import batch
+    from fledge.decode import verify
 
-    def wrong(rule, samplers, prefixes, nodes, *given):
-        (verdict,) = rule(samplers, prefixes, nodes, *given)
-        if len(nodes[0][0]) > 1:  # something was drafted
-            verdict.tokens[-1] = (verdict.tokens[-1] + 1) % 400
-        return [verdict]
+    def wrong(rule, tree, *given):
+        verdict = rule(tree, *given)
+        if tree.levels:  # something was drafted
+            verdict.token_BR[0, verdict.count_B - 1] += 1
+            verdict.token_BR.remainder_(400)
+        return verdict
 
-    replace_function(monkeypatch, batch, "verify_by_match", wrong)
+    replace_function(monkeypatch, verify, "verify_by_match", wrong)
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err

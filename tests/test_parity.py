@@ -130,7 +130,7 @@ def decoded(
     for slot in range(first, n - 1, stride):
         forced.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
         if draft.family.one_pass and begin == 0:
-            proposer.admit([(0, [], aux)])
+            proposer.admit([([], aux)])
         if draft.family.one_pass:  # of all depths
             proposer.source.run_pass([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
             forced.outs, forced.said = ([row[None] for row in of[0]] for of in (forced.outs, forced.said))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fledge.decode.sources import Front, Source, rows_of
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
-from fledge.types import Sampling, Tree, TreeShape
+from fledge.types import Tree, TreeShape
 
 
 class Shape(Protocol):
@@ -29,15 +29,15 @@ class Shape(Protocol):
 
 
 class Chain:
-    """Chains of up to `depth` tokens, greedy or drawn as `sampling` says.
+    """Chains of up to `depth` tokens, greedy or drawn as the source's sampling says.
 
     With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
     it. That token is kept: whether a place is drafted then depends only on what stands before it, so verification
-    stays lossless. A sequential source then waits for the device at each step.
+    stays lossless. A sequential source then waits for the device at each step; otherwise nothing waits.
     """
 
-    def __init__(self, depth: int, sampling: Sampling = Sampling(), confidence: float = 0.0):
-        self.depth, self.sampling, self.confidence = depth, sampling, confidence
+    def __init__(self, depth: int, confidence: float = 0.0):
+        self.depth, self.confidence = depth, confidence
         self.expanded = depth
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
@@ -56,28 +56,25 @@ class Chain:
             if k + 1 < self.depth:
                 logits_BW = source.expand(Front(tokens[-1][:, None]))[:, 0]
         token_BN = torch.stack(tokens, dim=1)
-        N = token_BN.shape[1]
-        count_B = [N] * B
+        N, node_N = len(tokens), torch.arange(len(tokens), device=root_B.device)
+        count_B = None
         if self.confidence:
-            likely_BK = torch.stack(chances[: N - 2], dim=1) >= self.confidence if N > 2 else token_BN.new_zeros(B, 0)
-            count_B = [2 + n for n in likely_BK.sum(-1).tolist()]
-        slot_BN = torch.tensor([[-1, *range(n - 2), *[-1] * (N - n + 1)] for n in count_B])
-        drawn = None
-        if self.sampling.samples_draft:
-            drawn = [torch.stack([q_BW[b] for q_BW in qs[: n - 1]]) for b, n in enumerate(count_B)]
-        return Tree(token_BN, None, N - 1, count_B, drawn), slot_BN
+            likely = [chance_B >= self.confidence for chance_B in chances[: N - 2]]
+            count_B = 2 + sum(likely, torch.zeros_like(root_B))
+        # node n was the n-th to be expanded, but for the last of each chain, which was not
+        last_B1 = node_N[-1:].expand(B, 1) if count_B is None else count_B[:, None] - 1
+        slot_BN = torch.where(node_N < last_B1, node_N - 1, -1)
+        q_BKW = None if qs[0] is None else torch.stack(qs, dim=1)
+        return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
     def _choose(self, logits_BW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None]:
         """The draft ids of step k, int64 [B]; where they are drawn, with their distributions, float64 [B, W]."""
-        if not self.sampling.samples_draft:
+        sampling = source.sampling
+        if sampling is None or not sampling.samples_draft:
             return logits_BW.argmax(-1), None
-        scores = logits_BW.double() / self.sampling.temperature
-        keys = [
-            (self.sampling.seed, number, length + 1 + k, DRAFT)
-            for number, length in zip(source.numbers, source.cache.lengths, strict=True)
-        ]
-        drawn = [gumbel_argmax(row, key) for row, key in zip(scores, keys, strict=True)]
-        return torch.tensor(drawn, device=logits_BW.device), scores.softmax(-1)
+        scores_BW = sampling.settle(sampling.temper(logits_BW.double()))
+        state_B1 = sampling.keys(source.cache.length_B[:, None] + 1 + k, DRAFT)
+        return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)
 
 
 class DynamicTree:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fledge.decode.sampling import BatchSampling
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache
@@ -36,23 +37,23 @@ class Front:
 
 
 class Source:
-    """A draft and its cache for the requests that are decoded together. `numbers` are the requests' own, in the order
-    of the cache's sequences."""
+    """A draft and its cache for the requests that are decoded together. `sampling` is how their drafted tokens are
+    drawn, in the order of the cache's sequences and on the draft's device; None: greedily."""
 
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
     def __init__(self, draft: Draft):
         self.draft = draft
         self.cache: DraftCache | None = None
-        self.numbers: list[int] = []
+        self.sampling: BatchSampling | None = None
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
-        """Adds requests: each its number and its first R slots, namely the token after each slot and the target's
-        hidden states [R, A, D]; R may be 0."""
+    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        """Adds requests: of each its first R slots, namely the token after each slot and the target's hidden states
+        [R, A, D]; R may be 0."""
         if not requests:
             return
-        numbers, tokens, aux = zip(*requests, strict=True)
+        tokens, aux = zip(*requests, strict=True)
         cache = DraftCache(self.draft.config, self.draft.device, self.draft.dtype, len(requests))
         if any(tokens):
             self._append(cache, tokens, aux, 0)
@@ -60,7 +61,6 @@ class Source:
             self.cache = cache
         else:
             self.cache.append([cache])
-        self.numbers += numbers
 
     @torch.inference_mode()
     def dismiss(self, staying: Sequence[int]) -> None:
@@ -69,7 +69,6 @@ class Source:
             self.cache.select(staying)
         else:
             self.cache = None
-        self.numbers = [self.numbers[b] for b in staying]
 
     def begin(
         self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], expanded: int
@@ -120,7 +119,7 @@ class StepSource(Source):
         self.stable = stable
         self.slot_BN = torch.empty(0, 1, dtype=torch.int64)  # of the last trees, see `end`
 
-    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
+    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         super().admit(requests)
         nothing = self.slot_BN.new_full((len(requests), self.slot_BN.shape[1]), -1)
         self.slot_BN = torch.cat([self.slot_BN, nothing])
