@@ -195,15 +195,16 @@ class Tree:
     `token_BN` are target token ids, int64 [B, N]. Node 0 is the root, which is the last committed token.
     `parent_BN` is the index of each node's parent, int64 [B, N]; parents precede their children, and the root's parent
     is -1. None means that every tree is a chain. Siblings have different tokens. `levels` is an upper bound of the
-    longest path from the root. `count_B` is the number of nodes of each request if they differ; nodes beyond it are
-    padding. `q_BKW` are the draft's distributions, float64 [K, W] per request, if a chain was sampled.
+    longest path from the root. `count_B` is the number of nodes of each request, int64 [B], if they differ; nodes
+    beyond it are padding, and never accepted. `q_BKW` are the distributions that the K tokens below the root were drawn
+    from, over the draft's vocabulary, float64 [B, K, W], if a chain was sampled.
     """
 
     token_BN: Tensor
     parent_BN: Tensor | None
     levels: int
-    count_B: Sequence[int] | None = None
-    q_BKW: Sequence[Tensor] | None = None
+    count_B: Tensor | None = None
+    q_BKW: Tensor | None = None
 
     @classmethod
     def chain(cls, token_BN: Tensor) -> Tree:
@@ -223,30 +224,46 @@ class Tree:
         return up.bool()
 
     def to(self, device: torch.device) -> Tree:
-        parent_BN = None if self.parent_BN is None else self.parent_BN.to(device)
-        return replace(self, token_BN=self.token_BN.to(device), parent_BN=parent_BN)
+        """The same trees on another device."""
+        values = {name: getattr(self, name) for name in ("token_BN", "parent_BN", "count_B", "q_BKW")}
+        return replace(self, **{name: x.to(device) for name, x in values.items() if x is not None})
 
     def to_lists(self) -> list[tuple[list[int], list[int]]]:
         """The tokens and parents of each request as Python lists, without padding. Synchronizes the device once."""
-        B, n = self.token_BN.shape
-        if self.parent_BN is None:
-            tokens, parents = self.token_BN.tolist(), [list(range(-1, n - 1))] * B
-        else:
-            tokens, parents = torch.stack([self.token_BN, self.parent_BN]).tolist()
-        counts = self.count_B or [n] * B
-        return [(t[:c], p[:c]) for t, p, c in zip(tokens, parents, counts, strict=True)]
+        B, N = self.token_BN.shape
+        count_B = self.token_BN.new_full((B,), N) if self.count_B is None else self.count_B
+        parent_BN = self.parent_BN
+        if parent_BN is None:
+            parent_BN = torch.arange(-1, N - 1, device=self.token_BN.device).expand(B, N)
+        rows = torch.cat([self.token_BN, parent_BN, count_B[:, None]], dim=1).tolist()
+        return [(row[: row[-1]], row[N : N + row[-1]]) for row in rows]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying one request's tree.
+    """The result of verifying the trees of B requests, with R = `Tree.levels` + 1; all tensors int64.
 
-    `path` are the accepted node indices from the root on. `tokens` are the tokens to commit: those of the accepted
-    nodes, then one that the target chose (the bonus token, or the correction after a rejection).
+    `path_BR` are the accepted nodes from the root on, then the last of them again. `count_B` is their number, from 1 to
+    R. `token_BR` are as many tokens to commit, then zeros: those of the accepted nodes below the root, and one that the
+    target chose (the bonus token, or the correction after a rejection).
     """
 
-    path: Sequence[int]
-    tokens: list[int]
+    path_BR: Tensor
+    count_B: Tensor
+    token_BR: Tensor
+
+    @classmethod
+    def of(cls, path_BR: Tensor, count_B: Tensor, token_BR: Tensor) -> Verdict:
+        """A verdict of tensors whose padding has any values, which are indices of nodes in `path_BR`."""
+        valid_BR = torch.arange(path_BR.shape[1], device=path_BR.device) < count_B[:, None]
+        path_BR = torch.where(valid_BR, path_BR, path_BR.gather(1, count_B[:, None] - 1))
+        return cls(path_BR, count_B, torch.where(valid_BR, token_BR, 0))
+
+    def to_lists(self) -> list[tuple[list[int], list[int]]]:
+        """The path and the tokens of each request as Python lists, without padding. Synchronizes the device once."""
+        R = self.path_BR.shape[1]
+        rows = torch.cat([self.path_BR, self.token_BR, self.count_B[:, None]], dim=1).tolist()
+        return [(row[: row[-1]], row[R : R + row[-1]]) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def warned(run: Callable[[], Any]) -> list[str]:
 
 def warnings_after(*traces: Trace, sampling: Sampling | None = None, acceptance: Acceptance | None = None) -> list[str]:
     acceptance = acceptance or Acceptance()
-    return warned(lambda: acceptance.add(traces, sampling or Sampling(), CONFIG, "my-model"))
+    return warned(lambda: acceptance.add(traces, [sampling or Sampling()] * len(traces), CONFIG, "my-model"))
 
 
 def rounds(accepted: int, missed: int) -> Trace:

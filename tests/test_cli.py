@@ -693,16 +693,17 @@ def test_eval_compares_sampled_outputs_only_where_they_must_be_equal(made, draft
 
 
 def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
-    """A verification that commits a wrong token makes eval fail, and does not count as a near tie."""
-    from fledge.decode import batch
+    """A verification that commits a wrong token is found out, and is no near tie."""
+    from fledge.decode import verify
 
-    def wrong(rule, samplers, prefixes, nodes, *given):
-        (verdict,) = rule(samplers, prefixes, nodes, *given)
-        if len(nodes[0][0]) > 1:  # something was drafted
-            verdict.tokens[-1] = (verdict.tokens[-1] + 1) % 400
-        return [verdict]
+    def wrong(rule, tree, *given):
+        verdict = rule(tree, *given)
+        if tree.levels:  # something was drafted
+            verdict.token_BR[0, verdict.count_B - 1] += 1
+            verdict.token_BR.remainder_(400)
+        return verdict
 
-    replace_function(monkeypatch, batch, "verify_by_match", wrong)
+    replace_function(monkeypatch, verify, "verify_by_match", wrong)
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err

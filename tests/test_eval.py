@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
-from fledge.decode.verify import TargetSampler
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
 from fledge.eval.run import _draft_bytes, _gaps, _round_times, evaluate, near_ties
@@ -138,7 +137,7 @@ def test_gaps_are_differences_of_the_two_largest_logits(engine):
     logits = engine.target.model(torch.tensor([prefix + done.tokens])).logits[0, len(prefix) - 1 : -1]
     top = logits.topk(2, dim=-1).values
     for width, batch in ((1, 1), (4, 1), (1, 3), (4, 3)):
-        gaps = _gaps(engine, prefix, done.tokens, width, batch, TargetSampler(Sampling()))
+        gaps = _gaps(engine, prefix, done.tokens, width, batch, Sampling())
         torch.testing.assert_close(gaps, (top[:, 0] - top[:, 1]).double(), rtol=1e-3, atol=1e-4)
 
 

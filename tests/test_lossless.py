@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.decode import batch, verify
+from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.text import TextStream
@@ -198,20 +198,19 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3)
     seen = []
 
-    def spy(rule, sampler, prefix, tokens, q_KV, logits_NV, is_last):
-        drafted = tokens[1:]
-        ids = engine.draft.target_ids()
-        torch.testing.assert_close(q_KV.sum(-1), torch.ones(3, dtype=torch.float64))
-        outside = torch.ones(400, dtype=torch.bool)
-        outside[ids] = False
-        assert not q_KV[:, outside].any()
-        assert all(q_KV[k, t] > 0 for k, t in enumerate(drafted))
+    def spy(rule, tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV):
+        drafted = tree.token_BN[0, 1:].tolist()
+        assert target_ids_W.tolist() == engine.draft.target_ids().tolist()
+        torch.testing.assert_close(tree.q_BKW.sum(-1), torch.ones(1, 3, dtype=torch.float64))
+        places = [target_ids_W.tolist().index(t) for t in drafted]
+        assert all(tree.q_BKW[0, k, place] > 0 for k, place in enumerate(places))
         seen.append(drafted)
-        perfect = torch.stack([sampler.scores(prefix, x).double().softmax(-1) for x in logits_NV[:-1]])
-        assert rule(sampler, prefix, tokens, perfect, logits_NV).tokens[:-1] == drafted
-        return rule(sampler, prefix, tokens, q_KV, logits_NV)
+        perfect = replace(tree, q_BKW=sampling.process(logits_BNV).double().softmax(-1)[:, :-1])
+        ((_, tokens),) = rule(perfect, logits_BNV, length_B, sampling, torch.arange(400)).to_lists()
+        assert tokens[:-1] == drafted
+        return rule(tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV)
 
-    replace_function(monkeypatch, batch, "verify_by_rejection", spy)
+    replace_function(monkeypatch, verify, "verify_by_rejection", spy)
     engine.generate([5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=0.8, draft="sample"))
     assert seen
 
@@ -442,16 +441,16 @@ def test_simulated_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkey
     assert {0, depth} <= set(every), "both rejections and full acceptance must occur"
 
 
-def commit_the_drafts_token(rule: Any, samplers: Any, prefixes: Any, nodes: Any, *given: Any) -> list[Verdict]:
-    verdicts = rule(samplers, prefixes, nodes, *given)
-    for verdict, (tokens, _) in zip(verdicts, nodes, strict=True):
-        if len(verdict.path) < len(tokens):
-            verdict.tokens[-1] = tokens[len(verdict.path)]
-    return verdicts
+def commit_the_drafts_token(rule: Any, tree: Tree, *given: Any) -> Verdict:
+    verdict = rule(tree, *given)
+    (N,), count_B1 = tree.token_BN.shape[1:], verdict.count_B[:, None]
+    drafted_B1 = tree.token_BN.gather(1, count_B1.clamp_max(N - 1))
+    wrong_BR = verdict.token_BR.scatter(1, count_B1 - 1, drafted_B1)
+    return replace(verdict, token_BR=torch.where(count_B1 < N, wrong_BR, verdict.token_BR))
 
 
-def commit_one_too_many(rule: Any, *given: Any) -> list[Verdict]:
-    return [replace(verdict, tokens=[*verdict.tokens, 5]) for verdict in rule(*given)]
+def commit_one_too_many(listed: Any, verdict: Verdict) -> list[tuple[list[int], list[int]]]:
+    return [(path, [*tokens, 5]) for path, tokens in listed(verdict)]
 
 
 def forget_a_token_too_few(keep: Any, cache: TargetCache, lengths: Sequence[int], paths: Any) -> None:
@@ -462,9 +461,9 @@ def forget_nothing(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> N
     pass
 
 
-MUTATIONS = [  # (owner of the function, its name, its replacement)
-    (batch, "verify_by_match", commit_the_drafts_token),
-    (batch, "verify_by_match", commit_one_too_many),
+MUTATIONS = [  # (owner, function, what replaces it)
+    (verify, "verify_by_match", commit_the_drafts_token),
+    (Verdict, "to_lists", commit_one_too_many),
     (TargetCache, "keep", forget_a_token_too_few),
     (TargetCache, "keep", forget_nothing),
 ]

@@ -131,8 +131,8 @@ def decoding_values(
     for slot in range(first, n - 1, stride):
         scripted.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
         if draft.family.one_pass and begin == 0:
-            proposer.admit([(0, [], aux)])
-        if draft.family.one_pass:  # one pass computes all steps
+            proposer.admit([([], aux)])
+        if draft.family.one_pass:  # of all depths
             proposer.source.run_pass([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
             scripted.outs, scripted.said = ([row[None] for row in of[0]] for of in (scripted.outs, scripted.said))
         else:

@@ -272,7 +272,7 @@ def test_the_tree_is_the_likeliest() -> None:
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width), token_R, aux)
     said = proposer_of(draft, depth=depth)
-    said.admit([(0, [], aux)])
+    said.admit([([], aux)])
     _, logits = said.source.run_pass([token_R.tolist()], [aux])
     logp, words = logits[0].float().log_softmax(-1).topk(width)
     pool, front = [], [(0.0, ())]

@@ -398,15 +398,8 @@ def see_all_nodes(ancestors: Any, tree: Tree) -> Tensor:
     return torch.ones_like(ancestors(tree))
 
 
-class AnyChild(dict):
-    """A node's children, where every lookup of a token returns the first child."""
-
-    def get(self, token: int) -> int | None:
-        return next(iter(self.values()), None)
-
-
-def follow_any_child(children: Any, *given: Any) -> list[AnyChild]:
-    return [AnyChild(of_node) for of_node in children(*given)]
+def follow_any_child(matches: Any, *given: Any) -> Tensor:
+    return torch.ones_like(matches(*given))
 
 
 MUTATIONS = [  # (owner of the function, its name, its replacement)
@@ -415,7 +408,7 @@ MUTATIONS = [  # (owner of the function, its name, its replacement)
     (Batch, "_store_states", remember_the_first_nodes_states),
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (Tree, "ancestors", see_all_nodes),
-    (verify, "children", follow_any_child),
+    (verify, "matches", follow_any_child),
 ]
 
 
@@ -486,7 +479,7 @@ def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     proposer = proposer_of(draft, depth=4, **way)
     states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size
     aux = [torch.randn(n, *states, device="cuda") for n in (3, 1)]
-    proposer.admit([(i, [], x[:0]) for i, x in enumerate(aux)])
+    proposer.admit([([], x[:0]) for x in aux])
     asked = [[5, 6, 7], [8]], aux, [[], []]
     first = proposer.propose(*asked)  # the first call may synchronise, as libraries initialise
     torch.cuda.set_sync_debug_mode("error")

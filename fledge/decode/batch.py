@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
-from fledge.decode.verify import Nodes, verify_by_match, verify_by_rejection
+from fledge.decode.sampling import BatchSampling, see, seen_tokens
+from fledge.decode.verify import verify
 from fledge.kernels.transfer import to_device
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Round, Tree, Verdict
@@ -27,10 +28,10 @@ class NoDrafter:
 
     draft = None
 
-    def admit(self, requests: Sequence[Any]) -> None:
+    def admit(self, given: Any) -> None:
         """Does nothing."""
 
-    dismiss = admit
+    dismiss = set_sampling = admit
 
     def propose(self, tokens: Sequence[Sequence[int]], aux: Sequence[None], paths: Sequence[Sequence[int]]) -> Tree:
         """Trees of the root only: each request's last committed token."""
@@ -39,13 +40,16 @@ class NoDrafter:
 
 class Batch:
     """The `running` requests of a batch and their caches. `layers` are the target layers that the draft reads; None
-    without a draft."""
+    without a draft. `sampling` are the running requests' options, and `seen_BV` their tokens, if some penalize them."""
 
     def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
         self.drafts = proposer.draft is not None
         self.cache: Cache | None = None
         self.running: list[Request] = []
+        self.sampling: BatchSampling | None = None
+        self.seen_BV: Tensor | None = None
+        self.target_ids_W = self.proposer.draft.target_ids().to(target.device) if self.drafts else None
 
     def add(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Prefills requests, several in a pass, and yields each with its first token committed. Adds those that are not
@@ -64,6 +68,7 @@ class Batch:
                 else:
                     self.cache = cache
                 self.running += [requests[i] for i in unfinished]
+                self._set_sampling()
             requests = requests[count:]
 
     @staticmethod
@@ -72,7 +77,7 @@ class Batch:
         longest = itertools.accumulate((len(r.prefix) for r in requests), max)
         return max(1, sum(n * length <= PREFILL_TOKENS for n, length in enumerate(longest, start=1)))
 
-    def _prefill(self, requests: Sequence[Request]) -> tuple[Cache, list[tuple[int, list[int], Tensor] | None]]:
+    def _prefill(self, requests: Sequence[Request]) -> tuple[Cache, list[tuple[list[int], Tensor] | None]]:
         """Prefills requests and commits their first tokens. Returns the cache, and the arguments of `Proposer.admit`
         (None without a draft), which have all slots of each prompt but the last one: that one is new in the first
         round."""
@@ -80,17 +85,18 @@ class Batch:
         prefixes = [r.prefix for r in requests]
         logits_BV, features, cache = self.target.prefill(prefixes, self.layers)
         self.target.check_numbers(logits_BV)
-        slots: list[tuple[int, list[int], Tensor] | None] = [None] * len(requests)
+        slots: list[tuple[list[int], Tensor] | None] = [None] * len(requests)
         if self.drafts:
             states = map(self.proposer.draft.select_states, features)
             for i, (request, aux_RAD) in enumerate(zip(requests, states, strict=True)):
-                slots[i] = (request.number, request.prefix[1:], aux_RAD[:-1])
+                slots[i] = (request.prefix[1:], aux_RAD[:-1])
                 request.aux_RAD = aux_RAD[-1:]
-        roots = [([prefix[-1]], [-1]) for prefix in prefixes]
-        first = verify_by_match([r.sampler for r in requests], prefixes, roots, logits_BV[:, None])
-        for request, verdict in zip(requests, first, strict=True):
+        self.vocabulary = logits_BV.shape[1]
+        roots = Tree(torch.tensor([prefix[-1:] for prefix in prefixes]), None, 0).to(self.target.device)
+        first = self._verify(requests, roots, logits_BV[:, None], *self._sampling_of(requests))
+        for request, (_, tokens) in zip(requests, first.to_lists(), strict=True):
             request.began = start
-            request.commit(verdict.tokens)
+            request.commit(tokens)
             request.done.trace.t_prefill = time.perf_counter() - start
         return cache, slots
 
@@ -100,40 +106,43 @@ class Batch:
         lengths = [len(r.prefix) - 1 for r in running]  # without the last committed token, which is the tree's root
         fresh, aux, paths = zip(*((r.fresh, r.aux_RAD, r.path) for r in running), strict=True)
         timer = RoundTimer(target.device)
-        proposed = self.proposer.propose(fresh, aux, paths)
-        tree = proposed.to(target.device)
+        tree = self.proposer.propose(fresh, aux, paths).to(target.device)
         timer.mark()
         logits_BNV, features = target.verify(tree, self.cache, self.layers)
-        nodes = proposed.to_lists()
-        verdicts = self._verify(tree, nodes, logits_BNV)
-        paths = [v.path for v in verdicts]
+        verdict = self._verify(running, tree, logits_BNV, self.sampling, self.seen_BV)
+        if self.seen_BV is not None:
+            see(self.seen_BV, verdict)
+        paths, tokens = zip(*verdict.to_lists(), strict=True)
         self.cache.keep(lengths, paths)
-        for request, verdict in zip(running, verdicts, strict=True):
-            request.commit(verdict.tokens)
+        for request, committed in zip(running, tokens, strict=True):
+            request.commit(committed)
         if self.drafts:
             self._store_states(self.proposer.draft.select_states(features), paths)
             times = timer.finish()
-            for request, verdict, (tokens, _) in zip(running, verdicts, nodes, strict=True):
-                drafted = len(tokens) - 1 if tree.parent_BN is None else tree.levels
-                request.done.trace.rounds.append(Round(drafted, len(verdict.tokens) - 1, *times))
+            counts = [tree.levels + 1] * len(running) if tree.count_B is None else tree.count_B.tolist()
+            for request, committed, count in zip(running, tokens, counts, strict=True):
+                request.done.trace.rounds.append(Round(count - 1, len(committed) - 1, *times))
 
-    def _verify(self, tree: Tree, nodes: Sequence[Nodes], logits_BNV: Tensor) -> list[Verdict]:
-        samplers, prefixes = [r.sampler for r in self.running], [r.prefix for r in self.running]
-        is_last = [r.is_last() if r.sampler.by_prefix else None for r in self.running]
-        if tree.q_BKW is None:
-            return verify_by_match(samplers, prefixes, nodes, logits_BNV, is_last if all(is_last) else None)
-        chains, q_BKV = [tokens for tokens, _ in nodes], [self._scatter(q_KW) for q_KW in tree.q_BKW]
-        return [
-            verify_by_rejection(*arguments)
-            for arguments in zip(samplers, prefixes, chains, q_BKV, logits_BNV, is_last, strict=True)
-        ]
+    def _verify(
+        self, requests: Sequence[Request], tree: Tree, logits_BNV: Tensor, sampling: BatchSampling,
+        seen_BV: Tensor | None,
+    ) -> Verdict:  # fmt: skip
+        lengths = torch.tensor([len(r.prefix) - 1 for r in requests])
+        length_B = to_device([lengths], logits_BNV.device)[0]
+        processing = [r.processing for r in requests]
+        return verify(tree, logits_BNV, length_B, sampling, self.target_ids_W, seen_BV, processing)
 
-    def _scatter(self, q_KW: Tensor) -> Tensor:
-        """The draft's distributions [K, W] over the target's vocabulary, [K, V], with zeros outside the draft's."""
-        draft = self.proposer.draft
-        q_KV = q_KW.new_zeros(q_KW.shape[0], draft.config.vocab_size)
-        q_KV[:, draft.target_ids()] = q_KW
-        return q_KV
+    def _sampling_of(self, requests: Sequence[Request]) -> tuple[BatchSampling, Tensor | None]:
+        """The requests' sampling options, and the tokens of their prefixes, bool [B, V], if some penalize them."""
+        device = self.target.device
+        sampling = BatchSampling.of([r.sampling for r in requests], [r.number for r in requests], device)
+        prefixes = [r.prefix for r in requests]
+        return sampling, seen_tokens(prefixes, self.vocabulary, device) if sampling.penalizes else None
+
+    def _set_sampling(self) -> None:
+        """Takes the sampling options of the running requests, after these have changed."""
+        self.sampling, self.seen_BV = self._sampling_of(self.running)
+        self.proposer.set_sampling(self.sampling)
 
     def _store_states(self, states_MAD: Tensor, paths: Sequence[Sequence[int]]) -> None:
         """Stores in each request the target's hidden states of its accepted nodes. M = B N; `paths` are their node
@@ -151,9 +160,10 @@ class Batch:
         unfinished = [b for b, request in enumerate(self.running) if not request.over]
         if len(unfinished) < len(self.running):
             self.running = [self.running[b] for b in unfinished]
+            self.proposer.dismiss(unfinished)
             if unfinished:
                 self.cache.select(unfinished)
-            self.proposer.dismiss(unfinished)
+                self._set_sampling()
 
 
 class BatchScheduler:

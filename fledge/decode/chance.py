@@ -24,15 +24,14 @@ class Acceptance:
         self.rounds = self.accepted = 0
         self.warned = False
 
-    def add(self, traces: Sequence[Trace], sampling: Sampling, config: DraftConfig, target: str) -> None:
+    def add(self, traces: Sequence[Trace], samplings: Sequence[Sampling], config: DraftConfig, target: str) -> None:
         """Counts finished requests, and warns once if the draft for `target` turns out to be at chance. Requests with a
         temperature above 1 or with logits processors are not counted, since even a good draft may fail there."""
-        if sampling.temperature > 1 or sampling.processors:
-            return
-        rounds = [r for t in traces for r in t.rounds if r.drafted]
+        counted = [t for t, s in zip(traces, samplings, strict=True) if s.temperature <= 1 and not s.processors]
+        rounds = [r for t in counted for r in t.rounds if r.drafted]
         self.rounds += len(rounds)
         self.accepted += sum(r.accepted > 0 for r in rounds)
-        if not self.warned and self.rounds >= ROUNDS and self.accepted < AT_CHANCE * self.rounds:
+        if not self.warned and rounds and self.rounds >= ROUNDS and self.accepted < AT_CHANCE * self.rounds:
             self.warned = True
             warnings.warn(_message(self.accepted, self.rounds, config, target), ChanceWarning, stacklevel=4)
 

@@ -22,7 +22,6 @@ from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.text import TextStream
-from fledge.decode.verify import TargetSampler
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config
 from fledge.targets.compatibility import connect_draft
@@ -74,7 +73,7 @@ class Engine:
         """
         if is_several(prompt):
             return self.generate_all(prompt, **options)
-        options.pop("batch", None)  # has no effect on one prompt
+        _check_batch(options.pop("batch", None))  # has no effect on one prompt
         completion = options.pop("into", None) or Completion()
         for _ in self.stream(prompt, into=completion, **options):
             pass
@@ -86,7 +85,7 @@ class Engine:
         *,
         batch: int | None = None,
         max_new_tokens: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         stop: str | Sequence[str] = (),
         speculate: bool = True,
         request: int | Sequence[int] = 0,
@@ -96,25 +95,30 @@ class Engine:
         """Decodes many prompts, at most `batch` of them together, and returns their completions.
 
         When a request ends, the next one starts. Each completion is the one that the prompt would get alone. `batch`
-        None is 16, or 1 if the target cannot decode several requests together. `request` is the first request's number
-        (the following ones count up), or a list of the requests' numbers. Each request gets copies of the logits
-        processors, which may have state. `answered` is called with a prompt's index when its answer is complete. The
+        None is 16, or 1 if the target cannot decode several requests together. `sampling` may also be a list with one
+        `Sampling` for each prompt, all with the same `draft`. `request` is the first request's number (the following
+        ones count up), or a list of the requests' numbers. Each request gets copies of the logits processors, which may
+        have state. `answered` is called with a prompt's index when its answer is complete. The
         other options are those of `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list
-        of prompts, if a prompt is empty or exceeds the target's context, or if `batch` is above 1 and the target does
-        not support that.
+        of prompts, if a prompt is empty or exceeds the target's context, if a list of options does not have one for
+        each prompt, or if `batch` is above 1 and the target does not support that.
         """
-        sampling, prompts = _sampling(sampling, sampling_options), check_prompts(prompts)
-        check_type("batch", batch, Integral | None, "an integer")
-        if batch is not None and batch < 1:
-            raise ValueError(f"batch is {batch}; it must be at least 1")
+        if sampling is None or isinstance(sampling, Sampling) or not isinstance(sampling, Sequence):
+            sampling, prompts = _sampling(sampling, sampling_options), check_prompts(prompts)
+            samplings = [sampling] * len(prompts)
+        else:
+            samplings, prompts = _samplings(sampling, sampling_options), check_prompts(prompts)
+            _check_length("sampling", samplings, prompts, "one for all prompts, or a list with one for each")
+        _check_batch(batch)
         if batch != 1 and (problem := self._batching_problem):
             if batch:
                 raise ValueError(problem)
             batch = 1
         numbers = range(request, request + len(prompts)) if isinstance(request, int) else request
+        _check_length("request", numbers, prompts, "the first prompt's number, or a list with one for each")
         requests = []
-        for number, prompt in zip(numbers, prompts, strict=True):
-            copied = replace(sampling, processors=copy.deepcopy(sampling.processors))
+        for number, prompt, own in zip(numbers, prompts, samplings, strict=True):
+            copied = replace(own, processors=copy.deepcopy(own.processors))
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
         indices = {r: index for index, r in enumerate(requests)}
         for updated in self._decode(requests, batch or BATCH, speculate):
@@ -174,8 +178,8 @@ class Engine:
     def _warn_at_chance(self, requests: Sequence[Request]) -> None:
         """Issues a `ChanceWarning` if the draft's tokens are accepted no more often than by chance."""
         if self.draft is not None and requests:
-            traces, sampling = [r.done.trace for r in requests], requests[0].sampler.sampling
-            self._acceptance.add(traces, sampling, self.draft.config, self.target.name)
+            traces, samplings = [r.done.trace for r in requests], [r.sampling for r in requests]
+            self._acceptance.add(traces, samplings, self.draft.config, self.target.name)
 
     def _request(
         self, prompt: Prompt, number: int, *, max_new_tokens: int | None, sampling: Sampling, stop: str | Sequence[str],
@@ -195,8 +199,8 @@ class Engine:
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
         return Request(
-            number, prefix, TargetSampler(sampling, number), TextStream(self.target.tokenizer, stop),
-            max_new_tokens, self.target.stop_ids, into if into is not None else Completion(),
+            number, prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
+            self.target.stop_ids, into if into is not None else Completion(),
         )  # fmt: skip
 
     def check_length(self, prompt: int, new: int) -> None:
@@ -227,7 +231,6 @@ class Engine:
         if not requests:
             return
         drafts = speculate and self.draft is not None
-        sampling = requests[0].sampler.sampling
         longest = max(len(r.prefix) + r.limit for r in requests)
         if drafts and longest > self._max_length:
             raise ValueError(
@@ -235,11 +238,13 @@ class Engine:
                 f"tokens and a draft of {self.drafting.depth} need {longest + self.drafting.depth}; generate fewer new "
                 "tokens, or use a smaller depth"
             )
+        for r in requests if drafts else ():
+            self.drafting.check_sampling(r.sampling)
 
         def new_batch() -> Batch:
             if not drafts:
                 return Batch(self.target, NoDrafter(), None)
-            return Batch(self.target, self.drafting.proposer(self.draft, sampling), self.layers)
+            return Batch(self.target, self.drafting.proposer(self.draft), self.layers)
 
         scheduler, waiting = BatchScheduler(new_batch), deque(requests)
         while waiting or scheduler.running:
@@ -258,6 +263,33 @@ def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
     if given is not None and options:
         raise ValueError(f"give sampling=Sampling(..) or {' and '.join(options)}, not both")
     return given or Sampling(**options)
+
+
+def _samplings(given: Sequence[Sampling], options: dict[str, Any]) -> list[Sampling]:
+    """The sampling parameters of several requests. Raises TypeError and ValueError as `_sampling`, and ValueError if
+    they differ in how drafted tokens are chosen."""
+    for one in given:
+        check_type("sampling", one, Sampling, "a fledge.Sampling, or a list of them")
+    samplings = [_sampling(one, options) for one in given]
+    if len({s.draft for s in samplings}) > 1:
+        raise ValueError(
+            "requests that are decoded together choose their drafted tokens by one rule, but some have draft='greedy' "
+            "and some draft='sample'; use one of them for all, or decode them in separate calls"
+        )
+    return samplings
+
+
+def _check_length(name: str, values: Sequence[Any], prompts: Sequence[Any], use: str) -> None:
+    """Raises ValueError unless there is one value for each prompt."""
+    if len(values) != len(prompts):
+        raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts; give {use}")
+
+
+def _check_batch(batch: int | None) -> None:
+    """Raises TypeError or ValueError unless it is None or a positive integer."""
+    check_type("batch", batch, Integral | None, "an integer")
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch is {batch}; it must be at least 1")
 
 
 def load(

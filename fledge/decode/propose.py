@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig
+from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
 from fledge.decode.sources import OnePassSource, Source, StepSource
 from fledge.methods import METHODS, Method
@@ -30,13 +31,17 @@ class Proposer:
     def draft(self) -> Draft:
         return self.source.draft
 
-    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
+    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Adds requests; see `Source.admit`."""
         self.source.admit(requests)
 
     def dismiss(self, staying: Sequence[int]) -> None:
         """Keeps the requests with these indices only."""
         self.source.dismiss(staying)
+
+    def set_sampling(self, sampling: BatchSampling) -> None:
+        """Sets how the drafted tokens of the requests are drawn, in their order. Without it, drafting is greedy."""
+        self.source.sampling = sampling.to(self.draft.device)
 
     @torch.inference_mode()
     def propose(
@@ -140,16 +145,15 @@ class Drafting:
             return how | {"shape": asdict(self.shape)}
         return how | {"depth": self.depth, "nodes": self.nodes, "width": self.width}
 
-    def proposer(self, draft: Draft, sampling: Sampling = Sampling()) -> Proposer:
-        """A new proposer, of resolved drafting (`for_draft`). Raises ValueError for a tree with sampled drafts."""
-        self.check_sampling(sampling)
-        shape, depth = self._shape(draft, sampling)
+    def proposer(self, draft: Draft) -> Proposer:
+        """A new proposer, of resolved drafting (`for_draft`)."""
+        shape, depth = self._shape(draft)
         return Proposer(OnePassSource(draft, depth) if draft.family.one_pass else StepSource(draft, self.stable), shape)
 
-    def _shape(self, draft: Draft, sampling: Sampling) -> tuple[Shape, int]:
+    def _shape(self, draft: Draft) -> tuple[Shape, int]:
         """The shape, and its depth."""
         if not self.tree:
-            return Chain(self.depth, sampling, self.confidence), self.depth
+            return Chain(self.depth, self.confidence), self.depth
         if self.shape is None:
             return DynamicTree(self.depth, self.nodes, self.width), self.depth
         return FixedTree(self.shape, draft), len(self.shape.levels()) - 1

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fledge.decode.text import TextStream
-from fledge.decode.verify import TargetSampler
-from fledge.types import Trace
+from fledge.decode.verify import Processing
+from fledge.types import Sampling, Trace
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Request:
 
     number: int
     prefix: list[int]
-    sampler: TargetSampler
+    sampling: Sampling
     text: TextStream
     limit: int
     stop_ids: frozenset[int]
@@ -47,7 +47,7 @@ class Request:
     began: float = field(default_factory=time.perf_counter)
 
     def commit(self, tokens: list[int]) -> None:
-        """Adds the tokens of a verdict."""
+        """Adds the tokens that verification chose."""
         self.prefix.extend(tokens)
         self.fresh = tokens
 
@@ -75,6 +75,12 @@ class Request:
             return next(left) <= 0 or token in self.stop_ids or text.stopped
 
         return ends
+
+    @property
+    def processing(self) -> Processing | None:
+        """How the next tokens' logits are processed, if the request has logits processors."""
+        processors = self.sampling.processors
+        return Processing(processors, self.prefix, self.is_last()) if processors else None
 
     @property
     def longest(self) -> int:

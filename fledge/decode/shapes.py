@@ -1,7 +1,7 @@
-"""Shapes of the draft tree of a round: a chain, EAGLE-2's dynamic tree, or a fixed tree.
+"""Shapes of what is drafted in a round: a chain, EAGLE-2's dynamic tree, or a fixed tree.
 
-A shape builds trees from the logits of any source (`decode/sources.py`). To expand a node is to compute the logits
-after it. `expanded` is the largest number of nodes below the root that the shape expands in one round.
+Each grows its trees from the logits of any source (`decode/sources.py`). `expanded` is the most nodes below the root
+that it expands.
 """
 
 from __future__ import annotations
@@ -16,31 +16,28 @@ from torch import Tensor
 from fledge.decode.sources import Front, Source, rows_of
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
-from fledge.types import Sampling, Tree, TreeShape
+from fledge.types import Tree, TreeShape
 
 
 class Shape(Protocol):
     expanded: int
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        """Builds one tree below each root (target ids, int64 [B]); `logits_B1W` are the logits after the roots.
-
-        Returns the trees and the argument of `Source.end`, int64 [B, N]: each node's index among the expanded nodes, or
-        -1 if it was not expanded.
-        """
+        """The trees below the roots (target ids, int64 [B]), whose logits are given. Returns them and, for
+        `Source.end`, which expanded node each of their nodes was, int64 [B, N]."""
         ...
 
 
 class Chain:
-    """Chains of up to `depth` tokens, chosen greedily or sampled, as `sampling` says.
+    """Chains of up to `depth` tokens, greedy or drawn as the source's sampling says.
 
-    If `confidence` is above 0, a chain ends after the first token at which the draft's probability of the whole chain
-    is below `confidence`. The chain keeps that token: whether a position is drafted then depends only on the tokens
-    before it, so verification stays lossless. With a sequential source, this synchronises with the device at each step.
+    With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
+    it. That token is kept: whether a place is drafted then depends only on what stands before it, so verification
+    stays lossless. A sequential source then waits for the device at each step; otherwise nothing waits.
     """
 
-    def __init__(self, depth: int, sampling: Sampling = Sampling(), confidence: float = 0.0):
-        self.depth, self.sampling, self.confidence = depth, sampling, confidence
+    def __init__(self, depth: int, confidence: float = 0.0):
+        self.depth, self.confidence = depth, confidence
         self.expanded = depth
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
@@ -59,38 +56,33 @@ class Chain:
             if k + 1 < self.depth:
                 logits_BW = source.expand(Front(tokens[-1][:, None]))[:, 0]
         token_BN = torch.stack(tokens, dim=1)
-        N = token_BN.shape[1]
-        count_B = [N] * B
+        N, node_N = len(tokens), torch.arange(len(tokens), device=root_B.device)
+        count_B = None
         if self.confidence:
-            likely_BK = torch.stack(chances[: N - 2], dim=1) >= self.confidence if N > 2 else token_BN.new_zeros(B, 0)
-            count_B = [2 + n for n in likely_BK.sum(-1).tolist()]
-        slot_BN = torch.tensor([[-1, *range(n - 2), *[-1] * (N - n + 1)] for n in count_B])
-        drawn = None
-        if self.sampling.samples_draft:
-            drawn = [torch.stack([q_BW[b] for q_BW in qs[: n - 1]]) for b, n in enumerate(count_B)]
-        return Tree(token_BN, None, N - 1, count_B, drawn), slot_BN
+            likely = [chance_B >= self.confidence for chance_B in chances[: N - 2]]
+            count_B = 2 + sum(likely, torch.zeros_like(root_B))
+        # node n was the n-th to be expanded, but for the last of each chain, which was not
+        last_B1 = node_N[-1:].expand(B, 1) if count_B is None else count_B[:, None] - 1
+        slot_BN = torch.where(node_N < last_B1, node_N - 1, -1)
+        q_BKW = None if qs[0] is None else torch.stack(qs, dim=1)
+        return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
     def _choose(self, logits_BW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None]:
-        """The draft ids chosen at step k, int64 [B], and the distributions they were sampled from, float64 [B, W]
-        (None for greedy drafts)."""
-        if not self.sampling.samples_draft:
+        """The draft ids of step k, int64 [B]; where they are drawn, with their distributions, float64 [B, W]."""
+        sampling = source.sampling
+        if sampling is None or not sampling.samples_draft:
             return logits_BW.argmax(-1), None
-        scores = logits_BW.double() / self.sampling.temperature
-        keys = [
-            (self.sampling.seed, number, length + 1 + k, DRAFT)
-            for number, length in zip(source.numbers, source.cache.lengths, strict=True)
-        ]
-        drawn = [gumbel_argmax(row, key) for row, key in zip(scores, keys, strict=True)]
-        return torch.tensor(drawn, device=logits_BW.device), scores.softmax(-1)
+        scores_BW = sampling.settle(sampling.temper(logits_BW.double()))
+        state_B1 = sampling.keys(source.cache.length_B[:, None] + 1 + k, DRAFT)
+        return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)
 
 
 class DynamicTree:
     """EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 
-    A node's score is the sum of the draft's log-probabilities along its path. The first level holds the root's `width`
-    likeliest children. Each further level, up to `depth` levels, expands the `width` nodes of the last level with the
-    highest scores and adds the `width` likeliest children of each. The tree consists of the root and the `nodes` - 1
-    nodes with the highest scores. Does not synchronise with the device.
+    The root's `width` likeliest children are scored by the draft's log-probability. At each further level, up to
+    `depth` in all, the `width` nodes of the last level with the highest cumulative score are expanded, and as many
+    children of each are scored. The best `nodes` - 1 of all that were scored make the tree. Waits for nothing.
     """
 
     def __init__(self, depth: int, nodes: int, width: int):
@@ -102,12 +94,11 @@ class DynamicTree:
         B, device = root_B.numel(), root_B.device
         score, token = self.children(logits_B1W, torch.zeros(B, 1, device=device))
         scored, drafted, parents = [score], [token], [token.new_full((B, w), -1)]
-        # The front is the set of nodes expanded next. `places` are its indices among all scored nodes, `front` those
-        # within the last level, and `above` the indices of its parents within the previous front.
+        # the front: its places among all scored nodes and within the last level, its parents' within the last front
         places = front = torch.arange(w, device=device).expand(B, w)
         above = torch.zeros_like(front)
-        expanded: list[Tensor] = []  # indices of the expanded nodes among all scored nodes, in order of expansion
-        seen = torch.zeros(B, w, 0, dtype=torch.bool, device=device)  # expanded nodes that each front node attends to
+        expanded: list[Tensor] = []  # places of the expanded nodes, in order
+        seen = torch.zeros(B, w, 0, dtype=torch.bool, device=device)  # which expanded nodes each node of the front sees
         own = torch.eye(w, dtype=torch.bool, device=device).expand(B, w, w)
         for _ in range(1, self.depth):
             seen = torch.cat([rows_of(seen, above), own], dim=2)
@@ -121,15 +112,15 @@ class DynamicTree:
             front = score.topk(w).indices
             places, above = before + front, front // w
         tree, place_BN = best_of(draft, root_B, scored, drafted, parents, self.nodes, self.depth)
-        slot_BP = torch.full((B, sum(s.shape[1] for s in scored) + 1), -1, device=device)  # last column: the root
+        slot_BP = torch.full((B, sum(s.shape[1] for s in scored) + 1), -1, device=device)  # the last is the root's
         if expanded:
             slots = torch.arange(len(expanded) * w, device=device).expand(B, -1)
             slot_BP.scatter_(1, torch.cat(expanded, dim=1), slots)
         return tree, slot_BP.gather(1, place_BN % slot_BP.shape[1])
 
     def children(self, logits_BMW: Tensor, score_BF: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (float32) and draft ids (int64) of the likeliest children of F nodes, grouped by parent, each
-        [B, F width]. `logits_BMW` has one row per node (M = F) or one row that all nodes share (M = 1)."""
+        """Cumulative scores (float32) and draft ids (int64) of the likeliest children of F nodes, one node's after the
+        other's, each [B, F width]. `logits_BMW` are each node's (M = F) or shared by all (M = 1)."""
         logp, token = logits_BMW.float().log_softmax(-1).topk(min(self.width, logits_BMW.shape[-1]))
         score = score_BF[..., None] + logp
         return score.flatten(1), token.expand_as(score).flatten(1)
@@ -139,12 +130,11 @@ def best_of(
     draft: Draft, root_B: Tensor, scores: Sequence[Tensor], tokens: Sequence[Tensor], parents: Sequence[Tensor],
     nodes: int, levels: int,
 ) -> tuple[Tree, Tensor]:  # fmt: skip
-    """Builds the trees of the `nodes` - 1 nodes with the highest scores. Also returns the indices of the trees' nodes
-    among all scored nodes, int64 [B, N] (-1 for the root).
+    """The trees of the best `nodes` - 1 scored nodes, and the places of their nodes among all, int64 [B, N] (the root's
+    is -1).
 
-    `scores`, `tokens` (draft ids) and `parents` hold one [B, P] tensor per level; a parent is an index among all scored
-    nodes, or -1 for the root. Among equal scores the earlier node wins, so that parents precede their children. Does
-    not synchronise with the device.
+    Every level's scores, draft ids and parents (places among all, -1 for the root) come as [B, P]. Equal scores are
+    taken in order, so that parents stand before their children. Waits for nothing.
     """
     score_BP, token_BP, parent_BP = (torch.cat(list(x), dim=1) for x in (scores, tokens, parents))
     order = score_BP.sort(dim=1, descending=True, stable=True).indices
@@ -160,12 +150,11 @@ def best_of(
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a fixed tree, as index tensors on the device.
+    """One level of a fixed tree, as indices on the device.
 
-    `nodes` are the nodes of this level. `parents` are the F nodes of the previous level that have children. `above`
-    gives, for each of `parents`, the index of its own parent within the `parents` of the previous level. `seen_FJ`
-    (bool) says which expanded nodes each of `parents` attends to. `parent` and `rank` give, for each of `nodes`, the
-    index of its parent within `parents` and its rank among its siblings, at most `ranks` - 1.
+    `parents`: the F nodes of the level above that have children; `above`: the places of their own parents among the
+    nodes expanded before; `seen_FJ`: which expanded nodes each sees, bool. `nodes`: this level's; `parent` and `rank`:
+    the place of each one's parent among `parents`, and its rank among its siblings, at most `ranks` - 1.
     """
 
     parents: Tensor
@@ -185,7 +174,7 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
     made, before, expanded = [], [-1], []
     for level in levels[1:]:
         front = sorted({parents[n] for n in level})
-        expanded += front if made else []  # the root is not expanded: its logits are already computed
+        expanded += front if made else []  # the root is not expanded: its logits are there
         of = [front, [before.index(parents[n]) for n in front], [[m in paths[n] for m in expanded] for n in front]]
         of += [level, [front.index(parents[n]) for n in level], [ranks[n] for n in level]]
         made.append(_Level(*(torch.tensor(x, device=device) for x in of), max(ranks[n] for n in level) + 1))
@@ -194,11 +183,8 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
 
 
 class FixedTree:
-    """Trees of a given shape, as in EAGLE-1 (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank r is the
-    r-th likeliest token after its parent, counted from 0. Building them does not synchronise with the device.
-
-    Raises ValueError for a rank beyond the draft's vocabulary.
-    """
+    """Trees of a given shape, as EAGLE-1's (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank r is its
+    parent's r-th likeliest token. Waits for nothing. Raises ValueError for a rank beyond the draft's vocabulary."""
 
     def __init__(self, shape: TreeShape, draft: Draft):
         if max(shape.ranks) >= draft.config.draft_vocab_size:

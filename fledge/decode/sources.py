@@ -1,9 +1,9 @@
-"""Sources of draft logits: after the root of a tree, then after each node that a shape (`decode/shapes.py`) expands.
+"""Sources of candidates: the draft's logits at a root, then at the nodes that a shape (`decode/shapes.py`) expands.
 
-`StepSource` runs the draft once per level of the tree, as EAGLE does. `OnePassSource` computes the logits of all levels
-in one pass, as P-EAGLE does. A source holds the draft's KV cache for the requests that are decoded together. A stable
-cache recomputes the keys and values of accepted tokens from the target's hidden states, as in training. An unstable
-cache keeps those that were computed while drafting: it computes fewer rows, but its contents differ from training.
+`StepSource` drafts one level of a tree per pass, as EAGLE does. `OnePassSource` has the logits of all levels after one
+pass, as P-EAGLE does. A source holds the draft's cache for the requests that are decoded together. A stable cache is
+rebuilt from the target's hidden states where tokens were accepted, which is what training saw. An unstable one keeps
+the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fledge.decode.sampling import BatchSampling
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import DraftCache
@@ -23,11 +24,11 @@ from fledge.models.kv_cache import DraftCache
 
 @dataclass(frozen=True)
 class Front:
-    """The nodes of one level that are expanded together, F in each request's tree.
+    """The nodes of one level, F of each request's tree, that are expanded together.
 
-    `token_BF` holds their target ids, int64. `above_BF` (int64) holds the index of each node's parent within the
-    previous front; None means that node f's parent is node f. `seen_BFJ` (bool) says which expanded nodes below the
-    root each node attends to, in order of expansion, this level included; None means all of them, as in a chain.
+    `token_BF` are their target ids, int64. `above_BF` are the places of their parents among the nodes expanded before
+    (int64; None: node f's parent is node f). `seen_BFJ` says which expanded nodes below the root each one sees, this
+    level's included, in the order of expansion (bool; None: all of them, as in a chain).
     """
 
     token_BF: Tensor
@@ -36,23 +37,23 @@ class Front:
 
 
 class Source:
-    """A draft and its KV cache for the requests that are decoded together. `numbers` holds the requests' numbers, in
-    the order of the cache's sequences."""
+    """A draft and its cache for the requests that are decoded together. `sampling` is how their drafted tokens are
+    drawn, in the order of the cache's sequences and on the draft's device; None: greedily."""
 
-    sequential: bool  # whether each level takes a pass of the draft, so that stopping early saves time
+    sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
     def __init__(self, draft: Draft):
         self.draft = draft
         self.cache: DraftCache | None = None
-        self.numbers: list[int] = []
+        self.sampling: BatchSampling | None = None
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
-        """Adds requests. Each is a tuple of its number, the tokens after its first R slots, and the target's hidden
-        states at those slots, [R, A, D]; R may be 0."""
+    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        """Adds requests: of each its first R slots, namely the token after each slot and the target's hidden states
+        [R, A, D]; R may be 0."""
         if not requests:
             return
-        numbers, tokens, aux = zip(*requests, strict=True)
+        tokens, aux = zip(*requests, strict=True)
         cache = DraftCache(self.draft.config, self.draft.device, self.draft.dtype, len(requests))
         if any(tokens):
             self._append(cache, tokens, aux, 0)
@@ -60,47 +61,43 @@ class Source:
             self.cache = cache
         else:
             self.cache.append([cache])
-        self.numbers += numbers
 
     @torch.inference_mode()
     def dismiss(self, staying: Sequence[int]) -> None:
-        """Keeps only the requests with these indices."""
+        """Keeps the requests with these indices only."""
         if staying:
             self.cache.select(staying)
         else:
             self.cache = None
-        self.numbers = [self.numbers[b] for b in staying]
 
     def begin(
         self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], expanded: int
     ) -> tuple[Tensor, Tensor]:
-        """Adds R new slots of each request to the cache, and reserves room for `expanded` nodes.
+        """Adds each request's R new slots (the token after each, and the target's hidden states [R, A, D]) to the
+        cache, with room for `expanded` nodes. `paths` are the accepted nodes of the last trees, the root first.
 
-        `tokens` are the tokens after the slots, `aux` the target's hidden states at the slots, [R, A, D], and `paths`
-        the accepted nodes of the last trees, the root first. Returns the roots' tokens, int64 [B], and the logits after
-        them, [B, 1, W]. Does not synchronise with the device.
+        Returns the roots' tokens, int64 [B], and the logits after them, [B, 1, W]. Waits for nothing.
         """
         raise NotImplementedError
 
     def expand(self, front: Front) -> Tensor:
-        """The logits after the nodes of the next level, [B, F, W], or [B, 1, W] if all nodes of a level have the same
-        logits."""
+        """The logits after the nodes of the next level, [B, F, W], or [B, 1, W] where all nodes of a level share
+        theirs."""
         raise NotImplementedError
 
     def end(self, slot_BN: Tensor) -> None:
-        """Discards the drafted nodes from the cache. `slot_BN` gives, for each node of the trees, its index among the
-        expanded nodes, counted from 0 below the root, or -1 if it was not expanded."""
+        """Forgets what was drafted. `slot_BN` says of each node of the trees as which expanded node it was computed,
+        counted from 0 below the root; -1 for nodes that were not expanded."""
         raise NotImplementedError
 
     def _append(
         self, cache: DraftCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], expanded: int
     ) -> tuple[Tensor, Tensor]:
-        """Adds new slots to a cache. Returns each request's token after its last slot, int64 [B], and the draft's
-        outputs there, [B, E]."""
+        """Adds new slots to a cache. Returns the last slots' tokens, int64 [B], and the draft's outputs, [B, E]."""
         draft, counts = self.draft, [len(t) for t in tokens]
         B, most = len(counts), max(counts)
         rows = torch.tensor([[*t, *[0] * (most - len(t))] for t in tokens])
-        last = torch.tensor(counts)[:, None].clamp_min(1) - 1  # the output of a request without slots is unused
+        last = torch.tensor(counts)[:, None].clamp_min(1) - 1  # the output of a request without slots is not read
         token_BR, last_B1 = to_device([rows, last], draft.device)
         aux = [a.to(draft.device, draft.dtype) for a in aux]
         aux_MAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
@@ -113,16 +110,16 @@ class Source:
 
 
 class StepSource(Source):
-    """Runs the draft once per level: it reads each node's token and its own output at the node's parent (EAGLE)."""
+    """One pass per level: the draft reads each node's token and its own output at the node's parent (EAGLE)."""
 
     sequential = True
 
     def __init__(self, draft: Draft, stable: bool = True):
         super().__init__(draft)
         self.stable = stable
-        self.slot_BN = torch.empty(0, 1, dtype=torch.int64)  # of the last trees; see `end`
+        self.slot_BN = torch.empty(0, 1, dtype=torch.int64)  # of the last trees, see `end`
 
-    def admit(self, requests: Sequence[tuple[int, Sequence[int], Tensor]]) -> None:
+    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         super().admit(requests)
         nothing = self.slot_BN.new_full((len(requests), self.slot_BN.shape[1]), -1)
         self.slot_BN = torch.cat([self.slot_BN, nothing])
@@ -166,11 +163,9 @@ class StepSource(Source):
 
 
 class OnePassSource(Source):
-    """Runs the draft once for all `depth` levels (P-EAGLE, Hui et al. 2026, arXiv:2602.01469).
-
-    After the new slots it adds depth - 1 slots that read a mask token and a learned state in place of the token and
-    the hidden state, which are not known yet. All nodes of a level therefore have the same logits.
-    """
+    """One pass for all `depth` levels: behind the new slots go depth - 1 more, which read a mask token and a learned
+    state in place of what is not known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469). So all nodes of a level share
+    their logits."""
 
     sequential = False
 
@@ -190,19 +185,19 @@ class OnePassSource(Source):
         return self.logits_BKW[:, self.level, None]
 
     def end(self, slot_BN: Tensor) -> None:
-        """Does nothing: drafting added no nodes to the cache."""
+        """Nothing was added to the cache but the new slots."""
 
     @torch.inference_mode()
     def run_pass(self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Adds R new slots of each request to the cache. Returns each request's token after its last slot, int64 [B],
-        and the logits of all levels, [B, K, W]."""
+        """Adds each request's R new slots to the cache. Returns the last ones' tokens, int64 [B], and the logits of all
+        levels, [B, K, W]."""
         draft, cache, K = self.draft, self.cache, self.depth
         counts = [len(t) for t in tokens]
         B, rows = len(counts), sum(counts)
         n = max(counts) + K - 1
         mask_token, mask_state = draft.mask_inputs()
         known = [torch.arange(rows)[a - r : a] for a, r in zip(itertools.accumulate(counts), counts, strict=True)]
-        # the input row that each slot reads: its own, or the mask's row, which follows all others
+        # the row that each slot reads: its own, or the mask's, which comes after all of them
         read_Bn = torch.stack([torch.cat([k, k.new_full((n - k.numel(),), rows)]) for k in known])
         asked_BK = torch.tensor(counts)[:, None] - 1 + torch.arange(K)
         flat = torch.tensor([t for mine in tokens for t in mine])
@@ -219,5 +214,5 @@ class OnePassSource(Source):
 
 
 def rows_of(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
-    """Selects rows of each request by index (int64): [B, S, J]."""
+    """The rows of each request at some places (int64), [B, S, J]."""
     return x_BMJ.gather(1, at_BS[..., None].expand(-1, -1, x_BMJ.shape[2]))

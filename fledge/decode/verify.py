@@ -1,163 +1,204 @@
 """Lossless verification of chains and trees: committed tokens have the distribution of the target's own decoding.
 
 There are two rules. By match (greedy decoding, and sampling with greedy drafts): the target chooses its own token at
-each node, and verification continues at the child with this token, if there is one. By rejection (sampled drafts;
+each node, and a node is accepted if its parent is and its token is the parent's own. By rejection (sampled drafts;
 Leviathan et al. 2023, Chen et al. 2023): a drafted token x ~ q is accepted with probability min(1, p(x)/q(x)), and the
 first rejected one is replaced by a draw from (p - q)+.
+
+Both rules are functions of tensors for all requests and nodes at once. They wait for no device, and their shapes do not
+depend on values. Only logits processors, which are Python objects with a state, are called node by node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
-from fledge.types import Sampling, Verdict
+from fledge.types import Tree, Verdict
 
-Nodes = tuple[Sequence[int], Sequence[int]]  # tokens and parents of a tree's nodes, the root (parent -1) first
 IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
 
 
-class TargetSampler:
-    """How the target chooses tokens for one request: logits processors, then the argmax or a keyed draw."""
+@dataclass(frozen=True)
+class Processing:
+    """How a request's logits are processed by transformers LogitsProcessor objects: these are called with the `prefix`,
+    the root's token included, and not after the answer's last token."""
 
-    def __init__(self, sampling: Sampling, request: int = 0):
-        from transformers import (
-            LogitsProcessorList,
-            RepetitionPenaltyLogitsProcessor,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
-
-        self.sampling, self.request = sampling, request
-        self.by_prefix = LogitsProcessorList()  # they read the prefix, so each node is processed by itself
-        if sampling.repetition_penalty != 1.0:
-            self.by_prefix.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        self.by_prefix.extend(sampling.processors)
-        self.by_score = LogitsProcessorList()
-        if not sampling.greedy:
-            if sampling.temperature != 1.0:
-                self.by_score.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self.by_score.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1.0:
-                self.by_score.append(TopPLogitsWarper(sampling.top_p))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the chosen token is the argmax of the unprocessed logits."""
-        return self.sampling.greedy and not self.by_prefix
-
-    def scores(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
-        """Processed scores [V] of the token after `prefix`. Called once per node, in order along one path, so that
-        stateful processors see what token-by-token decoding would show them."""
-        scores = logits_V[None].clone()
-        if self.by_prefix or self.by_score:
-            ids = torch.tensor([list(prefix)], device=logits_V.device)
-            scores = self.by_score(ids, self.by_prefix(ids, scores))
-        return scores[0]
-
-    def choose(self, prefix: Sequence[int], logits_V: Tensor) -> int:
-        """The target's own token after `prefix`. Sampling draws by a key of the absolute position."""
-        return int(self.ranking(prefix, logits_V).argmax())
-
-    def ranking(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
-        """The values [V] whose argmax is the chosen token: the scores, plus Gumbel noise where it samples."""
-        return rankings([self], [prefix], logits_V[None])[0]
-
-    def key(self, position: int, purpose: int) -> tuple[int, int, int, int]:
-        return (self.sampling.seed, self.request, position, purpose)
+    processors: Sequence[Any]
+    prefix: Sequence[int]
+    is_last: IsLast | None = None
 
 
-def processed(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """`TargetSampler.scores` [B, V] of requests with equal sampling options, each processed on its own prefix."""
-    if len(samplers) == 1 or samplers[0].by_prefix:
-        return torch.stack([s.scores(*of) for s, *of in zip(samplers, prefixes, logits_BV, strict=True)])
-    return samplers[0].by_score(None, logits_BV.clone())
+def verify(
+    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, target_ids_W: Tensor | None = None,
+    seen_BV: Tensor | None = None, processing: Sequence[Processing | None] = (),
+) -> Verdict:  # fmt: skip
+    """Verifies by rejection where the tree has distributions (`q_BKW`), else by match.
 
+    `logits_BNV` are the target's logits after each node. `length_B` (int64) are the numbers of committed tokens without
+    the root. `target_ids_W` (int64) are the target's ids of the draft's tokens, for rejection. `seen_BV` (bool) are the
+    tokens of the committed prefixes, the root's included, for repetition penalties. `processing` has an entry for each
+    request if some have logits processors.
+    """
+    drawn = tree.q_BKW is not None
+    if any(processing):
 
-def rankings(samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], logits_BV: Tensor) -> Tensor:
-    """`TargetSampler.ranking` of each request, [B, V]."""
-    scores = processed(samplers, prefixes, logits_BV)
-    if samplers[0].sampling.greedy:
-        return scores
-    keys = [s.key(len(prefix), TOKEN) for s, prefix in zip(samplers, prefixes, strict=True)]
-    return scores.double() + gumbel(keys, scores.shape[1], scores.device)
+        def rule(scores_BNV: Tensor) -> Verdict:
+            given = tree, scores_BNV, length_B, sampling
+            return accept_by_rejection(*given, target_ids_W) if drawn else accept_by_match(*given)
+
+        return verify_with_processors(rule, tree, logits_BNV, sampling, processing, seen_BV)
+    if drawn:
+        return verify_by_rejection(tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV)
+    return verify_by_match(tree, logits_BNV, length_B, sampling, seen_BV)
 
 
 def verify_by_match(
-    samplers: Sequence[TargetSampler], prefixes: Sequence[Sequence[int]], nodes: Sequence[Nodes], logits_BNV: Tensor,
-    is_last: Sequence[IsLast] | None = None,
-) -> list[Verdict]:  # fmt: skip
+    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BV: Tensor | None = None
+) -> Verdict:
     """Commits the target's own tokens: those that each request's tree contains, and the first that it does not.
 
-    `prefixes` are the committed tokens, the root's included; `logits_BNV` are the target's logits after each node. With
-    `is_last`, verification of a request stops after its answer's last token, where token-by-token decoding would stop
-    calling processors.
+    The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
-    following = [children(*of) for of in nodes]
-    own = logits_BNV.argmax(-1).tolist() if samplers[0].plain else None
-    texts, paths = [list(prefix) for prefix in prefixes], [[0] for _ in prefixes]
-    going = list(range(len(prefixes)))
-    while going:
-        if own is not None:
-            chosen = [own[b][paths[b][-1]] for b in going]
-        else:
-            at = [paths[b][-1] for b in going]
-            here = logits_BNV[0, at[0]][None] if len(prefixes) == 1 else logits_BNV[going, at]
-            chosen = rankings([samplers[b] for b in going], [texts[b] for b in going], here).argmax(-1).tolist()
-        still = []
-        for b, token in zip(going, chosen, strict=True):
-            texts[b].append(token)
-            node = following[b][paths[b][-1]].get(token)
-            if not (is_last and is_last[b](token)) and node is not None:
-                paths[b].append(node)
-                still.append(b)
-        going = still
-    return [Verdict(path, text[len(prefix) :]) for path, text, prefix in zip(paths, texts, prefixes, strict=True)]
-
-
-def children(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
-    """For each node of a tree, its children by token."""
-    following: list[dict[int, int]] = [{} for _ in tokens]
-    for node in range(1, len(tokens)):
-        following[parents[node]][tokens[node]] = node
-    return following
+    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+    return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
 
 
 def verify_by_rejection(
-    sampler: TargetSampler, prefix: Sequence[int], tokens: Sequence[int], q_KV: Tensor, logits_NV: Tensor,
-    is_last: IsLast | None = None,
+    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, target_ids_W: Tensor,
+    seen_BV: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
     """Accepts each drafted token of a chain with probability min(1, p/q). The first rejected token is replaced by a
     draw from the residual; if all are accepted, the next token is drawn from the target.
 
-    `tokens` are the chain's, the root first. `q_KV` are the distributions that the drafted tokens were drawn from, zero
-    outside the draft's vocabulary; `logits_NV` are the target's logits after each node. `is_last` is as in
-    `verify_by_match`. (Leviathan et al. 2023, algorithm 1.)
+    The arguments are as in `verify`. (Leviathan et al. 2023, algorithm 1, for all positions at once.)
     """
-    text = list(prefix)
-
-    def verdict(accepted: int) -> Verdict:
-        return Verdict(list(range(accepted + 1)), text[len(prefix) :])
-
-    for j, token in enumerate(tokens[1:]):
-        scores = sampler.scores(text, logits_NV[j]).double()
-        p, q = scores.softmax(-1), q_KV[j].to(scores.device)
-        if float(uniforms(sampler.key(len(text), ACCEPT), 1)) * float(q[token]) >= float(p[token]):
-            text.append(gumbel_argmax(residual(p, q).log(), sampler.key(len(text), RESIDUAL)))
-            return verdict(j)
-        text.append(token)
-        if is_last and is_last(token):
-            return verdict(j)
-    text.append(sampler.choose(text, logits_NV[len(tokens) - 1]))
-    return verdict(len(tokens) - 1)
+    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+    return accept_by_rejection(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling, target_ids_W)
 
 
-def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
+def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Verdict:
+    """`verify_by_match` of processed scores."""
+    path_BNN = tree.ancestors()
+    depth_BN = path_BNN.sum(-1) - 1
+    own_BN = choose(tree, scores_BNV, depth_BN, length_B, sampling)
+    matched_BN = matches(tree, own_BN)
+    node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
+    if tree.count_B is not None:
+        matched_BN = matched_BN & (node_N < tree.count_B[:, None])
+    accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
+    # siblings differ, so that at most one node of a level is accepted
+    level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
+    hit_BRN = accepted_BN[:, None] & (depth_BN[:, None] == level_R1)
+    path_BR = torch.where(hit_BRN, node_N, 0).amax(-1)
+    return Verdict.of(path_BR, hit_BRN.any(-1).sum(-1), own_BN.gather(1, path_BR))
+
+
+def choose(tree: Tree, scores_BNV: Tensor, depth_BN: Tensor, length_B: Tensor, sampling: BatchSampling) -> Tensor:
+    """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position.
+
+    `depth_BN` are the nodes' levels below the root, int64.
+    """
+    if not sampling.samples:
+        return scores_BNV.argmax(-1)
+    noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
+    if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
+        noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]
+    return (sampling.settle(scores_BNV).double() + noise).argmax(-1)
+
+
+def matches(tree: Tree, own_BN: Tensor) -> Tensor:
+    """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
+    parent_BN = tree.parent_BN
+    if parent_BN is None:
+        parent_BN = torch.arange(-1, own_BN.shape[1] - 1, device=own_BN.device).expand_as(own_BN)
+    return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)
+
+
+def accept_by_rejection(
+    tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, target_ids_W: Tensor
+) -> Verdict:
+    """`verify_by_rejection` of processed scores."""
+    B, N, V = scores_BNV.shape
+    scores_BNV = sampling.settle(scores_BNV.double())
+    p_BNV = scores_BNV.softmax(-1)
+    q_BKV = p_BNV.new_zeros(B, N - 1, V).index_copy(2, target_ids_W, tree.q_BKW)  # zero outside the draft's tokens
+    position_BN, node_N = _positions(length_B, N), torch.arange(N, device=p_BNV.device)
+    u_BK = uniforms(sampling.keys(position_BN[:, :-1], ACCEPT), 1)[..., 0]
+    drafted_BK1 = tree.token_BN[:, 1:, None]
+    accepted_BK = u_BK * q_BKV.gather(2, drafted_BK1)[..., 0] < p_BNV[:, :-1].gather(2, drafted_BK1)[..., 0]
+    last_B1 = (node_N[-1:] if tree.count_B is None else tree.count_B - 1).expand(B)[:, None]
+    node_B1 = (accepted_BK & (node_N[:-1] < last_B1)).cumprod(1).sum(1, keepdim=True)  # the last accepted
+    # the token after it: from the target if no drafted one follows, else from what rejection leaves
+    left_BV = residual(_at(p_BNV, node_B1), _at(q_BKV, node_B1.clamp_max(N - 2)))
+    state_BN = torch.where(node_N == last_B1, sampling.keys(position_BN, TOKEN), sampling.keys(position_BN, RESIDUAL))
+    values_BV = torch.where(node_B1 == last_B1, _at(scores_BNV, node_B1), left_BV.log())
+    chosen_B = gumbel_argmax(values_BV, state_BN.gather(1, node_B1)[:, 0])
+    token_BN = torch.where(node_N < node_B1, tree.token_BN.roll(-1, 1), chosen_B[:, None])
+    return Verdict.of(node_N.expand(B, N), node_B1[:, 0] + 1, token_BN)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """(p - q)+, not normalised, or p where its sum rounds to zero."""
-    left = (p_V - q_V).clamp_min(0)
-    return left if float(left.sum()) > 0 else p_V
+    left_BV = (p_BV - q_BV).clamp_min(0)
+    return torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)
+
+
+def verify_with_processors(
+    rule: Callable[[Tensor], Verdict], tree: Tree, logits_BNV: Tensor, sampling: BatchSampling,
+    processing: Sequence[Processing | None], seen_BV: Tensor | None = None,
+) -> Verdict:  # fmt: skip
+    """Verifies by `rule`, which makes a verdict of scores [B, N, V], with each request's logits processors.
+
+    They are called once for each node of the accepted path, in order, as token-by-token decoding calls them: after the
+    repetition penalty and before the temperature, with the whole prefix, and not after the answer's last token. The
+    rule's verdict on a node depends on the scores of its path alone. So each level's nodes are processed, and the
+    rule, called with all scores so far, finds those of the next level. Synchronizes the device once a level.
+    """
+    B, levels = logits_BNV.shape[0], tree.levels + 1
+    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+    logits_BNV = at_least_float32(sampling.penalize(logits_BNV, seen_BNV)).clone()
+    scores_BNV = sampling.warp(logits_BNV).clone()
+    going = [b for b, of_request in enumerate(processing) if of_request]
+    texts = {b: list(processing[b].prefix) for b in going}
+    nodes, ends = [0] * B, [levels] * B
+    for level in range(levels):
+        for b in going:
+            ids, row = torch.tensor([texts[b]], device=logits_BNV.device), logits_BNV[b, nodes[b]][None]
+            for processor in processing[b].processors:
+                row = processor(ids, row)
+            logits_BNV[b, nodes[b]] = row[0]
+        at = torch.arange(B), torch.tensor(nodes)
+        scores_BNV[at] = sampling.warp(logits_BNV[at][:, None])[:, 0]
+        verdict = rule(scores_BNV)
+        still = []
+        for b, (path, tokens) in enumerate(verdict.to_lists()):
+            if b not in going:
+                continue
+            texts[b].append(tokens[level])
+            is_last = processing[b].is_last
+            if (is_last and is_last(tokens[level])) or level + 1 == len(path):
+                ends[b] = level + 1
+            else:
+                nodes[b] = path[level + 1]
+                still.append(b)
+        if not (going := still):
+            break
+    count_B = torch.minimum(verdict.count_B, torch.tensor(ends, device=verdict.count_B.device))
+    return Verdict.of(verdict.path_BR, count_B, verdict.token_BR)
+
+
+def _positions(length_B: Tensor, n: int) -> Tensor:
+    """The positions of the first n tokens after the root, int64 [B, n]."""
+    return length_B[:, None] + 1 + torch.arange(n, device=length_B.device)
+
+
+def _at(x_BMV: Tensor, row_B1: Tensor) -> Tensor:
+    """One row of each request, [B, V]."""
+    return x_BMV.gather(1, row_B1[..., None].expand(-1, -1, x_BMV.shape[2]))[:, 0]

@@ -12,10 +12,11 @@ import torch
 
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.verify import TargetSampler
+from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
+from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
 from fledge.targets.interface import ReferenceDecoding
@@ -272,7 +273,7 @@ def near_ties(
         a, b = with_draft[i].tokens, without[i].tokens
         agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
         shapes = {(width, sequences) for width in widths for sequences in (1, batch)}
-        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, TargetSampler(sampling, i)) for shape in sorted(shapes)]
+        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, sampling, i) for shape in sorted(shapes)]
         noise = max([noise, *(float((found[0] - other).abs().max()) for other in found[1:])])
         gaps.append(min(float(gap[agreed]) for gap in found))
     return sum(gap <= noise for gap in gaps), noise if differing else None
@@ -280,7 +281,7 @@ def near_ties(
 
 @torch.inference_mode()
 def _gaps(
-    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, sampler: TargetSampler
+    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, sampling: Sampling, request: int = 0
 ) -> torch.Tensor:
     """The gap between the target's two best scores at each of `tokens`, float64, if the tokens are run in passes of
     `width` tokens and `batch` copies of the sequence."""
@@ -293,9 +294,25 @@ def _gaps(
         logits.append(target.verify(Tree.chain(ids), cache)[0][0])
         cache.keep([done] * batch, [range(len(piece))] * batch)
         done += len(piece)
-    rankings = [sampler.ranking([*prefix, *tokens[:j]], row) for j, row in enumerate(torch.cat(logits))]
+    texts = ([*prefix, *tokens[:j]] for j in range(len(tokens)))
+    rankings = [_ranking(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
     return top[:, 0] - top[:, 1]
+
+
+def _ranking(sampling: Sampling, request: int, prefix: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+    """The values [V] whose argmax is the token that the target chooses after `prefix`: the scores, plus Gumbel noise if
+    it samples."""
+    of_request = BatchSampling.of([sampling], [request], logits_V.device)
+    seen_BV = seen_tokens([prefix], logits_V.numel(), logits_V.device)
+    scores_BV = of_request.penalize(logits_V[None, None], seen_BV[:, None])[0]
+    for processor in sampling.processors:
+        scores_BV = processor(torch.tensor([prefix], device=logits_V.device), scores_BV)
+    scores_V = of_request.warp(scores_BV[None])[0, 0]
+    if sampling.greedy:
+        return scores_V
+    state_BN = of_request.keys(torch.tensor([[len(prefix)]], device=logits_V.device), TOKEN)
+    return scores_V.double() + gumbel(state_BN[0, 0], logits_V.numel())
 
 
 def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:

@@ -1,36 +1,30 @@
-"""Counter-based random numbers, keyed by (seed, request, position, purpose).
+"""Counter-based random numbers, keyed by (seed, request, position, purpose), as tensor functions.
 
 The random numbers for a position do not depend on what was drafted before, nor on the order of calls. Speculative
-sampling can therefore be compared with token-by-token sampling at the same seed.
+sampling can therefore be compared with token-by-token sampling at the same seed. A key is hashed to a 64-bit state,
+which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
+for nothing.
 """
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea & Flood 2014) on a Python integer."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
 
 def _signed(x: int) -> int:
+    """The int64 with the bits of a 64-bit number."""
     return x - (1 << 64) if x >> 63 else x
 
 
-def _mix_tensor(x: Tensor) -> Tensor:
-    """`_mix` on int64 tensors. Their products wrap modulo 2^64; a mask makes the right shifts logical."""
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors. Their products wrap modulo 2^64; a mask makes the right shifts
+    logical."""
 
     def shifted(x: Tensor, by: int) -> Tensor:
         return (x >> by) & ((1 << (64 - by)) - 1)
@@ -40,32 +34,30 @@ def _mix_tensor(x: Tensor) -> Tensor:
     return x ^ shifted(x, 31)
 
 
-Key = tuple[int, int, int, int]  # seed, request, position, purpose
+def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
+    """The states of keys, int64 in the shape that `seed`, `request` and `position` (int64) broadcast to."""
+    state = _mix(seed + _GOLDEN)
+    for part in (request, position, purpose):
+        state = _mix(state + _GOLDEN + part)
+    return state
 
 
-def _state(key: Key) -> int:
-    """A 64-bit hash of the key, as a signed integer."""
-    return _signed(functools.reduce(lambda state, part: _mix((state + _GOLDEN + (part & _MASK)) & _MASK), key, 0))
-
-
-def _uniforms(state: int | Tensor, n: int, device: torch.device | str) -> Tensor:
-    counter = torch.arange(1, n + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + state
+def uniforms(state: Tensor, n: int) -> Tensor:
+    """The first n uniform random numbers in (0, 1) of each state, float64 [.., n]."""
+    counter = torch.arange(1, n + 1, device=state.device) * _GOLDEN + state[..., None]
     # 52 bits, so that adding 0.5 is exact and the result is below 1
-    bits = (_mix_tensor(counter) >> 12) & ((1 << 52) - 1)
+    bits = (_mix(counter) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) * 2.0**-52
 
 
-def uniforms(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """n uniform random numbers in (0, 1), float64, that depend only on `key`."""
-    return _uniforms(_state(key), n, device)
+def gumbel(state: Tensor, n: int) -> Tensor:
+    """The first n standard Gumbel variates of each state, float64 [.., n]."""
+    return -(-uniforms(state, n).log()).log()
 
 
-def gumbel(keys: Sequence[Key], n: int, device: torch.device | str = "cpu") -> Tensor:
-    """n standard Gumbel variates for each key, float64 [len(keys), n], that depend only on the key."""
-    state = _state(keys[0]) if len(keys) == 1 else torch.tensor([[_state(key)] for key in keys], device=device)
-    return -(-_uniforms(state, n, device).log()).log().view(len(keys), n)
+def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
+    """A sample from softmax(scores) by the Gumbel-max trick for scores [.., V] and states [..]: int64 [..].
 
-
-def gumbel_argmax(scores_V: Tensor, key: Key) -> int:
-    """A sample from softmax(scores) by the Gumbel-max trick; entries of -inf are never sampled."""
-    return int((scores_V.double() + gumbel([key], scores_V.numel(), scores_V.device)[0]).argmax())
+    Entries of -inf are never sampled.
+    """
+    return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)

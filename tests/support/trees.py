@@ -15,7 +15,7 @@ from fledge.models.draft import Draft
 from fledge.targets.cache import TargetCache
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, Tree, TreeShape
+from fledge.types import Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken
 from support.targets import exact_target, tiny_draft
 
@@ -44,15 +44,15 @@ def slots_of(target: TransformersTarget, tokens: Sequence[int]) -> tuple[Tensor,
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
-def proposer_of(draft: Draft, sampling: Sampling = Sampling(), **drafting: Any) -> Proposer:
-    """The proposer that an engine makes with these drafting options."""
-    return Drafting(**drafting).for_draft(draft.config).proposer(draft, sampling)
+def proposer_of(draft: Draft, **drafting: Any) -> Proposer:
+    """A proposer as an engine with this drafting makes it."""
+    return Drafting(**drafting).for_draft(draft.config).proposer(draft)
 
 
 def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
     """The tree that a proposer drafts for a single request; the first call admits the request."""
     if proposer.source.cache is None:
-        proposer.admit([(0, [], aux_RAD)])
+        proposer.admit([([], aux_RAD)])
     return proposer.propose([token_R.tolist()], [aux_RAD], [path])
 
 

@@ -1,0 +1,167 @@
+"""The sampling options of the requests of a batch as tensors, and the processing of logits by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from fledge.kernels.sampling import hash_keys
+from fledge.kernels.transfer import to_device
+from fledge.types import Sampling, Tree, Verdict
+
+
+@dataclass(frozen=True)
+class BatchSampling:
+    """The sampling options of B requests, which may differ.
+
+    The tensors are on one device: `temperature_B` (0 is greedy), `top_p_B` (1 keeps all) and `repetition_penalty_B`
+    (1 is none) are float64, `top_k_B` (0 keeps all), `seed_B` and `request_B` int64. Greedy requests have no filters.
+    The flags are known on the host and decide which code runs, so that no device is asked. `samples` and `greedy`: some
+    requests sample, some are greedy. `filters`: some have top-k or top-p. `penalizes`: some have a repetition penalty.
+    `samples_draft`: drafted tokens are drawn, for the whole batch; a greedy request's are then drawn from a certainty.
+    """
+
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    repetition_penalty_B: Tensor
+    seed_B: Tensor
+    request_B: Tensor
+    samples: bool
+    greedy: bool
+    filters: bool
+    penalizes: bool
+    samples_draft: bool
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], requests: Sequence[int], device: torch.device | str) -> BatchSampling:
+        """The options of requests with these numbers. Their logits processors are left out. Raises ValueError where
+        there is not one number for each."""
+        if len(samplings) != len(requests):
+            raise ValueError(f"{len(samplings)} samplings need as many request numbers, not {len(requests)}")
+        top_k = [0 if s.greedy else s.top_k for s in samplings]
+        top_p = [1.0 if s.greedy else s.top_p for s in samplings]
+        penalty = [s.repetition_penalty for s in samplings]
+        reals = torch.tensor([[s.temperature for s in samplings], top_p, penalty], dtype=torch.float64)
+        whole = torch.tensor([top_k, [_int64(s.seed) for s in samplings], [_int64(r) for r in requests]])
+        temperature_B, top_p_B, repetition_penalty_B = to_device([reals], torch.device(device))[0]
+        top_k_B, seed_B, request_B = to_device([whole], torch.device(device))[0]
+        return cls(
+            temperature_B, top_k_B, top_p_B, repetition_penalty_B, seed_B, request_B,
+            samples=not all(s.greedy for s in samplings),
+            greedy=any(s.greedy for s in samplings),
+            filters=any(top_k) or min(top_p) < 1,
+            penalizes=any(p != 1 for p in penalty),
+            samples_draft=any(s.samples_draft for s in samplings),
+        )  # fmt: skip
+
+    def to(self, device: torch.device) -> BatchSampling:
+        """The same on another device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+
+    def keys(self, position_BX: Tensor, purpose: int) -> Tensor:
+        """The states (`kernels.sampling`) of each request's draws at some positions (int64), int64 [B, X]."""
+        return hash_keys(self.seed_B[:, None], self.request_B[:, None], position_BX, purpose)
+
+    def process(self, logits_BNV: Tensor, seen_BNV: Tensor | None = None) -> Tensor:
+        """Scores [B, N, V] whose softmax each request samples from, in the order of transformers' generate.
+
+        `seen_BNV` are the tokens before each node, its own included (bool; needed with `penalizes` only). Greedy
+        requests are penalized alone. Computed in float32 at least; returns the logits where nothing changes them.
+        """
+        return self.warp(self.penalize(logits_BNV, seen_BNV))
+
+    def penalize(self, logits_BNV: Tensor, seen_BNV: Tensor | None = None) -> Tensor:
+        """The first part of `process`: the repetition penalty, as RepetitionPenaltyLogitsProcessor. Raises ValueError
+        without the tokens that it needs."""
+        if not self.penalizes:
+            return logits_BNV
+        if seen_BNV is None:
+            raise ValueError("a repetition penalty needs the tokens before each node; give seen_BV")
+        scores = at_least_float32(logits_BNV)
+        penalty_B11 = _column(self.repetition_penalty_B, scores)
+        return torch.where(seen_BNV, torch.where(scores < 0, scores * penalty_B11, scores / penalty_B11), scores)
+
+    def warp(self, scores_BNV: Tensor) -> Tensor:
+        """The second part of `process`: TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper."""
+        if not self.samples:
+            return scores_BNV
+        scores_BNV = self.temper(at_least_float32(scores_BNV))
+        return self._filter(scores_BNV) if self.filters else scores_BNV
+
+    def temper(self, scores: Tensor) -> Tensor:
+        """Scores [B, .., V] divided by the temperatures; those of greedy requests as they are."""
+        return scores / _column(self.temperature_B.where(self.temperature_B > 0, 1.0), scores)
+
+    def _filter(self, scores_BNV: Tensor) -> Tensor:
+        """Top-k, then top-p, with one sort. What each leaves out becomes -inf, which the sorted values have first.
+
+        Sums run from the least likely token up, as in transformers. Which of equal scores stay is open there; here
+        they are in the order of their ids, so that the choice does not depend on the batch.
+        """
+        V = scores_BNV.shape[-1]
+        ascending, token = scores_BNV.sort(dim=-1, stable=True)
+        # the k-th highest score; without a limit the lowest, below which nothing is
+        top_k_B = self.top_k_B.where(self.top_k_B > 0, V).clamp_max(V)
+        lowest = ascending.gather(-1, (V - top_k_B)[:, None, None].expand(-1, ascending.shape[1], 1))
+        scores_BNV = scores_BNV.masked_fill(scores_BNV < lowest, -torch.inf)
+        ascending = ascending.masked_fill(ascending < lowest, -torch.inf)
+        # no sum is below -1, the threshold of requests without top-p
+        threshold = _column((1 - self.top_p_B).where(self.top_p_B < 1, -1.0), scores_BNV)
+        removed = ascending.softmax(-1).cumsum(-1) <= threshold
+        removed[..., -1] = False  # the likeliest token stays
+        return scores_BNV.masked_fill(torch.zeros_like(removed).scatter(-1, token, removed), -torch.inf)
+
+    def settle(self, scores: Tensor) -> Tensor:
+        """Scores [B, .., V] in which greedy requests have -inf but at their argmax, so that drawing takes that."""
+        if not self.greedy:
+            return scores
+        certain = torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
+        return torch.where(_column(self.temperature_B, scores) > 0, scores, certain)
+
+
+def _int64(x: int) -> int:
+    """An integer modulo 2^64, as int64."""
+    return (int(x) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Float64 as it is, other dtypes as float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _column(x_B: Tensor, scores: Tensor) -> Tensor:
+    """One value per request, to broadcast with scores [B, .., V], in their dtype."""
+    return x_B.to(scores.dtype).view(-1, *[1] * (scores.dim() - 1))
+
+
+def seen_tokens(prefixes: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> Tensor:
+    """Which of the target's tokens each prefix has, bool [B, V]. Ids beyond the vocabulary are left out."""
+    ids = pad_sequence([torch.tensor(p) for p in prefixes], batch_first=True, padding_value=vocabulary)
+    seen = torch.zeros(len(prefixes), vocabulary + 1, dtype=torch.bool, device=device)
+    return seen.scatter(1, to_device([ids.clamp_max(vocabulary)], seen.device)[0], True)[:, :vocabulary]
+
+
+def seen_by_node(tree: Tree, seen_BV: Tensor | None) -> Tensor | None:
+    """Which tokens stand before each node, its own included, bool [B, N, V]: those of the committed prefix (bool
+    [B, V], the root's included) and of the node's path. None if no tokens are given."""
+    if seen_BV is None:
+        return None
+    N, V = tree.token_BN.shape[1], seen_BV.shape[1]
+    # nodes outside the path say the root's token again, which the prefix has
+    path_BNN = torch.where(tree.ancestors(), tree.token_BN[:, None], tree.token_BN[:, :1, None])
+    seen_BNV = F.pad(seen_BV, (0, 1))[:, None].repeat(1, N, 1)  # with a place for ids beyond the vocabulary
+    return seen_BNV.scatter(2, path_BNN.clamp_max(V), True)[..., :V]
+
+
+def see(seen_BV: Tensor, verdict: Verdict) -> None:
+    """Adds the tokens of a verdict to those that were seen, in place."""
+    valid_BR = torch.arange(verdict.token_BR.shape[1], device=seen_BV.device) < verdict.count_B[:, None]
+    # the padding says the first token again
+    seen_BV.scatter_(1, torch.where(valid_BR, verdict.token_BR, verdict.token_BR[:, :1]), True)

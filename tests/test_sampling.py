@@ -1,0 +1,166 @@
+"""Scores are processed as by transformers, for requests whose options differ; keys give the streams that they gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
+from fledge.kernels.sampling import gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.types import Sampling, Tree
+from support.verification import scores_of, uniforms_of
+
+V = 40
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalized": dict(repetition_penalty=1.3),
+    "greedy, with filters": dict(top_k=2, top_p=0.1),
+    "temperature": dict(temperature=0.7),
+    "temperature 1": dict(temperature=1),
+    "top_k": dict(temperature=1.0, top_k=5),
+    "top_k beyond the vocabulary": dict(temperature=1.5, top_k=1000),
+    "one token": dict(temperature=1.5, top_k=1),
+    "top_p": dict(temperature=1.2, top_p=0.8),
+    "a small top_p": dict(temperature=1.0, top_p=1e-6),
+    "everything": dict(temperature=1.3, top_k=12, top_p=0.7, repetition_penalty=1.4),
+    "rewarded repetition": dict(temperature=1.0, repetition_penalty=0.8),
+}
+PREFIXES = [[(7 * b + 3 * i) % V for i in range(1 + b % 5)] for b in range(len(OPTIONS))]
+
+
+def sampling_of(**more: Any) -> BatchSampling:
+    """The options of one request each."""
+    samplings = [Sampling(**options, **more) for options in OPTIONS.values()]
+    return BatchSampling.of(samplings, range(len(samplings)), "cpu")
+
+
+def trees(parents: list[int]) -> Tree:
+    """One tree for each of OPTIONS, whose roots end the prefixes."""
+    token_BN = torch.randint(V, (len(OPTIONS), len(parents)), generator=torch.Generator().manual_seed(3))
+    token_BN[:, 0] = torch.tensor([p[-1] for p in PREFIXES])
+    return Tree(token_BN, torch.tensor(parents).expand_as(token_BN), len(parents) - 1)
+
+
+def processed(sampling: BatchSampling, tree: Tree, logits_BNV: Tensor) -> Tensor:
+    seen_BV = seen_tokens(PREFIXES, V, torch.device("cpu"))
+    return sampling.process(logits_BNV, seen_by_node(tree, seen_BV))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["any", "impossible tokens", "ties"])
+def test_scores_are_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
+    """To the last bit, for each node of each request on the tokens of its own path, in one batch of all options.
+
+    Which of equal scores top-p keeps is open in transformers, so that ties, which bfloat16 has
+    too, are compared as sorted scores there.
+    """
+    parents = [-1, 0, 0, 1, 1, 3]
+    generator = torch.Generator().manual_seed(5)
+    logits_BNV = (2 * torch.randn(len(OPTIONS), len(parents), V, generator=generator)).to(dtype)
+    if kind == "impossible tokens":
+        logits_BNV[torch.rand(logits_BNV.shape, generator=generator) < 0.3] = -torch.inf
+    if kind == "ties":
+        logits_BNV = logits_BNV.round()
+    tree = trees(parents)
+    found = processed(sampling_of(), tree, logits_BNV)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for b, options in enumerate(OPTIONS.values()):
+        for n in range(len(parents)):
+            path, node = [], n
+            while node > 0:
+                path.insert(0, int(tree.token_BN[b, node]))
+                node = parents[node]
+            expected = scores_of(Sampling(**options), [*PREFIXES[b], *path], logits_BNV[b, n])
+            if (kind == "ties" or dtype == torch.bfloat16) and "top_p" in options:
+                assert torch.equal(found[b, n].sort().values, expected.sort().values), (options, n)
+            else:
+                assert torch.equal(found[b, n], expected), (options, n)
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone() -> None:
+    tree = trees([-1, 0, 1])
+    logits_BNV = torch.randn(len(OPTIONS), 3, V, generator=torch.Generator().manual_seed(6))
+    together = processed(sampling_of(), tree, logits_BNV)
+    for b, options in enumerate(OPTIONS.values()):
+        alone = BatchSampling.of([Sampling(**options)], [b], "cpu")
+        seen_1V = seen_tokens([PREFIXES[b]], V, torch.device("cpu"))
+        seen = seen_by_node(Tree(tree.token_BN[b, None], None, 2), seen_1V)
+        assert torch.equal(alone.process(logits_BNV[b, None], seen)[0], together[b]), options
+
+
+def test_ties_at_the_kth_score_are_kept() -> None:
+    sampling = BatchSampling.of([Sampling(temperature=1.0, top_k=2)], [0], "cpu")
+    scores = sampling.process(torch.tensor([[[1.0, 3.0, 1.0, 0.0, 1.0]]]))
+    assert scores.isfinite().tolist() == [[[True, True, True, False, True]]]
+
+
+def test_the_flags_say_what_is_needed() -> None:
+    def flags(*options: dict[str, Any]) -> list[str]:
+        sampling = BatchSampling.of([Sampling(**o) for o in options], range(len(options)), "cpu")
+        return [name for name, value in vars(sampling).items() if value is True]
+
+    assert flags({}) == flags(dict(top_k=3, top_p=0.5, draft="sample")) == ["greedy"]
+    assert flags(dict(temperature=1.0)) == ["samples"]
+    assert flags(dict(temperature=1.0, top_p=0.9), {}) == ["samples", "greedy", "filters"]
+    assert flags(dict(repetition_penalty=2.0)) == ["greedy", "penalizes"]
+    assert flags({}, dict(temperature=1.0, draft="sample")) == ["samples", "greedy", "samples_draft"]
+
+
+def test_greedy_logits_are_left_as_they_are() -> None:
+    logits_BNV = torch.randn(1, 3, V, dtype=torch.bfloat16)
+    assert BatchSampling.of([Sampling()], [0], "cpu").process(logits_BNV) is logits_BNV
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ValueError, match="2 samplings need as many request numbers, not 1"):
+        BatchSampling.of([Sampling()] * 2, [0], "cpu")
+    with pytest.raises(ValueError, match="a repetition penalty needs the tokens before each node; give seen_BV"):
+        BatchSampling.of([Sampling(repetition_penalty=2.0)], [0], "cpu").process(torch.zeros(1, 1, V))
+
+
+def test_tokens_seen_are_those_of_the_path() -> None:
+    """Also where a node outside the path has a token of it, and where ids go beyond the target's head."""
+    tree = Tree(torch.tensor([[4, 5, 6, 5, 9]]), torch.tensor([[-1, 0, 0, 2, 1]]), 4)
+    seen = seen_by_node(tree, seen_tokens([[2, 7, 4]], 9, torch.device("cpu")))
+    found = [row.nonzero()[:, 0].tolist() for row in seen[0]]
+    assert found == [[2, 4, 7], [2, 4, 5, 7], [2, 4, 6, 7], [2, 4, 5, 6, 7], [2, 4, 5, 7]]
+
+
+@given(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3, st.integers(0, 3)))
+@settings(max_examples=200, deadline=None)
+def test_streams_are_splitmix(key: tuple[int, int, int, int]) -> None:
+    state = hash_keys(*(torch.tensor(part) for part in key[:3]), key[3])
+    assert torch.equal(uniforms(state, 5), uniforms_of(key, 5))
+    assert torch.equal(gumbel(state, 5), -(-uniforms_of(key, 5).log()).log())
+
+
+def test_streams_stay_what_they_were() -> None:
+    """Answers sampled with a seed are the same in every version."""
+    found = uniforms(
+        hash_keys(torch.tensor([0, 1, -1]), torch.tensor([0, 2, 10**12]), torch.tensor([0, 3, 4096]), 1), 2
+    )
+    assert found.tolist() == [
+        [0.16806180823156136, 0.17667246852156093],
+        [0.7403539443870636, 0.8464756398868317],
+        [0.3084122699844024, 0.357463183747765],
+    ]
+
+
+def test_keys_broadcast() -> None:
+    seed, request, position = torch.tensor([[1], [2]]), torch.tensor([[3], [4]]), torch.tensor([[5, 6, 7]])
+    state = hash_keys(seed, request, position, 2)
+    assert state.shape == (2, 3) and uniforms(state, 4).shape == (2, 3, 4)
+    one = hash_keys(torch.tensor(2), torch.tensor(4), torch.tensor(6), 2)
+    assert torch.equal(uniforms(state, 4)[1, 1], uniforms(one, 4))
+    scores = torch.zeros(2, 3, 4)
+    assert gumbel_argmax(scores, state)[1, 1] == gumbel_argmax(scores[0, 0], one)
+
+
+def test_seeds_of_any_size_are_taken_modulo_64_bits() -> None:
+    sampling = BatchSampling.of([Sampling(seed=s) for s in (2**64 + 5, -3, 2**63)], [0, 1, 2**64 - 1], "cpu")
+    assert sampling.seed_B.tolist() == [5, -3, -(2**63)] and sampling.request_B.tolist() == [0, 1, -1]
