@@ -63,10 +63,10 @@ class Case:
             used[start[b] : start[b] + length[b]] = True
             used[start[b] + length[b] : ends[b]] = visible[b].any(0)
         pools = []
-        for _ in range(2):
+        for name in ("keys", "values"):
             pool = torch.randn(G, P, d, generator=generator, dtype=torch.float64)
             pool[:, ~used] = POISON
-            if layout == "PGd":
+            if layout == "PGd" and name == "values":  # the two may differ
                 pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
             elif layout == "wide":  # as a view of a pool with more heads and slots
                 pool = torch.cat((pool, pool), 1).repeat(2, 1, 1)[:G, :P]
@@ -101,7 +101,7 @@ SMALL = [
     ([65], 1, 6, 2, 24, {}),
     ([63, 0, 130], 5, 7, 1, 16, {"J": 9, "integers": torch.int32, "layout": "PGd"}),
     ([33, 64], 3, 4, 2, 80, {"layout": "wide"}),
-    ([40], 24, 2, 2, 32, {}),
+    ([40], 24, 2, 2, 32, {"layout": "PGd"}),
 ]
 
 
@@ -133,6 +133,16 @@ def test_the_number_of_shares() -> None:
     assert kernels.split_count(8, 256, 64, 264) == 4  # a small pool
     assert kernels.split_count(1, 10**6, 64, 264) == kernels.MOST_SPLITS
     assert kernels.split_count(500, 10**6, 64, 264) == 1
+
+
+def test_a_window_on_a_long_chain() -> None:
+    """The last rows see no slot of the prefix, and new slots in blocks before their own."""
+    case = Case([20], 40, 2, 2, 16, torch.float32)
+    case.visible = torch.ones(1, 40, 40, dtype=torch.bool, device=DEVICE).tril()
+    case.position = case.length[:, None] + torch.arange(40, device=DEVICE)
+    for x in (case.keys, case.values):  # all new slots are seen now
+        x[x == POISON] = 1.0
+    case.check(window=1)
 
 
 def test_strided_queries_and_visibility() -> None:
@@ -243,10 +253,8 @@ def test_rope_to_cache(M: int, H: int, G: int, d: int, r: int, norms: str, layou
         cos, sin = table(M, r, torch.float32)
 
         def results(impl: str, dtype: torch.dtype, qkv=qkv, gains=gains, cos=cos, sin=sin) -> list[Tensor]:
-            pools = [torch.full((G, P, d) if layout == "GPd" else (P, G, d), 7.0) for _ in range(2)]
-            keys, values = (
-                x.to(DEVICE, dtype) if layout == "GPd" else x.to(DEVICE, dtype).transpose(0, 1) for x in pools
-            )
+            keys = torch.full((G, P, d) if layout == "GPd" else (P, G, d), 7.0).to(DEVICE, dtype)
+            keys, values = keys if layout == "GPd" else keys.transpose(0, 1), torch.full_like(keys, 7.0).view(G, P, d)
             cast = [None if x is None else x.to(dtype) for x in gains]
             tables = (cos.double(), sin.double()) if dtype == torch.float64 else (cos, sin)
             q = rope_to_cache(qkv.to(dtype), *tables, H, G, d, keys, values, slot, *cast, 1e-6, impl=impl)

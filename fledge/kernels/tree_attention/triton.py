@@ -151,11 +151,14 @@ def tree_attention_triton(
     """`tree_attention_reference` on a GPU or in Triton's interpreter, without any synchronization with the host.
 
     The kernels are compiled for each head shape, dtype, window and block of rows, not for each length. Raises
-    ValueError for heads of more than 256 and for tensors whose heads are not contiguous.
+    ValueError for heads of more than 256, for tensors whose heads are not contiguous, and for pools whose slots are
+    2^24 or more elements apart (offsets within a block are int32).
     """
     (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible_BSJ.shape[-1]
     if d > 256 or not q_BSHd.stride(3) == keys_GPd.stride(2) == values_GPd.stride(2) == 1:
         raise ValueError(f"attention 'triton' needs heads of at most 256 that are contiguous, not heads of {d}")
+    if max(keys_GPd.stride(1), values_GPd.stride(1)) >= 2**24:
+        raise ValueError("attention 'triton' needs pools whose slots are fewer than 2^24 elements apart")
     out = q_BSHd.new_empty((B, S, H, d))
     if not out.numel():
         return out
