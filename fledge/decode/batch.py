@@ -13,12 +13,13 @@ from torch import Tensor
 from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
 from fledge.decode.sampling import BatchSampling, see, seen_tokens
+from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
 from fledge.kernels.transfer import to_device
 from fledge.targets.interface import Cache, DecodingTarget
-from fledge.types import Round, Tree, Verdict
+from fledge.types import Features, Round, Tree, Verdict
 
-PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass with several prompts
+PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass
 SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
 
 
@@ -27,48 +28,46 @@ class NoDrafter:
     thus has the same sampler, cache and loop."""
 
     draft = None
+    levels = scratch = 0
+    nodes = 1
 
-    def admit(self, given: Any) -> None:
+    def nothing(self, *given: Any) -> None:
         """Does nothing."""
 
-    dismiss = set_sampling = admit
+    new_cache = read = append = select = set_sampling = nothing
 
-    def propose(self, tokens: Sequence[Sequence[int]], aux: Sequence[None], paths: Sequence[Sequence[int]]) -> Tree:
+    def propose(self, state: RoundState) -> Tree:
         """Trees of the root only: each request's last committed token."""
-        return Tree(torch.tensor([new[-1:] for new in tokens]), None, 0)
+        return Tree(state.token_BR, None, 0)
 
 
 class Batch:
-    """The `running` requests of a batch and their caches. `layers` are the target layers that the draft reads; None
-    without a draft. `sampling` are the running requests' options, and `seen_BV` their tokens, if some penalize them."""
+    """The `running` requests of a batch, their caches, and the state that the next round reads.
+
+    `layers` are the target layers that the draft reads; None without a draft. `sampling` are the requests' options, and
+    `seen_BV` are the tokens of each prefix (bool), if some options penalize them; both on the target's device.
+    """
 
     def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
         self.target, self.proposer, self.layers = target, proposer, layers
-        self.drafts = proposer.draft is not None
-        self.cache: Cache | None = None
+        draft = self.draft = proposer.draft
+        self.target_ids_W = None if draft is None else draft.target_ids().to(target.device)
         self.running: list[Request] = []
+        self.cache: Cache = target.new_cache([])
+        self.state: RoundState | None = None
         self.sampling: BatchSampling | None = None
         self.seen_BV: Tensor | None = None
-        self.target_ids_W = self.proposer.draft.target_ids().to(target.device) if self.drafts else None
+
+    # -- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Prefills requests, several in a pass, and yields each with its first token committed. Adds those that are not
         complete to the running ones. The first token does not count as a round."""
         while requests:
             count = self._prefill_count(requests)
-            cache, slots = self._prefill(requests[:count])
-            yield from requests[:count]
-            unfinished = [i for i, request in enumerate(requests[:count]) if not request.over]
-            if unfinished:
-                if len(unfinished) < count:
-                    cache.select(unfinished)
-                self.proposer.admit([slots[i] for i in unfinished])
-                if self.running:
-                    self.cache.append([cache])
-                else:
-                    self.cache = cache
-                self.running += [requests[i] for i in unfinished]
-                self._set_sampling()
+            joining = Joining(self, requests[:count])
+            yield from joining.requests
+            self._join(joining)
             requests = requests[count:]
 
     @staticmethod
@@ -77,93 +76,143 @@ class Batch:
         longest = itertools.accumulate((len(r.prefix) for r in requests), max)
         return max(1, sum(n * length <= PREFILL_TOKENS for n, length in enumerate(longest, start=1)))
 
-    def _prefill(self, requests: Sequence[Request]) -> tuple[Cache, list[tuple[list[int], Tensor] | None]]:
-        """Prefills requests and commits their first tokens. Returns the cache, and the arguments of `Proposer.admit`
-        (None without a draft), which have all slots of each prompt but the last one: that one is new in the first
-        round."""
-        start = time.perf_counter()
-        prefixes = [r.prefix for r in requests]
-        logits_BV, features, cache = self.target.prefill(prefixes, self.layers)
-        self.target.check_numbers(logits_BV)
-        slots: list[tuple[list[int], Tensor] | None] = [None] * len(requests)
-        if self.drafts:
-            states = map(self.proposer.draft.select_states, features)
-            for i, (request, aux_RAD) in enumerate(zip(requests, states, strict=True)):
-                slots[i] = (request.prefix[1:], aux_RAD[:-1])
-                request.aux_RAD = aux_RAD[-1:]
-        self.vocabulary = logits_BV.shape[1]
-        roots = Tree(torch.tensor([prefix[-1:] for prefix in prefixes]), None, 0).to(self.target.device)
-        first = self._verify(requests, roots, logits_BV[:, None], *self._sampling_of(requests))
-        for request, (_, tokens) in zip(requests, first.to_lists(), strict=True):
-            request.began = start
-            request.commit(tokens)
-            request.done.trace.t_prefill = time.perf_counter() - start
-        return cache, slots
-
-    def round(self) -> None:
-        """One round: drafts, verifies, and commits to each request its accepted tokens and the target's own token."""
-        target, running = self.target, self.running
-        lengths = [len(r.prefix) - 1 for r in running]  # without the last committed token, which is the tree's root
-        fresh, aux, paths = zip(*((r.fresh, r.aux_RAD, r.path) for r in running), strict=True)
-        timer = RoundTimer(target.device)
-        tree = self.proposer.propose(fresh, aux, paths).to(target.device)
-        timer.mark()
-        logits_BNV, features = target.verify(tree, self.cache, self.layers)
-        verdict = self._verify(running, tree, logits_BNV, self.sampling, self.seen_BV)
-        if self.seen_BV is not None:
-            see(self.seen_BV, verdict)
-        paths, tokens = zip(*verdict.to_lists(), strict=True)
-        self.cache.keep(lengths, paths)
-        for request, committed in zip(running, tokens, strict=True):
-            request.commit(committed)
-        if self.drafts:
-            self._store_states(self.proposer.draft.select_states(features), paths)
-            times = timer.finish()
-            counts = [tree.levels + 1] * len(running) if tree.count_B is None else tree.count_B.tolist()
-            for request, committed, count in zip(running, tokens, counts, strict=True):
-                request.done.trace.rounds.append(Round(count - 1, len(committed) - 1, *times))
-
-    def _verify(
-        self, requests: Sequence[Request], tree: Tree, logits_BNV: Tensor, sampling: BatchSampling,
-        seen_BV: Tensor | None,
-    ) -> Verdict:  # fmt: skip
-        lengths = torch.tensor([len(r.prefix) - 1 for r in requests])
-        length_B = to_device([lengths], logits_BNV.device)[0]
-        processing = [r.processing for r in requests]
-        return verify(tree, logits_BNV, length_B, sampling, self.target_ids_W, seen_BV, processing)
-
-    def _sampling_of(self, requests: Sequence[Request]) -> tuple[BatchSampling, Tensor | None]:
-        """The requests' sampling options, and the tokens of their prefixes, bool [B, V], if some penalize them."""
-        device = self.target.device
-        sampling = BatchSampling.of([r.sampling for r in requests], [r.number for r in requests], device)
-        prefixes = [r.prefix for r in requests]
-        return sampling, seen_tokens(prefixes, self.vocabulary, device) if sampling.penalizes else None
-
-    def _set_sampling(self) -> None:
-        """Takes the sampling options of the running requests, after these have changed."""
-        self.sampling, self.seen_BV = self._sampling_of(self.running)
-        self.proposer.set_sampling(self.sampling)
-
-    def _store_states(self, states_MAD: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Stores in each request the target's hidden states of its accepted nodes. M = B N; `paths` are their node
-        indices."""
-        B, longest = len(paths), max(map(len, paths))
-        N = states_MAD.shape[0] // B
-        nodes = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths])
-        rows = to_device([(nodes + N * torch.arange(B)[:, None]).flatten()], states_MAD.device)[0]
-        picked = states_MAD.index_select(0, rows).unflatten(0, (B, longest))
-        for request, path, aux_RAD in zip(self.running, paths, picked, strict=True):
-            request.path, request.aux_RAD = path, aux_RAD[: len(path)]
+    def _join(self, joining: Joining) -> None:
+        """Adds prefilled requests that are not complete."""
+        going = [i for i, request in enumerate(joining.requests) if not request.over]
+        joining.select(going)
+        if not going:
+            return
+        states = [joining.state] if self.state is None else [self.state, joining.state]
+        self.cache.append(joining.cache)
+        self.proposer.append(joining.draft_cache)
+        self.state = RoundState.concatenate([state.rows(self.proposer.levels + 1) for state in states])
+        self.running += [joining.requests[i] for i in going]
+        self._set_sampling()
 
     def dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
-        unfinished = [b for b, request in enumerate(self.running) if not request.over]
-        if len(unfinished) < len(self.running):
-            self.running = [self.running[b] for b in unfinished]
-            self.proposer.dismiss(unfinished)
-            if unfinished:
-                self.cache.select(unfinished)
-                self._set_sampling()
+        going = [b for b, request in enumerate(self.running) if not request.over]
+        if len(going) < len(self.running):
+            self.running = [self.running[b] for b in going]
+            self.cache.select(going)
+            self.proposer.select(going)
+            self.state = self.state.select(torch.tensor(going, dtype=torch.int64).to(self.target.device))
+            self._set_sampling()
+
+    def close(self) -> None:
+        """Frees the caches of all requests."""
+        self.cache.select([])
+        self.proposer.select([])
+
+    def sampling_of(self, requests: Sequence[Request]) -> tuple[BatchSampling, Tensor | None]:
+        """The requests' sampling options, and the tokens of their prefixes, bool [B, V], if some penalize them."""
+        device, vocabulary = self.target.device, self.target.embedding.shape[0]
+        sampling = BatchSampling.of([r.sampling for r in requests], [r.number for r in requests], device)
+        prefixes = [r.prefix for r in requests]
+        return sampling, seen_tokens(prefixes, vocabulary, device) if sampling.penalizes else None
+
+    def _set_sampling(self) -> None:
+        """Takes the sampling options of the running requests, after these have changed."""
+        if self.running:
+            self.sampling, self.seen_BV = self.sampling_of(self.running)
+            self.proposer.set_sampling(self.sampling)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """One round: drafts, verifies, and commits to each request its accepted tokens and the target's own token."""
+        timer = RoundTimer(self.target.device)
+        tree, verdict = self._advance(timer)
+        for request, (_, tokens) in zip(self.running, verdict.to_lists(), strict=True):
+            request.commit(tokens)
+        if self.draft is not None:
+            times = timer.finish()
+            drafted = [tree.levels + 1] * len(self.running) if tree.count_B is None else tree.count_B.tolist()
+            for request, count in zip(self.running, drafted, strict=True):
+                request.done.trace.rounds.append(Round(count - 1, len(request.fresh) - 1, *times))
+
+    @torch.inference_mode()
+    def _advance(self, timer: RoundTimer) -> tuple[Tree, Verdict]:
+        """Drafts and verifies. Returns the trees and the verdict, with which state and caches were advanced."""
+        rows = max(len(r.fresh) for r in self.running)
+        tree = self.proposer.propose(self.state.rows(rows)).to(self.target.device)
+        timer.mark()
+        logits_BNV, features = self.target.verify(tree, self.cache, self.layers)
+        verdict = self._verify(tree, logits_BNV)
+        self.cache.keep(None if tree.parent_BN is None else verdict.path_BR, verdict.count_B)
+        self.state = self.state.after(verdict, self._states(features, tree))
+        if self.seen_BV is not None:
+            see(self.seen_BV, verdict)
+        return tree, verdict
+
+    def _verify(self, tree: Tree, logits_BNV: Tensor) -> Verdict:
+        processing = [r.processing for r in self.running]
+        return verify(tree, logits_BNV, self.state.length_B, self.sampling, self.target_ids_W, self.seen_BV, processing)
+
+    def _states(self, features: Features | None, tree: Tree) -> Tensor:
+        """The target's hidden states that the draft reads, at all nodes, [B, N, A, D]; without a draft [B, N, 0, 0]."""
+        if features is None:
+            return torch.empty(*tree.token_BN.shape, 0, 0, device=tree.token_BN.device)
+        return self.draft.select_states(features).unflatten(0, tree.token_BN.shape)
+
+
+class Joining:
+    """Requests that join a batch: their prefilled caches, their first tokens, and the state after these."""
+
+    @torch.inference_mode()
+    def __init__(self, batch: Batch, requests: Sequence[Request]):
+        self.batch, self.requests = batch, requests
+        start, target, proposer = time.perf_counter(), batch.target, batch.proposer
+        sizes = [r.longest for r in requests]
+        self.cache = target.new_cache([n + proposer.nodes + proposer.levels for n in sizes])
+        self.draft_cache = proposer.new_cache([n + proposer.scratch for n in sizes])
+        logits_BV, aux_BAD = self._read([r.prefix for r in requests])
+        target.check_numbers(logits_BV)
+        token_B = self._first_tokens(logits_BV)
+        length_B = to_device([torch.tensor([len(r.prefix) for r in requests])], target.device)[0]
+        self.state = RoundState.first(token_B, aux_BAD, length_B)
+        for request, token in zip(requests, token_B.tolist(), strict=True):
+            request.began = start
+            request.commit([token])
+            request.done.trace.t_prefill = time.perf_counter() - start
+
+    def _read(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
+        at the last tokens, [B, A, D], whose slots the draft reads in the first round."""
+        batch = self.batch
+        step = PREFILL_TOKENS if len(prefixes) == 1 and batch.target.prefills_in_parts else max(map(len, prefixes))
+        for first in range(0, max(map(len, prefixes)), step):
+            parts = [prefix[first : first + step] for prefix in prefixes]
+            logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers)
+            if batch.draft is None:
+                continue
+            states = [batch.draft.select_states(f) for f in features]
+            following = [
+                prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
+            ]
+            read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
+            batch.proposer.read(self.draft_cache, following, read)
+        if batch.draft is None:
+            return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
+        return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])
+
+    def _first_tokens(self, logits_BV: Tensor) -> Tensor:
+        """The tokens after the prompts, int64 [B]."""
+        requests, batch = self.requests, self.batch
+        last, length = ([f(r) for r in requests] for f in (lambda r: r.prefix[-1:], lambda r: len(r.prefix) - 1))
+        root_B1, length_B = to_device([torch.tensor(last), torch.tensor(length)], batch.target.device)
+        sampling, seen_BV = batch.sampling_of(requests)
+        processing = [r.processing for r in requests]
+        tree = Tree(root_B1, None, 0)
+        verdict = verify(tree, logits_BV[:, None], length_B, sampling, batch.target_ids_W, seen_BV, processing)
+        return verdict.token_BR[:, 0]
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keeps only the requests with these indices."""
+        self.cache.select(sequences)
+        if self.draft_cache is not None:
+            self.draft_cache.select(sequences)
+        self.state = self.state.select(torch.tensor(sequences, dtype=torch.int64).to(self.state.length_B.device))
 
 
 class BatchScheduler:

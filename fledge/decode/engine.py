@@ -302,6 +302,7 @@ def load(
     dtype: torch.dtype | None = None,
     template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    target_impl: str = "auto",
     **drafting: Any,
 ) -> Engine:
     """Loads a target and optionally a draft for it, and returns an engine.
@@ -310,7 +311,8 @@ def load(
     `Target`, or a transformers model, which is not copied, and is frozen. `tokenizer` is for a transformers model; None
     loads it from the model's `name_or_path`. `device` "auto" is the GPU if there is one. `draft_device` None is the
     target's device. `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. Code in the target's
-    files runs only with `trust_remote_code`; a draft has no code. `template_kwargs` are arguments of the chat template.
+    files runs only with `trust_remote_code`; a draft has no code. `target_impl` is as `implementation` in
+    `fledge.targets.loading.target_of`. `template_kwargs` are arguments of the chat template.
     `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, or if draft and target do not
     belong together; raises TypeError for arguments of a wrong type.
     """
@@ -329,11 +331,12 @@ def load(
             dtype=dtype,
             max_length=max_length,
             trust_remote_code=trust_remote_code,
+            implementation=target_impl,
         )
     elif isinstance(target, PreTrainedModel):
         if device != "auto" or dtype is not None:
             raise ValueError("this model is loaded already: move it with model.to(..), and leave device and dtype out")
-        loaded = target_of(target, tokenizer, max_length=max_length)
+        loaded = target_of(target, tokenizer, max_length=max_length, implementation=target_impl)
     else:
         check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
         loaded = target

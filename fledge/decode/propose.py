@@ -13,8 +13,10 @@ from fledge.config import DraftConfig
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
 from fledge.decode.sources import OnePassSource, Source, StepSource
+from fledge.decode.state import RoundState
 from fledge.methods import METHODS, Method
 from fledge.models.draft import Draft
+from fledge.models.kv_cache import KVCache
 from fledge.types import Sampling, Tree, TreeShape
 
 MODES = ("chain", "tree", "parallel")
@@ -31,28 +33,46 @@ class Proposer:
     def draft(self) -> Draft:
         return self.source.draft
 
-    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        """Adds requests; see `Source.admit`."""
-        self.source.admit(requests)
+    @property
+    def levels(self) -> int:
+        """The most tokens of a drafted path."""
+        return self.shape.levels
 
-    def dismiss(self, staying: Sequence[int]) -> None:
+    @property
+    def nodes(self) -> int:
+        """The most nodes of a tree, the root included."""
+        return self.shape.nodes
+
+    @property
+    def scratch(self) -> int:
+        """The most slots that a round writes after the committed ones in the draft's cache."""
+        return self.levels + 1 + max(self.levels, self.shape.expanded)
+
+    def new_cache(self, sizes: Sequence[int]) -> KVCache:
+        """An empty cache of sequences of these sizes, in slots, for `read` and then `append`."""
+        return KVCache(self.source.pool, sizes)
+
+    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
+        """Adds slots of prompts to a cache; see `Source.read`."""
+        self.source.read(cache, tokens, aux)
+
+    def append(self, cache: KVCache) -> None:
+        """Adds requests, with the cache of their prompts."""
+        self.source.append(cache)
+
+    def select(self, staying: Sequence[int]) -> None:
         """Keeps the requests with these indices only."""
-        self.source.dismiss(staying)
+        self.source.select(staying)
 
     def set_sampling(self, sampling: BatchSampling) -> None:
         """Sets how the drafted tokens of the requests are drawn, in their order. Without it, drafting is greedy."""
         self.source.sampling = sampling.to(self.draft.device)
 
     @torch.inference_mode()
-    def propose(
-        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]] = ()
-    ) -> Tree:
-        """Adds each request's R new slots (the token after each, and the target's hidden states [R, A, D]) to the
-        draft's cache, and drafts from the last one. `paths` are the accepted nodes of the last trees, the root first.
-
-        The new slots' keys and values stay in the cache; those of drafted nodes are forgotten.
-        """
-        root_B, logits_B1W = self.source.begin(tokens, aux, paths, self.shape.expanded)
+    def propose(self, state: RoundState) -> Tree:
+        """Adds each request's new slots to the draft's cache, and drafts from the last one. The new slots' keys and
+        values stay in the cache; those of drafted nodes are forgotten."""
+        root_B, logits_B1W = self.source.begin(state.to(self.draft.device))
         tree, slot_BN = self.shape.grow(self.source, root_B, logits_B1W)
         self.source.end(slot_BN)
         return tree
@@ -147,13 +167,13 @@ class Drafting:
 
     def proposer(self, draft: Draft) -> Proposer:
         """A new proposer, of resolved drafting (`for_draft`)."""
-        shape, depth = self._shape(draft)
-        return Proposer(OnePassSource(draft, depth) if draft.family.one_pass else StepSource(draft, self.stable), shape)
+        shape = self._shape(draft)
+        one_pass = draft.family.one_pass
+        return Proposer(OnePassSource(draft, shape.levels) if one_pass else StepSource(draft, self.stable), shape)
 
-    def _shape(self, draft: Draft) -> tuple[Shape, int]:
-        """The shape, and its depth."""
+    def _shape(self, draft: Draft) -> Shape:
         if not self.tree:
-            return Chain(self.depth, self.confidence), self.depth
+            return Chain(self.depth, self.confidence)
         if self.shape is None:
-            return DynamicTree(self.depth, self.nodes, self.width), self.depth
-        return FixedTree(self.shape, draft), len(self.shape.levels()) - 1
+            return DynamicTree(self.depth, self.nodes, self.width)
+        return FixedTree(self.shape, draft)

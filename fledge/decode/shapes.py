@@ -1,7 +1,6 @@
 """Shapes of what is drafted in a round: a chain, EAGLE-2's dynamic tree, or a fixed tree.
 
-Each grows its trees from the logits of any source (`decode/sources.py`). `expanded` is the most nodes below the root
-that it expands.
+Each grows its trees from the logits of any source (`decode/sources.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,11 @@ from fledge.types import Tree, TreeShape
 
 
 class Shape(Protocol):
+    """`levels` are the most tokens of a path below the root, `nodes` the most nodes of a tree, the root included, and
+    `expanded` the most nodes below the root that are expanded."""
+
+    levels: int
+    nodes: int
     expanded: int
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
@@ -38,7 +42,7 @@ class Chain:
 
     def __init__(self, depth: int, confidence: float = 0.0):
         self.depth, self.confidence = depth, confidence
-        self.expanded = depth
+        self.levels, self.nodes, self.expanded = depth, depth + 1, depth - 1
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
         draft, B = source.draft, root_B.numel()
@@ -87,7 +91,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, nodes: int, width: int):
         self.depth, self.nodes, self.width = depth, nodes, width
-        self.expanded = (depth - 1) * width
+        self.levels, self.expanded = depth, (depth - 1) * width
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
         draft, w = source.draft, min(self.width, logits_B1W.shape[-1])
@@ -189,21 +193,23 @@ class FixedTree:
     def __init__(self, shape: TreeShape, draft: Draft):
         if max(shape.ranks) >= draft.config.draft_vocab_size:
             raise ValueError(f"the tree has a child of rank {max(shape.ranks)}, beyond the draft's vocabulary")
-        self.levels = _levels(shape, draft.device)
+        self.places = _levels(shape, draft.device)
+        self.levels = len(self.places)
         self.parent_N = torch.tensor(shape.parents, device=draft.device)
-        nodes = [n for level in self.levels[1:] for n in level.parents.tolist()]
+        nodes = [n for level in self.places[1:] for n in level.parents.tolist()]
         self.expanded = len(nodes)
-        self.slot_N = torch.full((self.parent_N.numel(),), -1)
-        self.slot_N[nodes] = torch.arange(self.expanded)
+        self.nodes = len(shape.parents)
+        self.slot_N = torch.full((self.nodes,), -1, device=draft.device)
+        self.slot_N[nodes] = torch.arange(self.expanded, device=draft.device)
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
         B, logits = root_B.numel(), logits_B1W
         token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
-        for i, level in enumerate(self.levels):
+        for i, level in enumerate(self.places):
             F = level.parents.numel()
             if i:
                 seen_BFJ = level.seen_FJ.expand(B, -1, -1)
                 logits = source.expand(Front(token_BN[:, level.parents], level.above.expand(B, F), seen_BFJ))
             likeliest = logits.topk(level.ranks).indices.expand(B, F, -1)
             token_BN[:, level.nodes] = source.draft.to_target(likeliest[:, level.parent, level.rank])
-        return Tree(token_BN, self.parent_N.expand(B, -1), len(self.levels)), self.slot_N.expand(B, -1)
+        return Tree(token_BN, self.parent_N.expand(B, -1), len(self.places)), self.slot_N.expand(B, -1)

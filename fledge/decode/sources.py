@@ -4,22 +4,23 @@
 pass, as P-EAGLE does. A source holds the draft's cache for the requests that are decoded together. A stable cache is
 rebuilt from the target's hidden states where tokens were accepted, which is what training saw. An unstable one keeps
 the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from training.
+
+All shapes are static, and nothing but `read` synchronizes the device, so that a round can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from fledge.decode.sampling import BatchSampling
+from fledge.decode.state import RoundState
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import DraftCache
+from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 
 
 @dataclass(frozen=True)
@@ -37,47 +38,46 @@ class Front:
 
 
 class Source:
-    """A draft and its cache for the requests that are decoded together. `sampling` is how their drafted tokens are
-    drawn, in the order of the cache's sequences and on the draft's device; None: greedily."""
+    """A draft and its cache for the requests that are decoded together. `sampling` are the requests' options, on the
+    draft's device; None drafts greedily."""
 
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
     def __init__(self, draft: Draft):
         self.draft = draft
-        self.cache: DraftCache | None = None
+        config = draft.config
+        shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.pool = SlotPool(*shape, draft.device, draft.dtype)
+        self.cache = KVCache(self.pool)
         self.sampling: BatchSampling | None = None
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        """Adds requests: of each its first R slots, namely the token after each slot and the target's hidden states
-        [R, A, D]; R may be 0."""
-        if not requests:
+    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
+        """Adds the next slots of prompts to the sequences of a cache of `pool`: of each sequence the token after each
+        of R slots, and the target's hidden states [R, A, D]; R may be 0."""
+        counts, draft = [len(t) for t in tokens], self.draft
+        if not sum(counts):
             return
-        tokens, aux = zip(*requests, strict=True)
-        cache = DraftCache(self.draft.config, self.draft.device, self.draft.dtype, len(requests))
-        if any(tokens):
-            self._append(cache, tokens, aux, 0)
-        if self.cache is None:
-            self.cache = cache
-        else:
-            self.cache.append([cache])
+        rows = PromptRows(cache, counts)
+        position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
+        flat, count_B = torch.tensor([token for each in tokens for token in each]), torch.tensor(counts)
+        flat, position, count_B = to_device([flat, position, count_B], draft.device)
+        state = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
+        computed = draft(flat, state, position, rows.attend, part="keys")
+        rows.write(len(draft.blocks) - 1, *computed.keys[-1])  # the last layer did not attend
+        cache.keep(None, count_B)
 
-    @torch.inference_mode()
-    def dismiss(self, staying: Sequence[int]) -> None:
+    def append(self, cache: KVCache) -> None:
+        """Adds the sequences of another cache of `pool` to those that are decoded."""
+        self.cache.append(cache)
+
+    def select(self, staying: Sequence[int]) -> None:
         """Keeps the requests with these indices only."""
-        if staying:
-            self.cache.select(staying)
-        else:
-            self.cache = None
+        self.cache.select(staying)
 
-    def begin(
-        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], expanded: int
-    ) -> tuple[Tensor, Tensor]:
-        """Adds each request's R new slots (the token after each, and the target's hidden states [R, A, D]) to the
-        cache, with room for `expanded` nodes. `paths` are the accepted nodes of the last trees, the root first.
-
-        Returns the roots' tokens, int64 [B], and the logits after them, [B, 1, W]. Waits for nothing.
-        """
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after
+        them, [B, 1, W]."""
         raise NotImplementedError
 
     def expand(self, front: Front) -> Tensor:
@@ -90,23 +90,29 @@ class Source:
         counted from 0 below the root; -1 for nodes that were not expanded."""
         raise NotImplementedError
 
-    def _append(
-        self, cache: DraftCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], expanded: int
-    ) -> tuple[Tensor, Tensor]:
-        """Adds new slots to a cache. Returns the last slots' tokens, int64 [B], and the draft's outputs, [B, E]."""
-        draft, counts = self.draft, [len(t) for t in tokens]
-        B, most = len(counts), max(counts)
-        rows = torch.tensor([[*t, *[0] * (most - len(t))] for t in tokens])
-        last = torch.tensor(counts)[:, None].clamp_min(1) - 1  # the output of a request without slots is not read
-        token_BR, last_B1 = to_device([rows, last], draft.device)
-        aux = [a.to(draft.device, draft.dtype) for a in aux]
-        aux_MAD = aux[0] if B == 1 else pad_sequence(aux, batch_first=True).flatten(0, 1)
-        cache.reserve(most + expanded)
-        slot_BR = cache.allocate(most, last_B1)
-        asked = (last_B1 + torch.arange(0, B * most, most, device=draft.device)[:, None]).flatten()
-        out = draft.step(token_BR.flatten(), draft.fuse(aux_MAD), slot_BR.flatten(), cache.attend, query_rows=asked)
-        cache.set_lengths([n + r for n, r in zip(cache.lengths, counts, strict=True)])
-        return token_BR.gather(1, last_B1)[:, 0], out
+    def _inputs(self, state: RoundState) -> Tensor:
+        """The draft's input states of the fresh slots, [B, R, E]."""
+        aux = state.aux_BRAD.to(self.draft.dtype)
+        return self.draft.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
+
+    def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
+        """The last layer's output at S of the next n slots of each request, [B S, E]. Each slot sees those before it."""
+        (B, n), cache = token_Bn.shape, self.cache
+        row = torch.arange(n, device=token_Bn.device)
+        # a layer that computes all rows, and the last one, which computes those asked for
+        every = TreeRows(cache, n, (row <= row[:, None]).expand(B, n, n))
+        asked = TreeRows(cache, n, row <= asked_BS[..., None])
+        last = len(self.draft.blocks) - 1
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (asked if layer == last else every).attend(layer, q, k, v)
+
+        position_Bn = cache.length_B[:, None] + row
+        first_B1 = torch.arange(0, B * n, n, device=row.device)[:, None]
+        return self.draft.step(
+            token_Bn.flatten(), state_BnE.flatten(0, 1), position_Bn.flatten(), attend,
+            query_rows=(first_B1 + asked_BS).flatten(),
+        )  # fmt: skip
 
 
 class StepSource(Source):
@@ -117,44 +123,58 @@ class StepSource(Source):
     def __init__(self, draft: Draft, stable: bool = True):
         super().__init__(draft)
         self.stable = stable
-        self.slot_BN = torch.empty(0, 1, dtype=torch.int64)  # of the last trees, see `end`
+        self.slot_BN = torch.empty(0, 1, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
 
-    def admit(self, requests: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        super().admit(requests)
-        nothing = self.slot_BN.new_full((len(requests), self.slot_BN.shape[1]), -1)
+    def append(self, cache: KVCache) -> None:
+        super().append(cache)
+        nothing = self.slot_BN.new_full((len(cache.segments), self.slot_BN.shape[1]), -1)
         self.slot_BN = torch.cat([self.slot_BN, nothing])
 
-    def dismiss(self, staying: Sequence[int]) -> None:
-        super().dismiss(staying)
-        self.slot_BN = self.slot_BN[list(staying)]
+    def select(self, staying: Sequence[int]) -> None:
+        super().select(staying)
+        self.slot_BN = self.slot_BN[torch.tensor(staying, dtype=torch.int64).to(self.slot_BN.device)]
 
-    def begin(
-        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], expanded: int
-    ) -> tuple[Tensor, Tensor]:
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         if not self.stable:
-            drafted = [slots[list(path[1:])].tolist() for slots, path in zip(self.slot_BN.cpu(), paths, strict=True)]
-            kept = [list(itertools.takewhile(lambda slot: slot >= 0, slots)) for slots in drafted]
-            self.cache.keep(kept)
-            tokens = [t[len(k) :] for t, k in zip(tokens, kept, strict=True)]
-            aux = [a[len(k) :] for a, k in zip(aux, kept, strict=True)]
-        root_B, out_BE = self._append(self.cache, tokens, aux, expanded)
-        self.level = 0
-        return root_B, self._logits(out_BE, root_B.numel())
+            state = self._keep_drafted(state)
+        last_B1 = state.count_B[:, None] - 1
+        out_BE = self._run(state.token_BR, self._inputs(state), last_B1)
+        self.cache.keep(None, state.count_B)
+        self.level = self.scratch = 0
+        return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
+
+    def _keep_drafted(self, state: RoundState) -> RoundState:
+        """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
+        last one, and the one before it if its node was not expanded."""
+        path_BK, last_B1 = state.path_BR[:, 1:], state.count_B[:, None] - 1
+        slot_BK = self.slot_BN.gather(1, path_BK) if path_BK.shape[1] else path_BK
+        place_K = torch.arange(path_BK.shape[1], device=path_BK.device)
+        kept_B = ((slot_BK >= 0) & (place_K < last_B1)).sum(1)  # a node that was not expanded ends its path
+        if path_BK.shape[1]:
+            self.cache.keep(torch.where(place_K < kept_B[:, None], slot_BK, place_K), kept_B)
+        R = min(2, state.token_BR.shape[1])
+        rest_BR = (kept_B[:, None] + torch.arange(R, device=kept_B.device)).clamp_max(state.token_BR.shape[1] - 1)
+        aux_BRAD = state.aux_BRAD.gather(1, rest_BR[..., None, None].expand(-1, -1, *state.aux_BRAD.shape[2:]))
+        return replace(
+            state, token_BR=state.token_BR.gather(1, rest_BR), aux_BRAD=aux_BRAD, count_B=state.count_B - kept_B
+        )
 
     def expand(self, front: Front) -> Tensor:
         (B, F), cache = front.token_BF.shape, self.cache
         self.level += 1
-        cache.allocate(F, visible_BSJ=front.seen_BFJ)
+        seen_BFJ = front.seen_BFJ
+        if seen_BFJ is None:
+            seen_BFJ = torch.ones(B, F, self.scratch + F, dtype=torch.bool, device=cache.length_B.device)
+        rows = TreeRows(cache, F, seen_BFJ, scratch=self.scratch)
         position_BF = (cache.length_B - 1 + self.level)[:, None].expand(B, F)
         hidden = self.fed_back
         if front.above_BF is not None:
             hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
-        out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), cache.attend)
-        cache.scratch += F
+        out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), rows.attend)
+        self.scratch += F
         return self._logits(out, B)
 
     def end(self, slot_BN: Tensor) -> None:
-        self.cache.scratch = 0
         self.slot_BN = slot_BN
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
@@ -163,7 +183,7 @@ class StepSource(Source):
 
 
 class OnePassSource(Source):
-    """One pass for all `depth` levels: behind the new slots go depth - 1 more, which read a mask token and a learned
+    """One pass for all `depth` levels: behind the fresh slots go depth - 1 more, which read a mask token and a learned
     state in place of what is not known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469). So all nodes of a level share
     their logits."""
 
@@ -173,46 +193,33 @@ class OnePassSource(Source):
         super().__init__(draft)
         self.depth = depth
 
-    def begin(
-        self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor], paths: Sequence[Sequence[int]], expanded: int
-    ) -> tuple[Tensor, Tensor]:
-        root_B, self.logits_BKW = self.run_pass(tokens, aux)
+    @torch.inference_mode()
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        (B, R), K, draft = state.token_BR.shape, self.depth, self.draft
+        mask_token, mask_state = draft.mask_inputs()
+        known_Bn = torch.arange(R + K - 1, device=draft.device) < state.count_B[:, None]
+        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), mask_token)
+        state_BnE = torch.where(known_Bn[..., None], _widened(self._inputs(state), K - 1), mask_state)
+        asked_BK = state.count_B[:, None] - 1 + torch.arange(K, device=draft.device)
+        out = self._run(token_Bn, state_BnE, asked_BK)
+        self.cache.keep(None, state.count_B)
+        self.logits_BKW = draft.logits(draft.split_output(out)[1]).unflatten(0, (B, K))
         self.level = 0
-        return root_B, self.logits_BKW[:, :1]
+        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
 
     def expand(self, front: Front) -> Tensor:
         self.level += 1
         return self.logits_BKW[:, self.level, None]
 
     def end(self, slot_BN: Tensor) -> None:
-        """Nothing was added to the cache but the new slots."""
-
-    @torch.inference_mode()
-    def run_pass(self, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Adds each request's R new slots to the cache. Returns the last ones' tokens, int64 [B], and the logits of all
-        levels, [B, K, W]."""
-        draft, cache, K = self.draft, self.cache, self.depth
-        counts = [len(t) for t in tokens]
-        B, rows = len(counts), sum(counts)
-        n = max(counts) + K - 1
-        mask_token, mask_state = draft.mask_inputs()
-        known = [torch.arange(rows)[a - r : a] for a, r in zip(itertools.accumulate(counts), counts, strict=True)]
-        # the row that each slot reads: its own, or the mask's, which comes after all of them
-        read_Bn = torch.stack([torch.cat([k, k.new_full((n - k.numel(),), rows)]) for k in known])
-        asked_BK = torch.tensor(counts)[:, None] - 1 + torch.arange(K)
-        flat = torch.tensor([t for mine in tokens for t in mine])
-        read_Bn, asked_BK, flat = to_device([read_Bn, asked_BK, flat], draft.device)
-        token_Bn = torch.cat([flat, mask_token])[read_Bn]
-        fused = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        state = torch.cat([fused, mask_state])[read_Bn]
-        cache.reserve(n)
-        slot_Bn = cache.allocate(n, asked_BK)
-        asked = (asked_BK + torch.arange(0, B * n, n, device=draft.device)[:, None]).flatten()
-        out = draft.step(token_Bn.flatten(), state.flatten(0, 1), slot_Bn.flatten(), cache.attend, query_rows=asked)
-        cache.set_lengths([length + r for length, r in zip(cache.lengths, counts, strict=True)])
-        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], draft.logits(draft.split_output(out)[1]).unflatten(0, (B, K))
+        """Nothing was added to the cache but the fresh slots."""
 
 
 def rows_of(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
     """The rows of each request at some places (int64), [B, S, J]."""
     return x_BMJ.gather(1, at_BS[..., None].expand(-1, -1, x_BMJ.shape[2]))
+
+
+def _widened(x_BR: Tensor, more: int) -> Tensor:
+    """A tensor [B, R, ..] with `more` further zeros along R."""
+    return torch.cat([x_BR, x_BR.new_zeros(x_BR.shape[0], more, *x_BR.shape[2:])], dim=1)

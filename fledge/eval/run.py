@@ -93,6 +93,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "batch": batch,
         **engine.drafting.record(),
         "target": engine.target.name,
+        "target_implementation": engine.target.implementation,
         "trust_remote_code": engine.target.trust_remote_code,
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
@@ -286,14 +287,14 @@ def _gaps(
     """The gap between the target's two best scores at each of `tokens`, float64, if the tokens are run in passes of
     `width` tokens and `batch` copies of the sequence."""
     target = engine.target
-    first, _, cache = target.prefill([prefix] * batch)
-    logits, done = [first[:1]], len(prefix)
+    cache = target.new_cache([len(prefix) + len(tokens)] * batch)
+    first, _ = target.prefill([prefix] * batch, cache)
+    logits = [first[:1]]
     for at in range(0, len(tokens) - 1, width):
         piece = tokens[at : min(at + width, len(tokens) - 1)]
         ids = torch.tensor([piece] * batch, device=target.device)
         logits.append(target.verify(Tree.chain(ids), cache)[0][0])
-        cache.keep([done] * batch, [range(len(piece))] * batch)
-        done += len(piece)
+        cache.keep(None, torch.full((batch,), len(piece), device=target.device))
     texts = ([*prefix, *tokens[:j]] for j in range(len(tokens)))
     rankings = [_ranking(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()

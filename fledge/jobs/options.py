@@ -224,6 +224,10 @@ class DecodeOptions(Options):
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     draft_device: str | None = opt("device of the draft (default: the target's device)", None)
     dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    target_impl: str = opt(
+        "what computes the target: native (fledge's forward pass), transformers, or auto (native where supported)",
+        "auto",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,4 +263,5 @@ class DecodeOptions(Options):
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
             dtype=parse_dtype(self.dtype), **self.drafting(mode),
             template_kwargs=parse_template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
+            target_impl=self.target_impl,
         )  # fmt: skip

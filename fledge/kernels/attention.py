@@ -1,10 +1,14 @@
-"""Grouped-query attention of a few queries to many keys, for verification and drafting."""
+"""Grouped-query attention with torch's kernels: of a few queries to many keys, and of prompts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fledge.kernels.sdpa import without_cudnn_sdpa
+
+QUERIES = 2048  # queries of a prompt that attend together if they need a mask
 
 
 def grouped_attention(
@@ -55,3 +59,30 @@ def additive_mask(mask_B1SL: Tensor, times: int, dtype: torch.dtype) -> Tensor:
     else:
         added.copy_(mask_B1SL[:, :, None])
     return added.flatten(2, 3)
+
+
+def causal_attention(
+    q_SHd: Tensor, keys_GLd: Tensor, values_GLd: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Attention of the last S of L tokens of a sequence to all tokens before them and themselves, [S, H, d]; with a
+    window, to the last `window` of these."""
+    (S, H, _), (G, L, _) = q_SHd.shape, keys_GLd.shape
+    q, options = q_SHd.transpose(0, 1)[None], dict(scale=scale, enable_gqa=H != G)
+    with without_cudnn_sdpa(q.device):
+        if S == L and (window is None or window >= L):
+            out = F.scaled_dot_product_attention(q, keys_GLd[None], values_GLd[None], is_causal=True, **options)[0]
+            return out.transpose(0, 1)
+        parts = []
+        for first in range(L - S, L, QUERIES):  # in parts, so that the mask is small
+            end = min(first + QUERIES, L)
+            seen = slice(max(0, first + 1 - window) if window else 0, end)
+            at, key = torch.arange(first, end, device=q.device)[:, None], torch.arange(end, device=q.device)[seen]
+            mask = key <= at
+            if window is not None:
+                mask &= key > at - window
+            rows, keys, values = q[:, :, first - (L - S) : end - (L - S)], keys_GLd[:, seen], values_GLd[:, seen]
+            if q.device.type != "cpu":  # with a mask, torch's fast backends there do not support shared keys
+                keys, values = (x.repeat_interleave(H // G, dim=0) for x in (keys, values))
+                options["enable_gqa"] = False
+            parts.append(F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask, **options)[0])
+    return torch.cat(parts, dim=1).transpose(0, 1)

@@ -1,9 +1,4 @@
-"""The draft's key-value cache, with exact rollback, and buffer functions that the target's cache shares.
-
-A buffer [.., B, G, C, d] has C slots for each of B sequences, of which the first `length` hold the sequence's keys or
-values. The other slots hold zeros or old values, never uninitialized memory: they are masked, and a mask does not
-remove NaN or infinite values.
-"""
+"""Key-value caches with exact rollback, as contiguous segments of one pool of token slots, for drafts and targets."""
 
 from __future__ import annotations
 
@@ -13,141 +8,182 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.config import DraftConfig
-from fledge.kernels.attention import grouped_attention, prepare_mask
-from fledge.kernels.sdpa import without_cudnn_sdpa
-from fledge.kernels.transfer import to_device
+from fledge.kernels.attention import causal_attention
+from fledge.kernels.tree_attention import tree_attention
 
-MIN_CAPACITY = 256  # slots per sequence of a new buffer
+MIN_SLOTS = 256  # slots of a new pool
 
 
-def buffer_capacity(needed: int) -> int:
-    """The slots per sequence to allocate if `needed` are used: twice the number, so that buffers rarely grow."""
-    return max(2 * needed, MIN_CAPACITY)
+class SlotPool:
+    """The keys and values of P token slots in all layers, `buffer` [layers, 2, G, P, d].
 
-
-def concatenate_buffers(buffers: Sequence[Tensor], needed: int) -> Tensor:
-    """Concatenates buffers [.., B, G, C, d] along B, with a capacity for `needed` slots.
-
-    The capacity may be smaller than before, so that the memory of a long sequence is freed after its end.
+    A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
+    without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
+    infinite values. The pool grows when no segment fits; its buffer is then another tensor. Its memory is freed with
+    its last segment, unless it is `pinned`, as for CUDA graphs that read the buffer.
     """
-    *lead, _, G, _, d = buffers[0].shape
-    out = buffers[0].new_zeros(*lead, sum(b.shape[-4] for b in buffers), G, buffer_capacity(needed), d)
-    start = 0
-    for buffer in buffers:
-        slots = min(buffer.shape[-2], out.shape[-2])
-        out[..., start : start + buffer.shape[-4], :, :slots, :] = buffer[..., :slots, :]
-        start += buffer.shape[-4]
-    return out
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
+        self._shape = layers, 2, kv_heads, 0, head_dim
+        self.buffer = torch.zeros(self._shape, device=device, dtype=dtype)
+        self.pinned = False
+        self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
+
+    @property
+    def slots(self) -> int:
+        return self.buffer.shape[3]
+
+    @torch.inference_mode()
+    def reserve(self, slots: int) -> None:
+        """Grows the pool to at least this number of slots."""
+        if (more := slots - self.slots) > 0:
+            self._free = _merged([*self._free, (self.slots, slots)])
+            self.buffer = F.pad(self.buffer, (0, 0, 0, more))
+
+    def allocate(self, size: int) -> int:
+        """The first slot of a free segment of `size` slots, which is free no longer. The pool grows if needed."""
+        fitting = next((i for i, (first, end) in enumerate(self._free) if end - first >= size), None)
+        if fitting is None:
+            self.reserve(max(self.slots + size, MIN_SLOTS))
+            return self.allocate(size)
+        first, end = self._free[fitting]
+        self._free[fitting] = (first + size, end)
+        return first
+
+    def release(self, first: int, size: int) -> None:
+        """Makes a segment free again."""
+        self._free = _merged([*self._free, (first, first + size)])
+        if self._free == [(0, self.slots)] and not self.pinned:
+            self.buffer, self._free = self.buffer.new_zeros(self._shape), []
 
 
-def select_sequences(buffer: Tensor, indices: Tensor, needed: int) -> Tensor:
-    """The sequences at `indices` (int64) of a buffer [.., B, G, C, d], with at most the capacity for `needed` slots."""
-    return buffer[..., : buffer_capacity(needed), :].index_select(-4, indices)
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[first, end) ranges in ascending order, adjacent ones joined, without empty ones."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(r for r in ranges if r[0] < r[1]):
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, end))
+    return merged
 
 
-class DraftCache:
-    """Keys and values of a draft's layers for B sequences.
+class KVCache:
+    """The cache of B sequences, each a segment of a pool.
 
-    A sequence has `lengths[b]` committed slots, followed by `scratch` slots of drafted nodes. Setting `scratch` to 0
-    discards those; they are overwritten later.
+    Sequence b has the slots from `start_B[b]` on, of which the first `length_B[b]` hold committed tokens (both int64 on
+    the device). The slots after them, up to the segment's size, are for the rows of the next passes.
+    """
+
+    def __init__(self, pool: SlotPool, sizes: Sequence[int] = ()):
+        self.pool = pool
+        self.segments = [(pool.allocate(size), size) for size in sizes]
+        device = pool.buffer.device
+        self.start_B = torch.tensor([first for first, _ in self.segments], dtype=torch.int64).to(device)
+        self.length_B = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of committed tokens of each sequence. Synchronizes the device."""
+        return self.length_B.tolist()
+
+    @torch.inference_mode()
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """Commits the first `count_B[b]` rows of each sequence that were written after its committed ones; or, of those
+        rows, the first `count_B[b]` at the indices `path_BR[b]` (ascending), which are moved to the front. Does not
+        synchronize."""
+        if path_BR is not None:
+            first = (self.start_B + self.length_B)[:, None]
+            to_BR = first + torch.arange(path_BR.shape[1], device=first.device)
+            moved = self.pool.buffer.index_select(3, (first + path_BR).flatten())
+            self.pool.buffer.index_copy_(3, to_BR.flatten(), moved)
+        self.length_B += count_B
+
+    @torch.inference_mode()
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keeps only the sequences with these indices, in this order, and frees the others' segments."""
+        for b in set(range(len(self.segments))) - set(sequences):
+            self.pool.release(*self.segments[b])
+        self.segments = [self.segments[b] for b in sequences]
+        index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
+        self.start_B, self.length_B = self.start_B[index], self.length_B[index]
+
+    @torch.inference_mode()
+    def append(self, other: KVCache) -> None:
+        """Appends the sequences of another cache of the same pool."""
+        self.segments = [*self.segments, *other.segments]
+        self.start_B = torch.cat([self.start_B, other.start_B])
+        self.length_B = torch.cat([self.length_B, other.length_B])
+
+
+class CacheRows:
+    """Rows of a pass over the sequences of a cache: where their keys and values go, `slot_M`, and what they see.
+
+    M rows are grouped by sequence. `attend` may be called for fewer rows (queries) than there are keys.
+    """
+
+    cache: KVCache
+    slot_M: Tensor
+
+    def write(self, layer: int, k_MGd: Tensor, v_MGd: Tensor) -> None:
+        """Writes the rows' keys and values to their slots."""
+        for buffer, new in zip(self.cache.pool.buffer[layer], (k_MGd, v_MGd), strict=True):
+            buffer.index_copy_(1, self.slot_M, new.transpose(0, 1))
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """The attention of Q queries to the slots that they see, [Q, H, d]. `scale` None is d^-1/2."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, q_QHd: Tensor, k_MGd: Tensor, v_MGd: Tensor) -> Tensor:
+        """`write`, then `read`."""
+        self.write(layer, k_MGd, v_MGd)
+        return self.read(layer, q_QHd)
+
+
+class TreeRows(CacheRows):
+    """n rows of each sequence, after its committed tokens and `scratch` rows of earlier passes. Does not synchronize.
+
+    Each row sees the committed tokens, and those of the J = scratch + n rows after them that `visible_BSJ` (bool) says.
+    The S queries are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions,
+    needed with windows only.
     """
 
     def __init__(
-        self,
-        config: DraftConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        requests: int = 1,
-        capacity: int = MIN_CAPACITY,
+        self, cache: KVCache, n: int, visible_BSJ: Tensor, position_BS: Tensor | None = None, scratch: int = 0
     ):
-        shape = (config.num_hidden_layers, 2, requests, config.num_key_value_heads, capacity, config.head_dim)
-        self.buffer = torch.zeros(shape, device=device, dtype=dtype)
-        self.heads_per_key = config.num_attention_heads // config.num_key_value_heads
-        self.set_lengths([0] * requests)
-        self.reserved = 0  # slots of the last `reserve`, which the capacity includes from then on
+        self.cache, self.visible_BSJ, self.position_BS = cache, visible_BSJ, position_BS
+        first = cache.start_B + cache.length_B + scratch
+        self.slot_M = (first[:, None] + torch.arange(n, device=first.device)).flatten()
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`. The queries are those of `visible_BSJ`."""
+        cache, visible_BSJ = self.cache, self.visible_BSJ
+        out = tree_attention(
+            q_QHd.view(*visible_BSJ.shape[:2], *q_QHd.shape[1:]), *cache.pool.buffer[layer], cache.start_B,
+            cache.length_B, visible_BSJ, scale=scale, window=window, position_BS=self.position_BS,
+        )  # fmt: skip
+        return out.flatten(0, 1)
 
-    def reserve(self, slots: int) -> None:
-        """Grows the buffer, if needed, to a capacity of `slots` slots after the longest sequence."""
-        self.reserved = slots
-        if (needed := self.longest + slots) > self.buffer.shape[-2]:
-            self.buffer = F.pad(self.buffer, (0, 0, 0, max(needed, 2 * self.buffer.shape[-2]) - self.buffer.shape[-2]))
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Sets the number of committed slots of each sequence, and discards scratch slots."""
-        self.lengths, self.scratch = list(lengths), 0
-        self.length_B = to_device([torch.tensor(self.lengths)], self.buffer.device)[0]
+class PromptRows(CacheRows):
+    """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other. Each row sees all tokens
+    of its sequence up to its own. Synchronizes once."""
 
-    def keep(self, slots: Sequence[Sequence[int]]) -> None:
-        """Commits these scratch slots of each sequence (ascending indices from 0), and discards the others."""
-        for b, (kept, length) in enumerate(zip(slots, self.lengths, strict=True)):
-            if kept:
-                buffer = self.buffer[:, :, b]
-                at = torch.tensor(kept, device=buffer.device) + length
-                buffer[..., length : length + len(kept), :] = buffer.index_select(-2, at)
-        self.set_lengths([n + len(kept) for n, kept in zip(self.lengths, slots, strict=True)])
+    def __init__(self, cache: KVCache, counts: Sequence[int]):
+        self.cache, self.counts, self.lengths = cache, list(counts), cache.lengths
+        starts = [first + length for (first, _), length in zip(cache.segments, self.lengths, strict=True)]
+        slots = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        self.slot_M = torch.cat(slots).to(cache.start_B.device)
 
-    def select(self, sequences: Sequence[int]) -> None:
-        """Keeps only the sequences with these indices, in this order."""
-        indices = torch.tensor(sequences, device=self.buffer.device)
-        self.set_lengths([self.lengths[b] for b in sequences])
-        self.buffer = select_sequences(self.buffer, indices, self.longest + self.reserved)
-
-    def append(self, others: Sequence[DraftCache]) -> None:
-        """Appends the sequences of other caches."""
-        self.set_lengths([*self.lengths, *(n for o in others for n in o.lengths)])
-        self.buffer = concatenate_buffers([self.buffer, *(o.buffer for o in others)], self.longest + self.reserved)
-
-    def allocate(self, n: int, query_BS: Tensor | None = None, visible_BSJ: Tensor | None = None) -> Tensor:
-        """Assigns the next `n` slots of each sequence, after its scratch slots, to the rows of the following `attend`
-        calls. Returns the slots, int64 [B, n].
-
-        Each row sees all earlier slots of its sequence and its own. With `visible_BSJ` (bool), it sees the committed
-        slots, and those of the J scratch and new slots that are True. `query_BS` are the indices of the rows with
-        queries among the n rows, int64 on the device, if `attend` is called with fewer queries than rows. After the
-        last layer, the caller adds `n` to `scratch` or calls `set_lengths`.
-        """
-        new = torch.arange(self.scratch, self.scratch + n, device=self.buffer.device)
-        self.slot_Bn, self.query_BS, self.visible_BSJ = self.length_B[:, None] + new, query_BS, visible_BSJ
-        self.end = self.longest + self.scratch + n
-        self.masks: dict[int, Tensor | None] = {}  # by the number of queries; the same for all layers
-        return self.slot_Bn
-
-    def _mask(self, S: int) -> Tensor | None:
-        """The mask of S queries per sequence, prepared for `grouped_attention`; None if they see all slots."""
-        visible_B1SL = self._visible_slots(S)
-        return None if visible_B1SL is None else prepare_mask(visible_B1SL, self.heads_per_key, self.buffer.dtype)
-
-    def _visible_slots(self, S: int) -> Tensor | None:
-        """The slots that each of S queries per sequence sees, bool [B, 1, S, end]; None if they see all."""
-        (B, n), key = self.slot_Bn.shape, torch.arange(self.end, device=self.buffer.device)
-        if self.visible_BSJ is not None:
-            past = (key < self.length_B[:, None])[:, None].expand(-1, S, -1)
-            own = self.length_B[:, None] + torch.arange(self.visible_BSJ.shape[2], device=key.device)
-            return past.scatter(2, own[:, None].expand_as(self.visible_BSJ), self.visible_BSJ)[:, None]
-        if B == 1 and S == 1:  # the query is that of the last row
-            return None
-        slot_BS = self.slot_Bn if n == S else self.slot_Bn.gather(1, self.query_BS)
-        return (key <= slot_BS[..., None])[:, None]
-
-    def attend(self, layer: int, q_MHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
-        """Writes keys and values of N = B n rows to the slots of `allocate`, and attends with M = B S queries, both
-        grouped by sequence. Returns [M, H, d]."""
-        (B, n), buffers = self.slot_Bn.shape, self.buffer[layer]
-        for buffer, new in zip(buffers, (k_NGd, v_NGd), strict=True):
-            new = new.view(B, n, *new.shape[1:])
-            if B == 1:
-                buffer[0, :, self.end - n : self.end] = new[0].transpose(0, 1)
-            else:
-                buffer[torch.arange(B, device=buffer.device)[:, None], :, self.slot_Bn] = new
-        keys, values = buffers[:, :, :, : self.end]
-        q_BHSd = q_MHd.view(B, -1, *q_MHd.shape[1:]).transpose(1, 2)
-        S = q_BHSd.shape[2]
-        if S not in self.masks:
-            self.masks[S] = self._mask(S)
-        with without_cudnn_sdpa(q_MHd.device):
-            return grouped_attention(q_BHSd, keys, values, self.masks[S]).reshape(q_MHd.shape)
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`. All rows are queries."""
+        out = []
+        for q, (first, _), length in zip(q_QHd.split(self.counts), self.cache.segments, self.lengths, strict=True):
+            keys, values = self.cache.pool.buffer[layer, :, :, first : first + length + q.shape[0]]
+            out.append(causal_attention(q, keys, values, scale, window))
+        return torch.cat(out)

@@ -10,7 +10,33 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fledge.kernels.transfer import to_device
-from fledge.models.kv_cache import buffer_capacity, concatenate_buffers, select_sequences
+
+MIN_CAPACITY = 256  # slots per sequence of a new buffer
+
+
+def buffer_capacity(needed: int) -> int:
+    """The slots per sequence to allocate if `needed` are used: twice the number, so that buffers rarely grow."""
+    return max(2 * needed, MIN_CAPACITY)
+
+
+def concatenate_buffers(buffers: Sequence[Tensor], needed: int) -> Tensor:
+    """Concatenates buffers [.., B, G, C, d] along B, with a capacity for `needed` slots.
+
+    The capacity may be smaller than before, so that the memory of a long sequence is freed after its end.
+    """
+    *lead, _, G, _, d = buffers[0].shape
+    out = buffers[0].new_zeros(*lead, sum(b.shape[-4] for b in buffers), G, buffer_capacity(needed), d)
+    start = 0
+    for buffer in buffers:
+        slots = min(buffer.shape[-2], out.shape[-2])
+        out[..., start : start + buffer.shape[-4], :, :slots, :] = buffer[..., :slots, :]
+        start += buffer.shape[-4]
+    return out
+
+
+def select_sequences(buffer: Tensor, indices: Tensor, needed: int) -> Tensor:
+    """The sequences at `indices` (int64) of a buffer [.., B, G, C, d], with at most the capacity for `needed` slots."""
+    return buffer[..., : buffer_capacity(needed), :].index_select(-4, indices)
 
 
 def move_slots(buffer: Tensor, from_BR: Tensor, to_BR: Tensor) -> None:
@@ -68,11 +94,13 @@ class TargetCache(Cache):
     Sliding-window layers keep all tokens too, and their window is applied by the mask, so that a rollback finds all
     keys. The cache has one sequence, whose length transformers tracks, or B sequences (after `trim_padding`, `select`
     or `append`). For B sequences, `lengths` are tracked here, and `allocate` must be called before each pass.
+    `committed` are the lengths before the last verification.
     """
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
         self._lengths: list[int] = []  # of several sequences; empty if there is one
+        self.committed: list[int] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -102,18 +130,18 @@ class TargetCache(Cache):
         return slot_BN
 
     @torch.inference_mode()
-    def keep(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """See `fledge.targets.interface.Cache.keep`. Moves the paths' slots to directly after the kept tokens."""
-        if any(list(path) != list(range(len(path))) for path in paths):
-            longest = max(map(len, paths))
-            start = torch.tensor(lengths)[:, None]
-            # shorter paths are padded with slots that are copied to themselves
-            from_BR = start + torch.tensor([[*path, *range(len(path), longest)] for path in paths])
-            from_BR, to_BR = to_device([from_BR, start + torch.arange(longest)], self.layers[0].keys.device)
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """See `fledge.targets.interface.Cache.keep`. Moves the paths' slots to directly after the kept tokens.
+        Synchronizes the device."""
+        if path_BR is not None:
+            start = to_device([torch.tensor(self.committed)], path_BR.device)[0][:, None]
+            place_R = torch.arange(path_BR.shape[1], device=path_BR.device)
+            # behind the accepted nodes, slots are copied to themselves
+            from_BR = start + torch.where(place_R < count_B[:, None], path_BR, place_R)
             for layer in self.layers:
                 for buffer in layer.buffers:
-                    move_slots(buffer, from_BR.to(buffer.device), to_BR.to(buffer.device))
-        kept = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+                    move_slots(buffer, from_BR.to(buffer.device), (start + place_R).to(buffer.device))
+        kept = [length + count for length, count in zip(self.committed, count_B.tolist(), strict=True)]
         if len(kept) == 1:
             self.rollback(kept[0])
         else:
@@ -122,6 +150,9 @@ class TargetCache(Cache):
     @torch.inference_mode()
     def select(self, sequences: Sequence[int]) -> None:
         """Keeps only the sequences with these indices, in this order."""
+        if not sequences:
+            self.layers, self._lengths = [], []
+            return
         lengths = [self.lengths[b] for b in sequences]
         for layer in self.layers:
             indices = torch.tensor(sequences, device=layer.keys.device)
@@ -129,12 +160,15 @@ class TargetCache(Cache):
         self._set_lengths(lengths)
 
     @torch.inference_mode()
-    def append(self, others: Sequence[TargetCache]) -> None:
-        """Appends the sequences of other caches."""
-        lengths = [*self.lengths, *(n for o in others for n in o.lengths)]
-        for i, layer in enumerate(self.layers):
-            buffers = zip(layer.buffers, *(o.layers[i].buffers for o in others), strict=True)
-            layer.replace_buffers([concatenate_buffers(pair, max(lengths)) for pair in buffers], max(lengths))
+    def append(self, other: TargetCache) -> None:
+        """Appends the sequences of another cache, whose layers are taken over if this one has none."""
+        if not self.layers:
+            self.layers, self._lengths = other.layers, other._lengths
+            return
+        lengths = [*self.lengths, *other.lengths]
+        for layer, added in zip(self.layers, other.layers, strict=True):
+            pairs = zip(layer.buffers, added.buffers, strict=True)
+            layer.replace_buffers([concatenate_buffers(pair, max(lengths)) for pair in pairs], max(lengths))
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:

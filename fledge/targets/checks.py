@@ -13,6 +13,7 @@ from fledge.targets.recurrent import RecurrentCache
 from fledge.types import Tree
 
 if TYPE_CHECKING:
+    from fledge.targets.native.target import NativeTarget
     from fledge.targets.transformers import TransformersTarget
 
 REMEDY = {1: "draft chains", 2: "decode them one by one, in batches of 1"}
@@ -55,6 +56,16 @@ def logits_problem(target: TransformersTarget) -> str:
         "computes its logits in a way fledge does not know: its output head applied to the final hidden state differs "
         "from its own logits, so a draft would be trained on wrong targets"
     )
+
+
+@torch.inference_mode()
+def native_problem(target: NativeTarget) -> str:
+    """The reason why a native target does not compute what its transformers model computes; empty if it does."""
+    *_, tokens = _documents(target)
+    own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
+    logits, _ = target.prefill([tokens.tolist()], cache := target.new_cache([tokens.numel()]))
+    cache.select([])
+    return "" if nearly_equal(logits, own) or not bool(own.isfinite().all()) else "its logits differ from the model's"
 
 
 def _documents(target: TransformersTarget) -> list[Tensor]:
@@ -110,15 +121,17 @@ def check_masks(target: TransformersTarget, requests: int) -> None:
     parents = torch.tensor([-1, 0, 0, 1, 2], device=target.device).expand(requests, -1)
     drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
     try:
-        _, _, cache = target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)])
+        cache = target.new_cache([20] * requests)
+        target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
         found, _ = target.verify(Tree(drafted, parents, 2), cache)
     except Exception as e:  # a model that does not support such a mask may raise anything
         raise ValueError(f"{name} cannot verify {what}: {why} ({e}); {REMEDY[requests]}") from e
-    cache.keep(lengths, [[0, 2, 4]] * requests)
+    path = torch.tensor([0, 2, 4], device=target.device).expand(requests, -1)
+    cache.keep(path, path.new_full((requests,), 3))
     after, _ = target.verify(Tree.chain(tokens[:, :1]), cache)
     for b, n in enumerate(lengths):
         line = torch.cat([tokens[b, :n], drafted[b, [0, 2, 4]], tokens[b, :1]])
-        direct, _ = target.verify(Tree.chain(line[None]), TargetCache())
+        direct, _ = target.verify(Tree.chain(line[None]), target.new_cache([line.numel()]))
         target.check_numbers(direct)
         if not nearly_equal(torch.cat([found[b, [0, 2, 4]], after[b]]), direct[0, n:]):
             raise ValueError(f"{name} cannot verify {what}: {why}; {REMEDY[requests]}")

@@ -24,6 +24,8 @@ class Target(ABC):
 
     `name`: the directory or hub id that it was loaded from, for messages and records; may be empty.
     `tokenizer`: its transformers tokenizer; None only in tests.
+    `implementation`: what computes it, as text for messages and records: "native" (fledge's forward pass), or
+    "transformers", which may be followed by the reason.
     `trust_remote_code`: whether code from its files was allowed to run.
     `shape`: its text config with Llama's field names; `vocab_size` is the number of rows of its embedding.
     `num_layers`: the number n of its decoder layers. Raises ValueError if they cannot be identified.
@@ -38,6 +40,7 @@ class Target(ABC):
 
     name: str
     tokenizer: Any
+    implementation: str
     trust_remote_code: bool
     shape: dict[str, Any]
     num_layers: int
@@ -97,27 +100,24 @@ class TrainingTarget(Target):
 
 
 class Cache(Protocol):
-    """A target's cache of one or several sequences, which are in the order of their prompts.
-
-    `select` and `append` are needed only for targets that decode several sequences together.
-    """
+    """A target's cache of several sequences, one or none."""
 
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""
 
-    def keep(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Removes the rejected nodes after a verification.
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """Commits the accepted nodes after a verification, and removes the others.
 
-        Of each sequence, keeps the first `lengths[b]` tokens, which were in the cache before the verification, followed
-        by the nodes of `paths[b]` (ascending node indices, the root first).
+        The accepted nodes of sequence b are the first `count_B[b]` of `path_BR[b]` (int64, ascending node indices, the
+        root first), or without paths the first `count_B[b]` nodes.
         """
 
     def select(self, sequences: Sequence[int]) -> None:
         """Keeps only the sequences with these indices, in this order."""
 
-    def append(self, others: Sequence[Any]) -> None:
-        """Appends the sequences of other caches of the same target."""
+    def append(self, other: Any) -> None:
+        """Appends the sequences of another cache of the same target, which is not used afterwards."""
 
 
 class DecodingTarget(Target):
@@ -126,17 +126,24 @@ class DecodingTarget(Target):
     `rollback_problem`: the reason why its cache cannot be rolled back, as text for a message; empty if it can. A target
     without rollback decodes one request at a time, without a draft.
     `weight_bytes`: the bytes of weights that a forward pass reads.
+    `prefills_in_parts`: whether `prefill` may be called several times for the parts of a prompt.
     """
 
     rollback_problem: str
     weight_bytes: int
+    prefills_in_parts: bool = False
+
+    @abstractmethod
+    def new_cache(self, sizes: Sequence[int]) -> Cache:
+        """A cache of empty sequences, each for at most this number of tokens, nodes of trees included."""
 
     @abstractmethod
     def prefill(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features], Cache]:
-        """Runs B prompts of token ids. Returns the logits after each prompt, [B, V], the features of each prompt, and
-        a cache of all prompts. `layers` are as in `TrainingTarget.features`; None: the list of features is empty."""
+        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features]]:
+        """Runs the prompts (token ids) of the B sequences of a cache, and adds them to it. Returns the logits after
+        each prompt, [B, V], and the features of each prompt. `layers` are as in `TrainingTarget.features`; None: the
+        list of features is empty."""
 
     @abstractmethod
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -11,7 +12,12 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fledge.config import RopeConfig, llama_names
 from fledge.hub import split_revision
+from fledge.targets import checks
+from fledge.targets.native.support import native_problem
+from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
+
+IMPLEMENTATIONS = ("auto", "native", "transformers")
 
 
 def load_target(
@@ -21,13 +27,16 @@ def load_target(
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
     trust_remote_code: bool = False,
+    implementation: str = "auto",
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
-    the model's files runs only with `trust_remote_code`. Raises ValueError if files are missing or damaged, if they are
-    not those of a causal language model, and if the model needs code that is not trusted.
+    the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. Raises ValueError if
+    files are missing or damaged, if they are not those of a causal language model, and if the model needs code that is
+    not trusted.
     """
+    check_implementation(implementation)
     device = torch.device(device)
     name, revision = split_revision(path)
     if not Path(path).exists() and (Path(path).is_absolute() or name.count("/") > 1):
@@ -66,19 +75,25 @@ def load_target(
             f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
             f"{missing[0]}; copy or download it again"
         )
-    return TransformersTarget(
-        model.to(device), tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
-    )
+    options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    return _make_target(model.to(device), tokenizer, implementation, **options)
 
 
 def target_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, max_length: int | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_length: int | None = None,
+    implementation: str = "auto",
 ) -> TransformersTarget:
     """Makes a target of a loaded transformers model, which is not copied, and is frozen.
 
-    `tokenizer` None loads the tokenizer from the model's `name_or_path`. Raises ValueError if that fails, and if the
-    model is not a causal language model.
+    `tokenizer` None loads the tokenizer from the model's `name_or_path`. `implementation` "native" computes with
+    fledge's own forward pass (`NativeTarget`), "transformers" with the model's, and "auto" natively where that is
+    supported. Raises ValueError if there is no tokenizer, if the model is not a causal language model, and if it does
+    not support the implementation.
     """
+    check_implementation(implementation)
     name = model.config.name_or_path
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is not a causal language model; load one by AutoModelForCausalLM")
@@ -88,7 +103,30 @@ def target_of(
         except Exception as e:
             where = f"from {name}, the model's source" if name else "since the model's config has no name_or_path"
             raise ValueError(f"no tokenizer can be loaded {where}; pass one with load(model, tokenizer=..)") from e
-    return TransformersTarget(model, tokenizer, name=name or type(model).__name__, max_length=max_length)
+    return _make_target(model, tokenizer, implementation, name=name or type(model).__name__, max_length=max_length)
+
+
+def check_implementation(implementation: str) -> None:
+    """Raises ValueError unless it is one of IMPLEMENTATIONS."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"target implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+
+
+def _make_target(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, implementation: str, **options: Any
+) -> TransformersTarget:
+    if implementation == "transformers":
+        return TransformersTarget(model, tokenizer, **options)
+    problem = native_problem(model, model.config.get_text_config(decoder=True))
+    if not problem:
+        target = NativeTarget(model, tokenizer, **options)
+        if not (problem := checks.native_problem(target)):
+            return target
+    if implementation == "native":
+        raise ValueError(f"{options['name']} cannot run natively: {problem}; use the implementation transformers")
+    target = TransformersTarget(model, tokenizer, **options)
+    target.implementation = f"transformers, since {problem}"
+    return target
 
 
 def _remedy(e: Exception) -> str:

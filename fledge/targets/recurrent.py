@@ -42,7 +42,20 @@ class RecurrentCache:
         """Asserts that there is one prompt without padding."""
         assert list(lengths) == self.lengths, (lengths, self.lengths)
 
-    def keep(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Asserts that all tokens are kept, since none can be removed."""
-        kept = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
-        assert kept == self.lengths, (kept, self.lengths)
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """Asserts that there is no tree, of which nodes would have to be removed. Does nothing, as all tokens are
+        kept."""
+        assert path_BR is None
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keeps the sequence, or without indices none."""
+        if not sequences:
+            self.token_1T, self.states = None, {}
+
+    def append(self, other: RecurrentCache) -> None:
+        """Takes the sequence of another cache; this one must have none. Raises ValueError if it has one."""
+        if self.token_1T is not None:
+            raise ValueError(
+                "a target whose cache cannot be rolled back decodes one request at a time; use a batch of 1"
+            )
+        self.token_1T, self.states = other.token_1T, other.states

@@ -39,6 +39,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported.
     """
 
+    implementation = "transformers"
+
     def __init__(
         self,
         model: nn.Module,
@@ -221,11 +223,11 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features], TargetCache | RecurrentCache]:
+        self, prompts: Sequence[Sequence[int]], cache: TargetCache | RecurrentCache, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features]]:
         """See `DecodingTarget.prefill`. One pass with right padding, which a causal model's earlier tokens do not see.
-        A target without rollback takes one prompt, and returns a `RecurrentCache` and no features."""
-        lengths, cache = [len(p) for p in prompts], self._new_cache()
+        A target without rollback takes one prompt, and returns no features."""
+        lengths = [len(p) for p in prompts]
         longest = max(lengths)
         ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
         ends = sorted(set(lengths))  # logits are needed only after these numbers of tokens
@@ -239,12 +241,13 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         logits_BV = torch.stack([rows[i] for rows, i in zip(logits, index, strict=True)])
         cache.trim_padding(lengths)
         if layers is None:
-            return logits_BV, [], cache
+            return logits_BV, []
         whole = self._features(states, layers)
         parts = zip(whole.aux_TAD.split(longest), whole.last_TD.split(longest), lengths, strict=True)
-        return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts], cache
+        return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts]
 
-    def _new_cache(self) -> TargetCache | RecurrentCache:
+    def new_cache(self, sizes: Sequence[int] = ()) -> TargetCache | RecurrentCache:
+        """See `DecodingTarget.new_cache`. The cache grows as needed."""
         if not self.rollback_problem:
             return TargetCache()
         return RecurrentCache(recompute=not self._cache_is_exact)
@@ -255,6 +258,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     ) -> tuple[Tensor, Features | None]:
         """See `DecodingTarget.verify`. For a chain of one request, transformers' own causal mask is used."""
         inputs: dict[str, Any] = {}
+        cache.committed = cache.lengths
         if len(cache.lengths) > 1 or tree.parent_BN is not None:
             inputs = self._positions_and_masks(tree, cache)
         with self._capture(layers) as states, without_cudnn_sdpa(self.device):

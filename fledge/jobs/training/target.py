@@ -45,6 +45,7 @@ def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget
     target = load_target(
         requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
         trust_remote_code=requested.trust_remote_code,
+        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
     if data.max_length and data.max_length > target.context:
         raise ValueError(

@@ -1,0 +1,65 @@
+"""What one round of decoding leaves to the next, as tensors on the target's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.types import Verdict
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The tokens that each of B requests committed last, which the draft has not read.
+
+    Of R rows, the first `count_B[b]` (int64, at least 1) are valid. `token_BR` are the tokens, int64, of which the last
+    valid one is the next tree's root. `aux_BRAD` are the target's hidden states at the token before each, and `path_BR`
+    (int64) the nodes of the last tree along which they were committed, the root first. `length_B` (int64) are the
+    numbers of all committed tokens without the root.
+    """
+
+    token_BR: Tensor
+    aux_BRAD: Tensor
+    count_B: Tensor
+    path_BR: Tensor
+    length_B: Tensor
+
+    @classmethod
+    def first(cls, token_B: Tensor, aux_BAD: Tensor, length_B: Tensor) -> RoundState:
+        """The state after a prefill: one token of each request, and the hidden states at the prompt's last token."""
+        token_B1, one_B = token_B[:, None], torch.ones_like(token_B)
+        return cls(token_B1, aux_BAD[:, None], one_B, torch.zeros_like(token_B1), length_B)
+
+    def after(self, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
+        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes."""
+        index_BR11 = verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:])
+        aux_BRAD, length_B = aux_BNAD.gather(1, index_BR11), self.length_B + verdict.count_B
+        return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, length_B)
+
+    def rows(self, n: int) -> RoundState:
+        """The same with R = n rows: without further ones, or with zeros."""
+        return self._map(lambda x: _resized(x, n) if x.dim() > 1 else x)
+
+    def select(self, index_B: Tensor) -> RoundState:
+        """The requests with these indices (int64)."""
+        return self._map(lambda x: x[index_B])
+
+    def to(self, device: torch.device) -> RoundState:
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    @staticmethod
+    def concatenate(states: Sequence[RoundState]) -> RoundState:
+        """The requests of several states with equal R."""
+        return RoundState(*(torch.cat(x) for x in zip(*(vars(s).values() for s in states), strict=True)))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> RoundState:
+        return RoundState(*(change(x) for x in vars(self).values()))
+
+
+def _resized(x_BR: Tensor, n: int) -> Tensor:
+    if n <= x_BR.shape[1]:
+        return x_BR[:, :n]
+    return torch.cat([x_BR, x_BR.new_zeros(x_BR.shape[0], n - x_BR.shape[1], *x_BR.shape[2:])], dim=1)

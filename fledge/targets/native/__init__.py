@@ -1,0 +1,1 @@
+"""fledge's own forward pass of dense Llama-like targets, with a preallocated cache and fused projections."""

@@ -1,0 +1,102 @@
+"""A target computed by fledge's own forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.kernels.linear import linear
+from fledge.kernels.transfer import to_device
+from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.targets.native.attention import CachedRows, PackedRows
+from fledge.targets.native.decoder import NativeDecoder
+from fledge.targets.native.support import native_problem
+from fledge.targets.transformers import TransformersTarget
+from fledge.types import Features, Packed, Tree
+
+
+class NativeTarget(TransformersTarget):
+    """A transformers model whose forward pass is fledge's, for training and decoding.
+
+    The model's weights are used as they are, with projections that read the same input in one matrix; the model itself
+    still computes, and is the reference (`reference_generate`, `check_logits`). Raises ValueError for a model that the
+    native forward pass does not support (see `native_problem`).
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
+        super().__init__(model, tokenizer, **options)
+        if problem := native_problem(model, self.config):
+            raise ValueError(f"{self.name or 'the target'} cannot run natively: {problem}")
+        self.native = NativeDecoder(model, self.config)
+
+    implementation = "native"
+    packs = True
+    rollback_problem = ""
+    prefills_in_parts = True
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def features(self, row: Packed, layers: Sequence[int]) -> Features:
+        """See `TrainingTarget.features`. One pass over the row without its filler."""
+        documents, T = row.without_filler(), row.token_T.numel()
+        keep = torch.cat([torch.arange(a, b) for a, b in documents])
+        token, position, keep = to_device([row.token_T[keep].long(), row.position_T[keep].long(), keep], self.device)
+        part = self.native(token, position, PackedRows(self.native, documents), layers)
+        if keep.numel() == T:
+            return part
+        whole = Features(*(x.new_zeros(T, *x.shape[1:]) for x in (part.aux_TAD, part.last_TD)))
+        whole.aux_TAD[keep], whole.last_TD[keep] = part.aux_TAD, part.last_TD
+        return whole
+
+    @torch.no_grad()
+    def logits(self, last_ND: Tensor) -> Tensor:
+        """See `TrainingTarget.logits`."""
+        return linear(last_ND, self.head.weight, self.head.bias)
+
+    # -- decoding -----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def pool(self) -> SlotPool:
+        """The slots of all caches."""
+        n = self.native
+        return SlotPool(len(n.layers), n.kv_heads, n.head_dim, self.device, self.dtype)
+
+    def new_cache(self, sizes: Sequence[int] = ()) -> KVCache:
+        """See `DecodingTarget.new_cache`."""
+        return KVCache(self.pool, sizes)
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features]]:
+        """See `DecodingTarget.prefill`. One pass over all tokens, without padding."""
+        counts = [len(p) for p in prompts]
+        rows = PromptRows(cache, counts)
+        position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
+        token, count_B = torch.tensor([token for p in prompts for token in p]), torch.tensor(counts)
+        token, position, count_B = to_device([token, position, count_B], self.device)
+        last_B = count_B.cumsum(0) - 1
+        if layers is None:
+            features = self.native(token, position, CachedRows(self.native, rows), (), last_B)
+        else:
+            features = self.native(token, position, CachedRows(self.native, rows), layers)
+        cache.keep(None, count_B)
+        if layers is None:
+            return self.logits(features.last_TD), []
+        parts = zip(features.aux_TAD.split(counts), features.last_TD.split(counts), strict=True)
+        return self.logits(features.last_TD[last_B]), [Features(*part) for part in parts]
+
+    @torch.inference_mode()
+    def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
+        """See `DecodingTarget.verify`. Does not synchronize."""
+        B, N = tree.token_BN.shape
+        ancestors = tree.ancestors()
+        position_BN = cache.length_B[:, None] + ancestors.sum(-1) - 1
+        attend = CachedRows(self.native, TreeRows(cache, N, ancestors, position_BN))
+        features = self.native(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
+        return self.logits(features.last_TD).view(B, N, -1), None if layers is None else features
