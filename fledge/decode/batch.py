@@ -47,6 +47,7 @@ class Batch:
         self.drafts = proposer.draft is not None
         self.cache: Cache | None = None
         self.running: list[Request] = []
+        self.vocabulary = 0  # tokens of the target's logits, known after a prefill
         self.sampling: BatchSampling | None = None
         self.seen_BV: Tensor | None = None
         self.target_ids_W = self.proposer.draft.target_ids().to(target.device) if self.drafts else None
