@@ -193,8 +193,11 @@ def test_sampling_out_of_range(fields: dict[str, Any]) -> None:
 def test_more_options_of_the_wrong_type(engine: api.Engine) -> None:
     with pytest.raises(TypeError, match="stop must be a string or a list of strings, not a value of type int"):
         engine.generate(IDS, stop=["a", 3])
-    with pytest.raises(TypeError, match="batch must be an integer, not a value of type str"):
-        engine.generate([IDS], batch="4")
+    for asked in (IDS, [IDS]):
+        with pytest.raises(TypeError, match="batch must be an integer, not a value of type str"):
+            engine.generate(asked, batch="4")
+        with pytest.raises(ValueError, match="batch is -1; it must be at least 1"):
+            engine.generate(asked, batch=-1)
     with pytest.raises(TypeError, match=r"target must be a loaded fledge\.Target .*not a value of type str"):
         api.Engine("path/to/target")
     with pytest.raises(TypeError, match=r"draft must be a loaded draft .*not a value of type str"):

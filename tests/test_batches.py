@@ -91,6 +91,54 @@ def test_sampled(name: str, way: str, memory: bool) -> None:
         assert_same(done, engine.generate(p, request=i, max_new_tokens=20, sampling=sampling[i]))
 
 
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("draft_rule", ["greedy", "sample"])
+@pytest.mark.parametrize("confidence", [0.0, 0.05])
+def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: bool) -> None:
+    """Greedy and sampled requests, with and without filters, penalties and processors, are decoded together as alone,
+    in batches whose members change."""
+    target, draft, asked = good_pair()
+    engine = Engine(target, draft, depth=4, confidence=confidence)
+
+    def samplings() -> list[Sampling]:
+        several = [{}, *SAMPLINGS.values()]
+        return [
+            Sampling(
+                **several[i % 8] | dict(seed=i), draft=draft_rule, processors=[Remembers()] * (memory and i % 3 == 1)
+            )
+            for i in range(len(asked))
+        ]
+
+    numbers = [5 * i for i in range(len(asked))]
+    together = engine.generate_all(asked, max_new_tokens=20, sampling=samplings(), request=numbers, batch=5)
+    for p, done, number, sampling in zip(asked, together, numbers, samplings(), strict=True):
+        alone = engine.generate(p, request=number, max_new_tokens=20, sampling=sampling)
+        assert_same(done, alone)
+        assert accepted([done]) == accepted([alone])
+
+
+def test_samplings_that_do_not_fit() -> None:
+    target, draft, asked = good_pair()
+    engine, drawn = Engine(target, draft, depth=4), Sampling(temperature=1.0, draft="sample")
+    with pytest.raises(ValueError, match="sampling has 2 values for 3 prompts; give one for all prompts, or a list"):
+        engine.generate(asked[:3], sampling=[Sampling()] * 2)
+    with pytest.raises(ValueError, match="request has 4 values for 3 prompts; give the first prompt's number, or a"):
+        engine.generate(asked[:3], request=[1, 2, 3, 4])
+    with pytest.raises(ValueError, match="some have draft='greedy' and some draft='sample'; use one of them for all"):
+        engine.generate(asked[:2], sampling=[Sampling(), drawn])
+    with pytest.raises(
+        TypeError, match=r"sampling must be a fledge\.Sampling, or a list of them, not a value of type d"
+    ):
+        engine.generate(asked[:2], sampling=[Sampling(), {}])
+    with pytest.raises(ValueError, match=r"give sampling=Sampling\(\.\.\) or temperature, not both"):
+        engine.generate(asked[:2], sampling=[Sampling()] * 2, temperature=1.0)
+    with pytest.raises(TypeError, match=r"sampling must be a fledge\.Sampling, not a value of type list"):
+        engine.generate(asked[0], sampling=[Sampling()])
+    tree = Engine(target, draft, mode="tree", depth=3, nodes=9)
+    with pytest.raises(ValueError, match="sampled drafts need a chain"):
+        tree.generate(asked[:2], sampling=[Sampling(draft="sample"), drawn])
+
+
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_sampled_drafts(confidence: float) -> None:
     """With sampled drafts, each request has its own draws, for draft and target, also if chain lengths differ."""

@@ -4,6 +4,7 @@ node, whatever the batch."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -293,3 +294,46 @@ def test_each_request_drafts_as_it_does_alone() -> None:
         else:
             assert torch.equal(alone.q_BKW[0], together.q_BKW[b])
             torch.testing.assert_close(alone.q_BKW[0], (logits_BKW[b].double() / sampling.temperature).softmax(-1))
+
+
+def moved(made: Case, device: str) -> tuple[list[Tree], list[Any], Tensor]:
+    """The trees, the arguments between the tree and the tokens seen, and these, on a device."""
+    logits_BNV, length_B, sampling = made.given
+    on = torch.device(device)
+    given = [logits_BNV.to(on), length_B.to(on), sampling.to(on)]
+    return [made.tree.to(on), made.chain.to(on)], given, made.seen_BV.to(on)
+
+
+@pytest.mark.gpu
+def test_rounds_can_be_captured() -> None:
+    """Both rules and drafting wait for nothing on a GPU, and a CUDA graph of them says what they say on the CPU."""
+    for seed in range(12):
+        made = case(seed)
+        drafts_BKW = torch.randn(len(made.samplings), 3, W, generator=torch.Generator().manual_seed(seed))
+
+        def run(device: str, made: Case = made, drafts_BKW: Tensor = drafts_BKW) -> Callable[[], list[Tensor]]:
+            trees, given, seen_BV = moved(made, device)
+            ids, logits = made.target_ids_W.to(device), drafts_BKW.to(device)
+
+            def round_of_all() -> list[Tensor]:
+                drafted, _ = grown(given[2], logits, given[1], 0.3)
+                verdicts = [verify(tree, *given, ids, seen_BV) for tree in trees]
+                seen = seen_BV.clone()
+                see(seen, verdicts[0])
+                return [seen, drafted.token_BN, drafted.count_B, *(x for v in verdicts for x in vars(v).values())]
+
+            return round_of_all
+
+        expected, on_gpu = run("cpu")(), run("cuda")
+        on_gpu()  # what libraries do once is done
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager = on_gpu()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = on_gpu()
+        graph.replay()
+        for one, other, third in zip(expected, eager, captured, strict=True):
+            assert torch.equal(one, other.cpu()) and torch.equal(one, third.cpu())

@@ -98,17 +98,13 @@ class Engine:
         None is 16, or 1 if the target cannot decode several requests together. `sampling` may also be a list with one
         `Sampling` for each prompt, all with the same `draft`. `request` is the first request's number (the following
         ones count up), or a list of the requests' numbers. Each request gets copies of the logits processors, which may
-        have state. `answered` is called with a prompt's index when its answer is complete. The
-        other options are those of `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list
-        of prompts, if a prompt is empty or exceeds the target's context, if a list of options does not have one for
-        each prompt, or if `batch` is above 1 and the target does not support that.
+        have state. `answered` is called with a prompt's index when its answer is complete. The other options are those
+        of `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list of prompts, if a prompt
+        is empty or exceeds the target's context, if a list of options does not have one for each prompt, or if `batch`
+        is above 1 and the target does not support that.
         """
-        if sampling is None or isinstance(sampling, Sampling) or not isinstance(sampling, Sequence):
-            sampling, prompts = _sampling(sampling, sampling_options), check_prompts(prompts)
-            samplings = [sampling] * len(prompts)
-        else:
-            samplings, prompts = _samplings(sampling, sampling_options), check_prompts(prompts)
-            _check_length("sampling", samplings, prompts, "one for all prompts, or a list with one for each")
+        prompts = check_prompts(prompts)
+        samplings = _samplings(sampling, sampling_options, prompts)
         _check_batch(batch)
         if batch != 1 and (problem := self._batching_problem):
             if batch:
@@ -265,9 +261,14 @@ def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
     return given or Sampling(**options)
 
 
-def _samplings(given: Sequence[Sampling], options: dict[str, Any]) -> list[Sampling]:
-    """The sampling parameters of several requests. Raises TypeError and ValueError as `_sampling`, and ValueError if
-    they differ in how drafted tokens are chosen."""
+def _samplings(
+    given: Sampling | Sequence[Sampling] | None, options: dict[str, Any], prompts: Sequence[Any]
+) -> list[Sampling]:  # fmt: skip
+    """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError as
+    `_sampling`, and ValueError if a list is not of as many, or they differ in how drafted tokens are chosen."""
+    if not isinstance(given, list | tuple):
+        return [_sampling(given, options)] * len(prompts)
+    _check_length("sampling", given, prompts, "one for all prompts, or a list with one for each")
     for one in given:
         check_type("sampling", one, Sampling, "a fledge.Sampling, or a list of them")
     samplings = [_sampling(one, options) for one in given]

@@ -96,7 +96,7 @@ class Source:
         return self.draft.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
 
     def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
-        """The last layer's output at S of the next n slots of each request, [B S, E]. Each slot sees those before it."""
+        """The last layer's output at S of the next n slots of each request, [B S, E]. A slot sees those before it."""
         (B, n), cache = token_Bn.shape, self.cache
         row = torch.arange(n, device=token_Bn.device)
         # a layer that computes all rows, and the last one, which computes those asked for

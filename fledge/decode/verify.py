@@ -110,7 +110,7 @@ def choose(tree: Tree, scores_BNV: Tensor, depth_BN: Tensor, length_B: Tensor, s
     noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
     if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
         noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]
-    return (sampling.settle(scores_BNV).double() + noise).argmax(-1)
+    return noise.add_(sampling.settle(scores_BNV)).argmax(-1)
 
 
 def matches(tree: Tree, own_BN: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 tensors. Their products wrap modulo 2^64; a mask makes the right shifts
     logical."""
 
-    def shifted(x: Tensor, by: int) -> Tensor:
-        return (x >> by) & ((1 << (64 - by)) - 1)
+    def fold(x: Tensor, by: int) -> Tensor:
+        return (x >> by).bitwise_and_((1 << (64 - by)) - 1).bitwise_xor_(x)
 
-    x = (x ^ shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ shifted(x, 31)
+    x = fold(x, 30).mul_(_signed(0xBF58476D1CE4E5B9))
+    x = fold(x, 27).mul_(_signed(0x94D049BB133111EB))
+    return fold(x, 31)
 
 
 def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
@@ -46,13 +46,13 @@ def uniforms(state: Tensor, n: int) -> Tensor:
     """The first n uniform random numbers in (0, 1) of each state, float64 [.., n]."""
     counter = torch.arange(1, n + 1, device=state.device) * _GOLDEN + state[..., None]
     # 52 bits, so that adding 0.5 is exact and the result is below 1
-    bits = (_mix(counter) >> 12) & ((1 << 52) - 1)
-    return (bits.double() + 0.5) * 2.0**-52
+    bits = _mix(counter).bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+    return bits.double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(state: Tensor, n: int) -> Tensor:
     """The first n standard Gumbel variates of each state, float64 [.., n]."""
-    return -(-uniforms(state, n).log()).log()
+    return uniforms(state, n).log_().neg_().log_().neg_()
 
 
 def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
