@@ -16,11 +16,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fledge.data.template import ChatTemplate
-from fledge.decode.batch import Batch, BatchScheduler, NoDrafter
+from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
+from fledge.decode.scheduler import BatchScheduler
 from fledge.decode.text import TextStream
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config
@@ -63,6 +64,7 @@ class Engine:
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self._acceptance = Acceptance()
+        self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Completion | list[Completion]:
@@ -237,16 +239,24 @@ class Engine:
         for r in requests if drafts else ():
             self.drafting.check_sampling(r.sampling)
 
-        def new_batch() -> Batch:
-            if not drafts:
-                return Batch(self.target, NoDrafter(), None)
-            return Batch(self.target, self.drafting.proposer(self.draft), self.layers)
+        idle = self._idle_batches[drafts]
+        scheduler = BatchScheduler(lambda: idle.pop() if idle else self._new_batch(drafts), self.target.pads)
+        waiting = deque(requests)
+        try:
+            while waiting or scheduler.running:
+                free = min(batch - scheduler.running, len(waiting))
+                yield from scheduler.add([waiting.popleft() for _ in range(free)])
+                yield from scheduler.round()
+        finally:  # also if the consumer stops early
+            for used in scheduler.batches:
+                used.close()
+                if used.captures:
+                    idle.append(used)
 
-        scheduler, waiting = BatchScheduler(new_batch), deque(requests)
-        while waiting or scheduler.running:
-            free = min(batch - scheduler.running, len(waiting))
-            yield from scheduler.add([waiting.popleft() for _ in range(free)])
-            yield from scheduler.round()
+    def _new_batch(self, drafts: bool) -> Batch:
+        if not drafts:
+            return Batch(self.target, NoDrafter(), None)
+        return Batch(self.target, self.drafting.proposer(self.draft), self.layers)
 
 
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:

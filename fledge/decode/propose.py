@@ -66,7 +66,33 @@ class Proposer:
 
     def set_sampling(self, sampling: BatchSampling) -> None:
         """Sets how the drafted tokens of the requests are drawn, in their order. Without it, drafting is greedy."""
-        self.source.sampling = sampling.to(self.draft.device)
+        same = sampling.seed_B.device == self.draft.device
+        self.source.sampling = sampling if same else sampling.to(self.draft.device)
+
+    @property
+    def captured(self) -> bool:
+        """Whether drafting asks the device nothing, so that it can be captured as a CUDA graph."""
+        return not (self.source.sequential and self.shape.ends_early)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, with one entry for each request, that drafting reads and changes."""
+        return self.source.tensors()
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers of the draft's cache, which is another one after it has grown."""
+        return [self.source.pool.buffer]
+
+    def lengths(self) -> list[Tensor]:
+        """Those of `tensors` that are lengths of caches."""
+        return [self.source.cache.length_B]
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces `tensors` by others."""
+        self.source.bind(tensors)
+
+    def idle(self, size: int) -> Proposer:
+        """A proposer of the same draft and memory for `size` requests that do not exist."""
+        return Proposer(self.source.idle(size, self.scratch), self.shape)
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:
@@ -169,7 +195,8 @@ class Drafting:
         """A new proposer, of resolved drafting (`for_draft`)."""
         shape = self._shape(draft)
         one_pass = draft.family.one_pass
-        return Proposer(OnePassSource(draft, shape.levels) if one_pass else StepSource(draft, self.stable), shape)
+        source = OnePassSource(draft, shape.levels) if one_pass else StepSource(draft, shape.nodes, self.stable)
+        return Proposer(source, shape)
 
     def _shape(self, draft: Draft) -> Shape:
         if not self.tree:

@@ -60,6 +60,20 @@ class BatchSampling:
             samples_draft=any(s.samples_draft for s in samplings),
         )  # fmt: skip
 
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """The flags that decide which code runs."""
+        return self.samples, self.greedy, self.filters, self.penalizes, self.samples_draft
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, with one entry for each request."""
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    def idle(self, size: int) -> BatchSampling:
+        """Greedy options of `size` requests, with the flags of these."""
+        greedy = BatchSampling.of([Sampling()] * size, [0] * size, self.seed_B.device)
+        return replace(greedy, **{f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"})
+
     def to(self, device: torch.device) -> BatchSampling:
         """The same on another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

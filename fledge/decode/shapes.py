@@ -20,11 +20,12 @@ from fledge.types import Tree, TreeShape
 
 class Shape(Protocol):
     """`levels` are the most tokens of a path below the root, `nodes` the most nodes of a tree, the root included, and
-    `expanded` the most nodes below the root that are expanded."""
+    `expanded` the most nodes below the root that are expanded. `ends_early`: whether it asks the device when to end."""
 
     levels: int
     nodes: int
     expanded: int
+    ends_early: bool = False
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
         """The trees below the roots (target ids, int64 [B]), whose logits are given. Returns them and, for
@@ -32,7 +33,7 @@ class Shape(Protocol):
         ...
 
 
-class Chain:
+class Chain(Shape):
     """Chains of up to `depth` tokens, greedy or drawn as the source's sampling says.
 
     With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
@@ -43,6 +44,7 @@ class Chain:
     def __init__(self, depth: int, confidence: float = 0.0):
         self.depth, self.confidence = depth, confidence
         self.levels, self.nodes, self.expanded = depth, depth + 1, depth - 1
+        self.ends_early = confidence > 0
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
         draft, B = source.draft, root_B.numel()
@@ -81,7 +83,7 @@ class Chain:
         return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)
 
 
-class DynamicTree:
+class DynamicTree(Shape):
     """EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 
     The root's `width` likeliest children are scored by the draft's log-probability. At each further level, up to
@@ -186,7 +188,7 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
     return made
 
 
-class FixedTree:
+class FixedTree(Shape):
     """Trees of a given shape, as EAGLE-1's (Li et al. 2024, arXiv:2401.15077, section 3.1): a child of rank r is its
     parent's r-th likeliest token. Waits for nothing. Raises ValueError for a rank beyond the draft's vocabulary."""
 

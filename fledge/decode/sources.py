@@ -10,11 +10,13 @@ All shapes are static, and nothing but `read` synchronizes the device, so that a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
@@ -75,6 +77,21 @@ class Source:
         """Keeps the requests with these indices only."""
         self.cache.select(staying)
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors, with one entry for each request, that a round reads and changes."""
+        return self.cache.tensors()
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces `tensors` by others."""
+        self.cache.start_B, self.cache.length_B = tensors
+
+    def idle(self, size: int, scratch: int) -> Source:
+        """A source of the same draft and pool for `size` requests that do not exist, which all write to the same
+        `scratch` slots."""
+        other = copy.copy(self)
+        other.cache = KVCache(self.pool, [scratch]).repeated(size)
+        return other
+
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after
         them, [B, 1, W]."""
@@ -120,15 +137,30 @@ class StepSource(Source):
 
     sequential = True
 
-    def __init__(self, draft: Draft, stable: bool = True):
+    def __init__(self, draft: Draft, nodes: int, stable: bool = True):
+        """`nodes` are the most nodes of a tree."""
         super().__init__(draft)
         self.stable = stable
-        self.slot_BN = torch.empty(0, 1, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
+        self.slot_BN = torch.empty(0, nodes, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
 
     def append(self, cache: KVCache) -> None:
         super().append(cache)
-        nothing = self.slot_BN.new_full((len(cache.segments), self.slot_BN.shape[1]), -1)
-        self.slot_BN = torch.cat([self.slot_BN, nothing])
+        self.slot_BN = torch.cat([self.slot_BN, self._no_slots(len(cache.segments))])
+
+    def _no_slots(self, requests: int) -> Tensor:
+        return self.slot_BN.new_full((requests, self.slot_BN.shape[1]), -1)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.slot_BN]
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        *others, self.slot_BN = tensors
+        super().bind(others)
+
+    def idle(self, size: int, scratch: int) -> Source:
+        other = super().idle(size, scratch)
+        other.slot_BN = self._no_slots(size)
+        return other
 
     def select(self, staying: Sequence[int]) -> None:
         super().select(staying)
@@ -175,7 +207,8 @@ class StepSource(Source):
         return self._logits(out, B)
 
     def end(self, slot_BN: Tensor) -> None:
-        self.slot_BN = slot_BN
+        if not self.stable:
+            self.slot_BN = F.pad(slot_BN, (0, self.slot_BN.shape[1] - slot_BN.shape[1]), value=-1)
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
         self.fed_back, head_input = self.draft.split_output(out_ME)

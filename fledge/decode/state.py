@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class RoundState:
         index_BR11 = verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:])
         aux_BRAD, length_B = aux_BNAD.gather(1, index_BR11), self.length_B + verdict.count_B
         return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, length_B)
+
+    def idle(self, size: int) -> RoundState:
+        """The state of `size` requests that do not exist: one token of an empty text."""
+        return replace(self._map(lambda x: x.new_zeros(size, *x.shape[1:])), count_B=self.count_B.new_ones(size))
 
     def rows(self, n: int) -> RoundState:
         """The same with R = n rows: without further ones, or with zeros."""

@@ -44,7 +44,7 @@ class SlotPool:
         """The first slot of a free segment of `size` slots, which is free no longer. The pool grows if needed."""
         fitting = next((i for i, (first, end) in enumerate(self._free) if end - first >= size), None)
         if fitting is None:
-            self.reserve(max(self.slots + size, MIN_SLOTS))
+            self.reserve(max(self.slots + size, 2 * self.slots, MIN_SLOTS))  # few growths, as graphs depend on it
             return self.allocate(size)
         first, end = self._free[fitting]
         self._free[fitting] = (first + size, end)
@@ -106,6 +106,17 @@ class KVCache:
         self.segments = [self.segments[b] for b in sequences]
         index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
         self.start_B, self.length_B = self.start_B[index], self.length_B[index]
+
+    def repeated(self, times: int) -> KVCache:
+        """A cache of as many sequences that all have the segment of this one's only sequence, which it takes over."""
+        other = KVCache(self.pool)
+        other.segments = self.segments
+        other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors with one entry for each sequence."""
+        return [self.start_B, self.length_B]
 
     @torch.inference_mode()
     def append(self, other: KVCache) -> None:

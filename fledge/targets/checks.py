@@ -65,7 +65,10 @@ def native_problem(target: NativeTarget) -> str:
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
     logits, _ = target.prefill([tokens.tolist()], cache := target.new_cache([tokens.numel()]))
     cache.select([])
-    return "" if nearly_equal(logits, own) or not bool(own.isfinite().all()) else "its logits differ from the model's"
+    # roundings of 16 bits add up over the layers; another architecture gives unrelated logits
+    tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 0.2
+    error = float((logits - own).float().norm() / own.float().norm())
+    return f"its logits differ from the model's by {error:.0%}" if error > tolerance else ""
 
 
 def _documents(target: TransformersTarget) -> list[Tensor]:

@@ -36,6 +36,7 @@ class NativeTarget(TransformersTarget):
     implementation = "native"
     packs = True
     rollback_problem = ""
+    pads = False
     prefills_in_parts = True
 
     # -- training -----------------------------------------------------------------------------------------------

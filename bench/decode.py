@@ -1,0 +1,228 @@
+"""Times rounds of decoding on the 8B shape with random weights: one token, chains, trees and one-pass drafts.
+
+    python bench/decode.py --out bench/results/decode.json
+
+Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
+the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
+of NEW tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all weights
+and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix
+products alone, with torch in one CUDA graph; `overhead_ms` is `ms` - `gemm_ms`.
+"""
+
+import argparse
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, seconds
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fledge.config import DraftConfig
+from fledge.decode.engine import Engine
+from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
+from fledge.models.draft import Draft
+from fledge.models.size import weight_bytes
+from fledge.targets.compatibility import connect_draft
+from fledge.targets.loading import target_of
+from fledge.targets.transformers import TransformersTarget
+
+LAYERS = {"8b": 32, "tiny": 8}
+NEW = 200
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
+    "token": (None, {}),
+    "chain of 7": ({}, dict(depth=7)),
+    "tree of 60": ({}, dict(mode="tree", nodes=60, width=10, depth=8)),
+    "one pass of 7": (dict(method="peagle", mask_token_id=5, num_hidden_layers=4), dict(depth=7)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/decode.json"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a few rounds of each row")
+    options = parser.parse_args()
+    check_record_path(options.out, "--out")
+    torch.manual_seed(0)
+    target = random_target(options.shape, options.device)
+    gbps = read_gbps(options.device)
+    here = environment(options.device, "bfloat16")
+    record = {
+        "environment": here | ({"commit": options.commit} if options.commit else {}),
+        "read_gbps": gbps,
+        "rows": [],
+    }
+    for case in options.case:
+        draft, drafting = CASES[case]
+        engine = Engine(target, None if draft is None else random_draft(target, options.shape, draft), **drafting)
+        for context in options.context:
+            for batch in options.batch:
+                row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": 1}
+                row |= measure(engine, batch, context, gbps, options.profile)
+                record["rows"].append(row)
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                write_record(options.out, record)
+        del engine
+        gc.collect()
+
+
+def random_target(shape: str, device: str) -> TransformersTarget:
+    """A Llama of a shape with random weights in bfloat16."""
+    sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=LAYERS[shape], max_position_embeddings=131_072, rope_theta=500_000.0,
+        eos_token_id=None, bos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    rotary = type(model.model.rotary_emb)(config)
+    model = model.to_empty(device=device)
+    model.model.rotary_emb = rotary.to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    return target_of(model, one_word_tokenizer())
+
+
+def one_word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one word, as prompts are ids and the text does not matter."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}, unk_token="word")))
+
+
+def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, Any]) -> Draft:
+    """A draft with random weights for a target."""
+    config = DraftConfig.for_target(
+        target.shape, max_length=target.max_length, draft_vocab_size=SHAPES[shape]["draft_vocab_size"], **overrides
+    )
+    with torch.device(target.device):
+        draft = Draft(config).to(target.device, target.dtype)
+    with torch.no_grad():
+        for p in draft.parameters():
+            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
+    connect_draft(draft, target)
+    return draft
+
+
+def read_gbps(device: str) -> float:
+    """The GB/s at which a reduction reads a large tensor."""
+    x = torch.ones((1 << 30 if device != "cpu" else 1 << 26) * 2, device=device, dtype=torch.float32)
+    x.sum()
+    best = min(seconds(lambda: x.sum(), device) for _ in range(10))
+    return x.numel() * 4 / best / 1e9
+
+
+def measure(engine: Engine, batch: int, context: int, gbps: float, profile: bool) -> dict[str, Any]:
+    """The times of decoding `batch` prompts of `context` tokens."""
+    prompts = torch.randint(5, 500, (batch, context)).tolist()
+
+    def decode(new: int) -> list[Any]:
+        return engine.generate_all(prompts, batch=batch, max_new_tokens=new)
+
+    decode(20)  # captures
+    start = time.perf_counter()
+    done = decode(NEW)
+    wall = time.perf_counter() - start
+    rounds = done[0].trace.rounds
+    if rounds:
+        draft_ms, verify_ms = (
+            1e3 * sum(times) / len(rounds) for times in zip(*((r.t_draft, r.t_verify) for r in rounds), strict=True)
+        )
+    else:  # without a draft no rounds are recorded
+        draft_ms, verify_ms = 0.0, 1e3 * (wall - max(d.trace.t_prefill for d in done)) / (NEW - 1)
+    count = len(rounds) or NEW - 1
+    if profile:
+        profile_rounds(lambda: decode(12))
+    ms = draft_ms + verify_ms
+    floor, gemm = floor_ms(engine, batch, context, gbps), gemm_ms(engine, batch)
+    return dict(
+        ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms, verify_ms=verify_ms,
+        overhead_ms=None if gemm is None else ms - gemm, tokens_per_s=sum(len(d.tokens) for d in done) / wall,
+        prefill_ms=1e3 * done[0].trace.t_prefill,
+    )  # fmt: skip
+
+
+def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:
+    """The rows of the verification, and (rows, rows of the head) of each pass of the draft."""
+    if engine.draft is None:
+        return batch, []
+    drafting, depth = engine.drafting, engine.drafting.depth
+    if engine.draft.family.one_pass:
+        return batch * drafting.verified, [(2 * depth * batch, depth * batch)]
+    width = drafting.width if drafting.tree else 1
+    return batch * drafting.verified, [((depth + 1) * batch, batch), *[(width * batch, width * batch)] * (depth - 1)]
+
+
+def floor_ms(engine: Engine, batch: int, context: int, gbps: float) -> float:
+    """The milliseconds to read the weights of all passes of a round and the caches, once for each pass."""
+    native = engine.target.native
+    cache = 2 * native.kv_heads * native.head_dim * batch * (context + NEW // 2) * 2
+    total = weight_bytes(engine.target.model) + len(native.layers) * cache
+    if engine.draft is not None:
+        _, drafted = passes(engine, batch)
+        config = engine.draft.config
+        kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+        total += len(drafted) * (2 * matrix_elements(engine.draft) + 2 * kv * batch * (context + NEW // 2))
+        total += 2 * engine.draft.fc.weight.numel()
+    return total / gbps / 1e6
+
+
+def matrix_elements(draft: Draft) -> int:
+    """The elements of the matrices that every pass of a draft reads."""
+    return sum(p.numel() for name, p in draft.named_parameters() if p.dim() == 2 and not name.startswith("fc."))
+
+
+def gemm_ms(engine: Engine, batch: int) -> float | None:
+    """The milliseconds of a round's matrix products in one CUDA graph; None on a CPU."""
+    if engine.target.device.type != "cuda":
+        return None
+    rows, drafted = passes(engine, batch)
+    native = engine.target.native
+    products = [(w, rows) for layer in native.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    products.append((engine.target.head_weight, rows))
+    for i, (many, head) in enumerate(drafted):
+        draft = engine.draft
+        products += [(draft.fc.weight, many)] if i == 0 else []
+        for block in draft.blocks:
+            a, m = block.self_attn, block.mlp
+            weights = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+            products += [(p.weight, many) for p in weights]
+        products.append((draft.head, head))
+    inputs = {(w.shape[1], m): torch.randn(m, w.shape[1], device=w.device, dtype=w.dtype) for w, m in products}
+
+    def run() -> None:
+        for w, m in products:
+            F.linear(inputs[w.shape[1], m], w)
+
+    with torch.inference_mode():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    graph.replay()
+    return 1e3 * sorted(seconds(graph.replay, "cuda") for _ in range(20))[10]
+
+
+def profile_rounds(work: Any) -> None:
+    """Prints the kernels with the largest GPU time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        work()
+        torch.cuda.synchronize()
+    kernels = sorted((e for e in p.key_averages() if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
+    for e in kernels[:30]:
+        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:6} x {e.key[:110]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

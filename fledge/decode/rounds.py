@@ -1,0 +1,212 @@
+"""Rounds of drafting and verification on the device: computed directly, or replayed as CUDA graphs.
+
+Both run the same functions. Replayed, the host launches two graphs per round and reads the committed tokens later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fledge.decode.sampling import BatchSampling, see
+from fledge.decode.state import RoundState
+from fledge.decode.verify import Processing, verify
+from fledge.kernels.implementations import best_impl
+from fledge.models.draft import Draft
+from fledge.targets.interface import Cache, DecodingTarget
+from fledge.types import Tree
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
+
+
+class Drafter(Protocol):
+    """What a round needs of a `Proposer`, or of its stand-in without a draft (`NoDrafter`).
+
+    `levels` are the most tokens of a drafted path. `nodes` and `scratch` are the most slots that a round writes after
+    the committed ones in the target's and in the draft's cache. `captured` is whether drafting asks the device nothing.
+    """
+
+    draft: Draft | None
+    levels: int
+    nodes: int
+    scratch: int
+    captured: bool
+
+    def propose(self, state: RoundState) -> Tree:
+        """The trees that are verified next."""
+
+    def set_sampling(self, sampling: BatchSampling) -> None:
+        """Sets how the drafted tokens of the requests are drawn."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, with one entry for each request, that a round reads and changes."""
+
+    def select(self, staying: Sequence[int]) -> None:
+        """Keeps the requests with these indices only."""
+
+    def lengths(self) -> list[Tensor]:
+        """Those of `tensors` that are lengths of caches."""
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces `tensors` by others."""
+
+    def idle(self, size: int) -> Drafter:
+        """A drafter of the same draft and memory for `size` requests that do not exist."""
+
+
+class Timer:
+    """Measures the seconds of drafting and of verification, with CUDA events on a GPU. Drafting starts when the timer
+    is created, and ends at the first `mark`; verification ends at the second."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Records the current time."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, float]:
+        """The seconds of drafting and of verification. Waits for the device to reach the last mark."""
+        a, b, c = self.marks
+        if not self.cuda:
+            return b - a, c - b
+        c.synchronize()
+        return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3
+
+
+@dataclass
+class Rounds:
+    """What the rounds of B requests read and change, all on the target's device.
+
+    `layers` are the target layers that the draft reads; None without a draft. `state` are the tokens committed last,
+    `sampling` the requests' options, and `seen_BV` the tokens of each prefix (bool), if some options penalize them.
+    """
+
+    target: DecodingTarget
+    drafter: Drafter
+    layers: Sequence[int] | None
+    cache: Cache
+    state: RoundState
+    sampling: BatchSampling
+    seen_BV: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors with one entry for each request that a round reads and changes, or reads."""
+        seen = [] if self.seen_BV is None else [self.seen_BV]
+        drafter = self.drafter.tensors()
+        return [*vars(self.state).values(), *self.cache.tensors(), *self.sampling.tensors(), *seen, *drafter]
+
+    @torch.inference_mode()
+    def draft_trees(self, rows: int) -> Tree:
+        """The trees that are verified next. `rows` is the most tokens that a request committed last."""
+        return self.drafter.propose(self.state.rows(rows)).to(self.state.token_BR.device)
+
+    @torch.inference_mode()
+    def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
+        """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, R + 2]: R tokens to commit, the
+        number of valid ones, and the number of drafted ones."""
+        draft, state = self.drafter.draft, self.state
+        logits_BNV, features = self.target.verify(tree, self.cache, self.layers)
+        ids_W = None if tree.q_BKW is None else draft.target_ids().to(logits_BNV.device)
+        verdict = verify(tree, logits_BNV, state.length_B, self.sampling, ids_W, self.seen_BV, processing)
+        self.cache.keep(None if tree.parent_BN is None else verdict.path_BR, verdict.count_B)
+        if self.seen_BV is not None:
+            see(self.seen_BV, verdict)
+        if features is None:
+            aux_BNAD = logits_BNV.new_empty(*tree.token_BN.shape, 0, 0)
+        else:
+            aux_BNAD = draft.select_states(features).unflatten(0, tree.token_BN.shape)
+        self.state = state.after(verdict, aux_BNAD)
+        drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
+        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
+
+
+def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
+    """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on one GPU in a dtype
+    that the kernels support, and drafting does not ask the device when to end."""
+    native = target.implementation == "native" and best_impl(target.device, target.dtype) == "triton"
+    return native and drafter.captured and (drafter.draft is None or drafter.draft.device == target.device)
+
+
+class CapturedRounds:
+    """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification.
+
+    The graphs read and change tensors of their own: `load` copies those of other rounds there, and `store` copies them
+    back. Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody.
+    """
+
+    def __init__(self, rounds: Rounds, size: int, memory: Any):
+        """`memory` is the memory pool of the graphs (torch.cuda.graph_pool_handle). Takes seconds."""
+        target, drafter, device = rounds.target, rounds.drafter, rounds.state.token_BR.device
+        cache = target.new_cache([drafter.nodes + drafter.levels + 1]).repeated(size)
+        seen_BV = None if rounds.seen_BV is None else rounds.seen_BV.new_zeros(size, rounds.seen_BV.shape[1])
+        state, sampling = rounds.state.idle(size), rounds.sampling.idle(size)
+        self.rounds = Rounds(target, drafter.idle(size), rounds.layers, cache, state, sampling, seen_BV)
+        self.rounds.drafter.set_sampling(self.rounds.sampling)
+        self.size, self.active_B = size, torch.zeros(size, dtype=torch.int64, device=device)
+        self.static = self.rounds.tensors()
+        self.idle = [x.clone() for x in self.static]
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled, and libraries initialised, before the capture
+                self._verify(self._draft())
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.draft_graph, self.verify_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.draft_graph, pool=memory):
+            self.tree = self._draft()
+        with torch.cuda.graph(self.verify_graph, pool=memory):
+            self.results = self._verify(self.tree)
+
+    def release(self) -> None:
+        """Frees the slots of places without a request."""
+        self.rounds.cache.select([])
+        self.rounds.drafter.select([])
+
+    def _draft(self) -> Tree:
+        return self.rounds.draft_trees(self.rounds.drafter.levels + 1)
+
+    @torch.inference_mode()
+    def _verify(self, tree: Tree) -> Tensor:
+        rounds = self.rounds
+        results = rounds.verify_trees(tree)
+        state, drafter = rounds.state, rounds.drafter
+        if self.size > 1:  # places without a request start again
+            for length_B in (state.length_B, rounds.cache.length_B, *drafter.lengths()):
+                length_B *= self.active_B
+        for kept, changed in zip(self.static, rounds.tensors(), strict=True):
+            if kept is not changed:
+                kept.copy_(changed)
+        n = len(vars(state))
+        rounds.state = RoundState(*self.static[:n])
+        drafter.bind(self.static[len(self.static) - len(drafter.tensors()) :])
+        return results
+
+    @torch.inference_mode()
+    def load(self, rounds: Rounds) -> None:
+        """Takes the requests of other rounds with the same flags of sampling."""
+        B = rounds.state.count_B.numel()
+        for mine, idle, theirs in zip(self.static, self.idle, rounds.tensors(), strict=True):
+            mine.copy_(idle)
+            mine[:B].copy_(theirs)
+        self.active_B.zero_()
+        self.active_B[:B] = 1
+
+    @torch.inference_mode()
+    def store(self, rounds: Rounds) -> None:
+        """Gives the requests that were loaded back to their rounds, with what changed."""
+        B = rounds.state.count_B.numel()
+        for mine, theirs in zip(self.static, rounds.tensors(), strict=True):
+            theirs.copy_(mine[:B])
