@@ -20,9 +20,11 @@ from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
+from fledge.kernels.implementations import best_impl
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.models.layers import EAGER, Compute
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Source:
         self.pool = SlotPool(*shape, draft.device, draft.dtype)
         self.cache = KVCache(self.pool)
         self.sampling: BatchSampling | None = None
+        self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
 
     @torch.inference_mode()
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
@@ -64,8 +67,8 @@ class Source:
         position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
         flat, count_B = torch.tensor([token for each in tokens for token in each]), torch.tensor(counts)
         flat, position, count_B = to_device([flat, position, count_B], draft.device)
-        state = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        computed = draft(flat, state, position, rows.attend, part="keys")
+        state = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]), self.compute)
+        computed = draft(flat, state, position, rows.attend, self.compute, part="keys")
         rows.write(len(draft.blocks) - 1, *computed.keys[-1])  # the last layer did not attend
         cache.keep(None, count_B)
 
@@ -110,7 +113,7 @@ class Source:
     def _inputs(self, state: RoundState) -> Tensor:
         """The draft's input states of the fresh slots, [B, R, E]."""
         aux = state.aux_BRAD.to(self.draft.dtype)
-        return self.draft.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
+        return self.draft.fuse(aux.flatten(0, 1), self.compute).unflatten(0, aux.shape[:2])
 
     def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
         """The last layer's output at S of the next n slots of each request, [B S, E]. A slot sees those before it."""
@@ -127,7 +130,7 @@ class Source:
         position_Bn = cache.length_B[:, None] + row
         first_B1 = torch.arange(0, B * n, n, device=row.device)[:, None]
         return self.draft.step(
-            token_Bn.flatten(), state_BnE.flatten(0, 1), position_Bn.flatten(), attend,
+            token_Bn.flatten(), state_BnE.flatten(0, 1), position_Bn.flatten(), attend, self.compute,
             query_rows=(first_B1 + asked_BS).flatten(),
         )  # fmt: skip
 
@@ -202,7 +205,7 @@ class StepSource(Source):
         hidden = self.fed_back
         if front.above_BF is not None:
             hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
-        out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), rows.attend)
+        out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), rows.attend, self.compute)
         self.scratch += F
         return self._logits(out, B)
 
@@ -211,7 +214,7 @@ class StepSource(Source):
             self.slot_BN = F.pad(slot_BN, (0, self.slot_BN.shape[1] - slot_BN.shape[1]), value=-1)
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
-        self.fed_back, head_input = self.draft.split_output(out_ME)
+        self.fed_back, head_input = self.draft.split_output(out_ME, self.compute)
         return self.draft.logits(head_input).unflatten(0, (requests, -1))
 
 
@@ -229,14 +232,14 @@ class OnePassSource(Source):
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         (B, R), K, draft = state.token_BR.shape, self.depth, self.draft
-        mask_token, mask_state = draft.mask_inputs()
+        mask_token, mask_state = draft.mask_inputs(self.compute)
         known_Bn = torch.arange(R + K - 1, device=draft.device) < state.count_B[:, None]
         token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), mask_token)
         state_BnE = torch.where(known_Bn[..., None], _widened(self._inputs(state), K - 1), mask_state)
         asked_BK = state.count_B[:, None] - 1 + torch.arange(K, device=draft.device)
         out = self._run(token_Bn, state_BnE, asked_BK)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = draft.logits(draft.split_output(out)[1]).unflatten(0, (B, K))
+        self.logits_BKW = draft.logits(draft.split_output(out, self.compute)[1]).unflatten(0, (B, K))
         self.level = 0
         return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
 
