@@ -91,10 +91,13 @@ class Relayed(DecodingTarget):
     def last_layer_weights(self) -> dict[str, Tensor]:
         return {}
 
+    def new_cache(self, sizes: Sequence[int]) -> Cache:
+        return self._there.new_cache(sizes)
+
     def prefill(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features], Cache]:
-        return self._there.prefill(prompts, layers)
+        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features]]:
+        return self._there.prefill(prompts, cache, layers)
 
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         return self._there.verify(tree, cache, layers)
