@@ -14,6 +14,7 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -30,7 +31,9 @@ CHATML = (
 )
 
 
-FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig}
+FAMILIES = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig
+}  # fmt: skip
 
 
 SLIDING: dict[str, dict[str, Any]] = {
