@@ -20,7 +20,7 @@ from fledge.decode import batch as batch_module
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.models import kv_cache
-from fledge.models.kv_cache import DraftCache
+from fledge.models.kv_cache import KVCache
 from fledge.targets.cache import GrowingLayer, TargetCache
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
@@ -338,18 +338,18 @@ def remember_the_first_requests_states(remember: Any, lane: Batch, states_MAD: T
     remember(lane, states_BNAD[:1].expand_as(states_BNAD).flatten(0, 1), paths)
 
 
-def draft_at_one_place(open_slots: Any, cache: DraftCache, *given: Any, **options: Any) -> Tensor:
+def draft_at_one_place(open_slots: Any, cache: KVCache, *given: Any, **options: Any) -> Tensor:
     slot_Bn = open_slots(cache, *given, **options)
     cache.slot_Bn = slot_Bn[:1].expand_as(slot_Bn)
     return cache.slot_Bn
 
 
-def draft_seeing_beyond_its_own(seen: Any, cache: DraftCache, S: int) -> Tensor | None:
+def draft_seeing_beyond_its_own(seen: Any, cache: KVCache, S: int) -> Tensor | None:
     right = seen(cache, S)
     return None if right is None else torch.ones_like(right)
 
 
-def keep_the_first_request(select: Any, cache: TargetCache | DraftCache, sequences: Sequence[int]) -> None:
+def keep_the_first_request(select: Any, cache: TargetCache | KVCache, sequences: Sequence[int]) -> None:
     select(cache, [0] * len(sequences))
 
 
@@ -364,10 +364,10 @@ MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TargetCache, "allocate", start_all_at_one_place),
     (TransformersTarget, "_positions_and_masks", see_everything),
     (Batch, "_store_states", remember_the_first_requests_states),
-    (DraftCache, "allocate", draft_at_one_place),
-    (DraftCache, "_visible_slots", draft_seeing_beyond_its_own),
+    (KVCache, "allocate", draft_at_one_place),
+    (KVCache, "_visible_slots", draft_seeing_beyond_its_own),
     (TargetCache, "select", keep_the_first_request),
-    (DraftCache, "select", keep_the_first_request),
+    (KVCache, "select", keep_the_first_request),
     (GrowingLayer, "update", write_the_first_requests_states_alone),
 ]
 IDS = [f"{owner.__name__}: {wrong.__name__}" for owner, _, wrong in MUTATIONS]
