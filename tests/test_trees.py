@@ -45,7 +45,8 @@ class Reread:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.seen.setdefault(layer, []).append((k, v))
-        keys, values = (torch.cat(x).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in zip(*self.seen[layer]))
+        every = (torch.cat(x) for x in zip(*self.seen[layer], strict=True))
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in every)
         scores = torch.einsum("shd,nhd->hsn", q, keys) * q.shape[2] ** -0.5
         hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(keys.shape[0] - q.shape[0] + 1)
         return torch.einsum("hsn,nhd->shd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
