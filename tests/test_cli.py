@@ -28,7 +28,7 @@ from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
-from support.files import metrics_of, rows_of, write_rows
+from support.files import metrics_of, reconfigure, rows_of, write_rows
 from support.mutations import replace_function
 from support.runs import as_before, recipe_of
 from support.targets import tiny_target_directory
@@ -668,6 +668,33 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert went.code == 2 and reason in went.err and not (tmp_path / "nothing.json").exists(), went.err
     refused = fledge(*words, "--draft-mode", "bush")
     assert refused.code == 2 and "none of chain, tree" in refused.err
+
+
+def test_a_target_that_is_not_computed_natively_is_named_with_the_reason(made, draft, fledge, tmp_path):
+    """`generate` and `eval` say so once on standard error, unless --target-impl asked for it; the record says it."""
+    other = shutil.copytree(made / "target", tmp_path / "other")
+    reconfigure(other, hidden_act="gelu")
+    reason = "transformers, since its activation is gelu, and the native MLP computes silu"
+    notice = f"{other} is computed by {reason}\n"
+    generate = ["generate", "--prompt", "the bird", "--max-new-tokens", 4, "--target"]
+    measure = ["eval", "--draft", draft, "--draft-mode", "chain", "--draft-mode", "tree", "--depth", 2,
+               "--prompts", made / "prompts.jsonl", "--max-new-tokens", 4, "--target"]  # fmt: skip
+    for words in (generate, measure):
+        said = fledge(*words, other)
+        assert said.code == 0 and said.err.count(notice) == 1, said.err
+        for more in ([other, "--target-impl", "transformers"], [made / "target"]):
+            silent = fledge(*words, *more)
+            assert silent.code == 0 and "is computed by" not in silent.err, silent.err
+        refused = fledge(*words, other, "--target-impl", "native")
+        assert refused.code == 2 and refused.err.count("\n") == 1
+        assert "cannot run natively: its activation is gelu" in refused.err and "use the imp" in refused.err
+        unknown = fledge(*words, other, "--target-impl", "torch")
+        assert unknown.code == 2 and "'torch' is none of auto, native, transformers" in unknown.err
+    for target, impl, found in (
+        (other, "auto", reason), (made / "target", "auto", "native"), (made / "target", "transformers", "transformers")
+    ):  # fmt: skip
+        record = fledge(*measure, target, "--target-impl", impl, "--json").out
+        assert {r["target_implementation"] for r in json.loads(record).values()} == {found}
 
 
 def test_eval_names_the_prompt_that_does_not_fit(made, draft, fledge, tmp_path):

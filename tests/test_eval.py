@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
+from fledge.decode.state import RoundState
 from fledge.eval.metrics import alpha, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
 from fledge.eval.run import _draft_bytes, _gaps, _round_times, evaluate, near_ties
@@ -72,9 +73,9 @@ def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytes
     truth = engine.template.prompt_ids(TEXTS[0])
     truth = [*truth, *engine.generate(truth, max_new_tokens=60, speculate=False).tokens]
 
-    def knowing(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
-        tokens = propose(proposer, *taken_in).token_BN.tolist()[0]
-        following = truth[proposer.source.cache.longest + 1 :]
+    def knowing(propose: Any, proposer: Proposer, state: RoundState) -> Tree:
+        tokens = propose(proposer, state).token_BN.tolist()[0]
+        following = truth[int(state.length_B) + 1 :]
         tokens[1:] = [t if k < right else (t + 1) % 400 for k, t in enumerate(following[:3])]
         return Tree(torch.tensor([tokens]), None, 3)
 

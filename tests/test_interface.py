@@ -31,7 +31,7 @@ from fledge.train.trainer import Schedule, train
 from fledge.types import Features, Packed, Sampling, Tree
 from support.decoding import prompts
 from support.rows import document
-from support.targets import exact_target, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, exact_target, tiny_draft, tiny_target
 from support.trees import SHAPES
 
 ROWS = Rows([document(24, (4, 20), seed=i) for i in range(6)], 48, seed=0)
@@ -91,10 +91,13 @@ class Relayed(DecodingTarget):
     def last_layer_weights(self) -> dict[str, Tensor]:
         return {}
 
+    def new_cache(self, sizes: Sequence[int]) -> Cache:
+        return self._there.new_cache(sizes)
+
     def prefill(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features], Cache]:
-        return self._there.prefill(prompts, layers)
+        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[Features]]:
+        return self._there.prefill(prompts, cache, layers)
 
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         return self._there.verify(tree, cache, layers)
@@ -151,11 +154,12 @@ WAYS = {
 }
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("way", WAYS)
-def test_a_target_that_runs_elsewhere_decodes(way: str) -> None:
+def test_a_target_that_runs_elsewhere_decodes(way: str, native: bool) -> None:
     """Alone and in batches, it generates the same tokens in the same number of rounds as the target itself."""
     options, sampling = WAYS[way]
-    target = exact_target()
+    target = exact_target(native)
     found = []
     for each in (target, Relayed(target)):
         engine = Engine(each, tiny_draft(each), depth=4, **options)
@@ -165,9 +169,10 @@ def test_a_target_that_runs_elsewhere_decodes(way: str) -> None:
     assert found[0] == found[1]
 
 
-def test_a_target_that_runs_elsewhere_is_evaluated() -> None:
+@BOTH_IMPLEMENTATIONS
+def test_a_target_that_runs_elsewhere_is_evaluated(native: bool) -> None:
     """Its record lacks only the comparison with transformers' decoding, which needs a transformers model."""
-    target, records = exact_target(), []
+    target, records = exact_target(native), []
     for each in (target, Relayed(target)):
         engines = {"draft": Engine(each, tiny_draft(each), depth=2)}
         asked = [EvalPrompt(text="the bird tries"), EvalPrompt(text="until it can fly")]
@@ -175,6 +180,7 @@ def test_a_target_that_runs_elsewhere_is_evaluated() -> None:
     own, relayed = records
     assert own.keys() - relayed.keys() == {"baseline_over_transformers"} and not relayed.keys() - own.keys()
     assert own["tau"] == relayed["tau"] and relayed["identical"] == 2
+    assert relayed["target_implementation"] == ("native" if native else "transformers")
 
 
 def test_a_target_without_the_required_methods_raises() -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
+from fledge.decode.state import RoundState
 from fledge.decode.text import TextStream
+from fledge.models.kv_cache import KVCache
 from fledge.targets.cache import TargetCache
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
@@ -27,10 +29,12 @@ from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, 
 from support.mutations import replace_function
 from support.rows import row_of
 from support.targets import (
+    BOTH_IMPLEMENTATIONS,
     SLIDING,
     exact_target,
     features_for,
     greedy_by_transformers,
+    read_alone,
     tiny_draft,
     tiny_target,
     tiny_tokenizer,
@@ -42,9 +46,9 @@ def draft_answer(monkeypatch: pytest.MonkeyPatch, truth: Sequence[int], wrong: f
     stays the one that the draft chose."""
     draw = random.Random(seed)
 
-    def propose_answer(propose: Any, proposer: Proposer, *taken_in: Any) -> Tree:
-        (tokens,) = propose(proposer, *taken_in).token_BN.tolist()
-        for k, place in enumerate(range(proposer.source.cache.longest + 1, len(truth)), start=1):
+    def propose_answer(propose: Any, proposer: Proposer, state: RoundState) -> Tree:
+        (tokens,), (length,) = propose(proposer, state).token_BN.tolist(), state.length_B.tolist()
+        for k, place in enumerate(range(length + 1, len(truth)), start=1):
             if k < len(tokens) and draw.random() >= wrong:
                 tokens[k] = truth[place]
         return Tree(torch.tensor([tokens]), None, len(tokens) - 1)
@@ -65,22 +69,26 @@ def accepted(completions: Sequence[Completion]) -> list[int]:
     return [r.accepted for c in completions for r in c.trace.rounds]
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("vocabulary", [400, 150])
 @pytest.mark.parametrize("depth", [1, 2, 5, 8])
-def test_greedy_is_vanilla(depth: int, vocabulary: int) -> None:
+def test_greedy_is_vanilla(depth: int, vocabulary: int, native: bool) -> None:
     """With an untrained draft, which is almost always wrong, greedy decoding gives the same tokens (in float64)."""
-    target = exact_target()
+    target = exact_target(native)
     engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=depth)
     for prompt in prompts(6, seed=depth):
         assert_same(*both(engine, prompt, max_new_tokens=30))
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("depth", [1, 3, 6])
-def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_is_vanilla_when_drafts_are_good(
+    family: str, depth: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With drafts that are wrong at random places, rounds accept every number of tokens from 0 to `depth`, and the
     answer stays the same."""
-    target = tiny_target(family, dtype=torch.float64)
+    target = tiny_target(family, dtype=torch.float64, native=native)
     engine = Engine(target, tiny_draft(target, draft_vocab_size=250), depth=depth)
     done = []
     for i, prompt in enumerate(prompts(6, seed=depth)):
@@ -93,10 +101,11 @@ def test_greedy_is_vanilla_when_drafts_are_good(family: str, depth: int, monkeyp
     assert len(accepted(done)) < sum(len(c.tokens) for c in done)
 
 
-def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH_IMPLEMENTATIONS
+def test_greedy_in_float32(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 the tokens are the same too, unless the target's two largest logits differ by less than 1e-3, where
     the rounding of another batch shape may swap them."""
-    target = tiny_target()
+    target = tiny_target(native=native)
     engine = Engine(target, tiny_draft(target), depth=4)
     same = 0
     for i, prompt in enumerate(prompts(12, seed=7)):
@@ -106,17 +115,18 @@ def test_greedy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         same += fast.tokens == plain.tokens
         if fast.tokens != plain.tokens:
             at = next(j for j, (a, b) in enumerate(zip(fast.tokens, plain.tokens, strict=False)) if a != b)
-            logits, _, _ = target.prefill([prompt + plain.tokens[:at]])
-            best = logits[0].topk(2).values
+            logits, _ = read_alone(target, prompt + plain.tokens[:at])
+            best = logits[-1].topk(2).values
             assert best[0] - best[1] < 1e-3
     assert same >= 11
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", SLIDING)
-def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanilla_is_transformers(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a draft, the engine generates the tokens of transformers' greedy `generate`, on targets with
     sliding windows too: the last prompt is longer than the window, and rejected tokens are rolled back inside it."""
-    target = tiny_target(dtype=torch.float64, **SLIDING[name])
+    target = tiny_target(dtype=torch.float64, native=native, **SLIDING[name])
     engine = Engine(target, tiny_draft(target), depth=5)
     for i, prompt in enumerate([*prompts(3, seed=3), prompts(1, seed=4)[0] * 20]):
         prompt = prompt[:60]
@@ -126,29 +136,35 @@ def test_vanilla_is_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert engine.generate(prompt, max_new_tokens=48).tokens == theirs
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", SLIDING)
-def test_rollback_is_exact(name: str) -> None:
-    """After a rollback, the KV cache gives the logits of a fresh cache that never held the removed tokens."""
-    target = tiny_target(dtype=torch.float64, **SLIDING[name])
+def test_rollback_is_exact(name: str, native: bool) -> None:
+    """After tokens were not accepted, the cache gives the logits of a fresh cache that never held them."""
+    target = tiny_target(dtype=torch.float64, native=native, **SLIDING[name])
     tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
-    used, junk = TargetCache(), random.Random(0)
-    for at in (40, 41, 47, 55, 80, 120, 263):  # the cache doubles its capacity in between
-        target.verify(Tree.chain(tokens[None, used.get_seq_length() : at]), used)
-        target.verify(Tree.chain(torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))])), used)
-        used.rollback(at)
-        fresh = TargetCache()
-        target.verify(Tree.chain(tokens[None, :at]), fresh)
-        a, b = (target.verify(Tree.chain(tokens[None, at : at + 3]), cache)[0] for cache in (used, fresh))
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-        used.rollback(at)
+    used, junk, before = target.new_cache([300]), random.Random(0), 40
+    target.prefill([tokens[:40].tolist()], used)
+    for at in (41, 47, 55, 80, 120, 263):  # transformers' cache doubles its capacity in between
+        wrong = torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))])
+        target.verify(Tree.chain(torch.cat([tokens[None, before:at], wrong], dim=1)), used)
+        used.keep(None, torch.tensor([at - before]))
+        assert used.lengths == [at]
+        found, _ = target.verify(Tree.chain(tokens[None, at : at + 3]), used)
+        direct, _ = read_alone(target, tokens[: at + 3].tolist())
+        torch.testing.assert_close(found[0], direct[at:], rtol=0, atol=1e-11)
+        used.keep(None, torch.tensor([0]))
+        before = at
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_is_vanilla_at_the_same_seed(
+    name: str, memory: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With greedy drafts, speculative sampling draws the same tokens as token-by-token sampling, and a logits processor
     that has state is called with the same prefixes in the same order, once each."""
-    target = exact_target()
+    target = exact_target(native)
     engine = Engine(target, tiny_draft(target), depth=4)
     done = []
     for i, prompt in enumerate(prompts(4, seed=8)):
@@ -180,10 +196,11 @@ def test_seeds_and_requests_differ() -> None:
     assert sampled(1, 2) == drawn[1, 2]
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("vocabulary", [400, 120])
-def test_sampled_drafts_never_leave_the_target(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_drafts_never_leave_the_target(vocabulary: int, native: bool) -> None:
     """With top_k=1 only one token is possible, so sampled drafts give the target's greedy tokens."""
-    target = exact_target()
+    target = exact_target(native)
     engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=3)
     for i, prompt in enumerate(prompts(5, seed=9)):
         plain = engine.generate(prompt, max_new_tokens=30, speculate=False)
@@ -290,10 +307,11 @@ def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, mo
         assert_same(done, engine.generate(prompt, speculate=False, **asked))
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
-def test_length_is_kept(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_is_kept(wrong: float, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """max_new_tokens ends the answer at exactly that length, also in the middle of a round."""
-    target = exact_target()
+    target = exact_target(native)
     engine = Engine(target, tiny_draft(target), depth=5)
     prompt, free = prompt_with_long_answer(engine, 20)
     for n in range(1, 20):
@@ -453,26 +471,31 @@ def commit_one_too_many(listed: Any, verdict: Verdict) -> list[tuple[list[int], 
     return [(path, [*tokens, 5]) for path, tokens in listed(verdict)]
 
 
-def forget_a_token_too_few(keep: Any, cache: TargetCache, lengths: Sequence[int], paths: Any) -> None:
-    keep(cache, [n + 1 for n in lengths], paths)
+def forget_a_token_too_few(keep: Any, cache: TargetCache | KVCache, path_BR: Any, count_B: Tensor) -> None:
+    keep(cache, path_BR, count_B + 1)
 
 
-def forget_nothing(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
+def forget_nothing(keep: Any, cache: TargetCache, path_BR: Any, count_B: Tensor) -> None:
     pass
 
 
-MUTATIONS = [  # (owner, function, what replaces it)
-    (verify, "verify_by_match", commit_the_drafts_token),
-    (Verdict, "to_lists", commit_one_too_many),
-    (TargetCache, "keep", forget_a_token_too_few),
-    (TargetCache, "keep", forget_nothing),
+MUTATIONS = [  # (owner, function, what replaces it, the target's implementation is native)
+    (verify, "verify_by_match", commit_the_drafts_token, False),
+    (Verdict, "to_lists", commit_one_too_many, False),
+    (TargetCache, "keep", forget_a_token_too_few, False),
+    (TargetCache, "keep", forget_nothing, False),
+    (KVCache, "keep", forget_a_token_too_few, True),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
-def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "native"), MUTATIONS, ids=[f"{m[0].__name__}: {m[2].__name__}" for m in MUTATIONS]
+)
+def test_breaking_it_is_noticed(
+    owner: Any, name: str, wrong: Any, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mistake in the verification rule or the rollback changes the tokens or stops the engine."""
-    target = exact_target()
+    target = exact_target(native)
     engine = Engine(target, tiny_draft(target), depth=4)
     prompt, done = prompt_with_long_answer(engine, 30)
     plain = done.tokens
@@ -510,10 +533,11 @@ def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
     assert done.text == target.tokenizer.decode(free.tokens[:end], skip_special_tokens=True)
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafting_while_confident_changes_no_token(temperature):
+def test_drafting_while_confident_changes_no_token(temperature, native):
     """With a confidence threshold, rounds stop drafting at different depths, and the answer stays the same."""
-    target = tiny_target(dtype=torch.float64)
+    target = tiny_target(dtype=torch.float64, native=native)
     draft = tiny_draft(target, draft_vocab_size=100)
     sampling = Sampling(temperature=temperature, seed=2)
     options = dict(max_new_tokens=30, sampling=sampling)

@@ -15,6 +15,7 @@ import torch
 from fledge.data.read import read_records
 from fledge.decode.engine import load
 from fledge.models.weights import save_draft
+from fledge.targets import loading
 from support.chats import tiny_chats
 from support.files import change_json, rows_of
 from support.runs import recipe_of
@@ -139,7 +140,12 @@ def test_with_the_flag_every_command_runs_the_code(made, tmp_path, fledge, monke
     plain = tmp_path / "plain"
     plain.mkdir()
     say_yes(monkeypatch)
-    known = {name: fledge(*words) for name, words in commands(made, made / "target", plain).items()}
+    known = {}
+    for name, words in commands(made, made / "target", plain).items():
+        with monkeypatch.context() as patch:
+            if name == "train":  # weights are compared bit for bit, and code of its own is never computed natively
+                patch.setattr(loading, "native_problem", lambda *of: "transformers is to compute it")
+            known[name] = fledge(*words)
     assert said["generate"].out == known["generate"].out
     answered = [[row["messages"] for row in rows_of(at / "own.jsonl")] for at in (tmp_path, plain)]
     assert answered[0] == answered[1]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -335,6 +335,14 @@ def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
         return computed(*given)
 
     monkeypatch.setattr(trainer, "optimizer_step", acting)
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_received() -> Iterator[None]:
+    """SIGHUP has its default action at first, even if the tests themselves run under nohup, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def send(*signals: int) -> None:

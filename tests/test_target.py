@@ -231,11 +231,12 @@ def test_without_layers_only_the_final_state_is_returned():
     target, tokens = target_of("Llama"), some_tokens(9)
     features = target.features(row_of(9, length=9), ())
     assert features.aux_TAD.shape == (9, 0, 32) and features.last_TD.shape == (9, 32)
-    _, (read,), cache = target.prefill([tokens.tolist()], ())
+    cache = target.new_cache()
+    _, (read,) = target.prefill([tokens.tolist()], cache, ())
     assert read.aux_TAD.shape == (9, 0, 32)
     torch.testing.assert_close(read.last_TD, features.last_TD)
     assert target.verify(Tree.chain(tokens[None]), cache, ())[1].aux_TAD.shape == (9, 0, 32)
-    _, none, cache = target.prefill([tokens.tolist()])
+    _, none = target.prefill([tokens.tolist()], cache := target.new_cache())
     assert none == [] and target.verify(Tree.chain(tokens[None]), cache)[1] is None
 
 
@@ -285,7 +286,7 @@ def test_decoding_gives_the_same_features_and_logits_as_one_pass():
         torch.testing.assert_close(own[0], logits[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.aux_TAD, whole.aux_TAD[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.last_TD, whole.last_TD[a:b], rtol=1e-4, atol=1e-4)
-    last, none, _ = target.prefill([tokens.tolist()])
+    last, none = target.prefill([tokens.tolist()], target.new_cache())
     assert none == [] and last.shape == (1, 100)
     torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,19 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode import sources, verify
-from fledge.decode.batch import Batch
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.shapes import DynamicTree
+from fledge.decode.state import RoundState
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import DraftCache
+from fledge.models.kv_cache import KVCache, TreeRows
 from fledge.targets.cache import TargetCache
+from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, Tree, TreeShape
+from fledge.types import Sampling, Tree, TreeShape, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
 from support.mutations import AlteredDraft, replace_function
-from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, exact_target, read_alone, tiny_draft, tiny_target
 from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of
 
 SLIDING = dict(sliding_window=8)
@@ -35,24 +37,30 @@ def engine_of(target: TransformersTarget, draft: Draft | None, **options: Any) -
     return Engine(target, draft, **{"mode": "tree", **options})
 
 
+class Reread:
+    """Causal attention of a draft to all keys and values that it was given before, without a cache."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.seen.setdefault(layer, []).append((k, v))
+        every = (torch.cat(x) for x in zip(*self.seen[layer], strict=True))
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in every)
+        scores = torch.einsum("shd,nhd->hsn", q, keys) * q.shape[2] ** -0.5
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(keys.shape[0] - q.shape[0] + 1)
+        return torch.einsum("hsn,nhd->shd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
 @torch.inference_mode()
 def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int]) -> Tensor:
-    """The draft's log-probabilities [W] after a path of draft ids, computed as a chain with an empty cache."""
-    cache = DraftCache(draft.config, draft.device, draft.dtype, capacity=64)
-    R = token_R.numel()
+    """The draft's log-probabilities [W] after a path of draft ids, computed as a chain without a cache."""
+    R, attend = token_R.numel(), Reread()
     position = torch.arange(R + len(path))
-    cache.allocate(R)
-    out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], cache.attend)[-1:]
-    cache.set_lengths([R])
+    out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], attend)[-1:]
     for k, token in enumerate(path):
-        cache.allocate(1)
-        out = draft.step(
-            draft.to_target(torch.tensor([token])),
-            draft.split_output(out)[0],
-            position[R + k : R + k + 1],
-            cache.attend,
-        )
-        cache.scratch += 1
+        token_1, at = draft.to_target(torch.tensor([token])), position[R + k : R + k + 1]
+        out = draft.step(token_1, draft.split_output(out)[0], at, attend)
     return draft.logits(draft.split_output(out)[1])[0].float().log_softmax(-1)
 
 
@@ -179,27 +187,28 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", KINDS)
-def test_every_node_sees_its_path(name: str) -> None:
+def test_every_node_sees_its_path(name: str, native: bool) -> None:
     """A node's logits and features equal those of its path run as a chain, also beyond a sliding window. After the
     cache keeps an accepted path, the next logits are right too."""
-    target = tiny_target(dtype=torch.float64, **KINDS[name])
+    target = tiny_target(dtype=torch.float64, native=native, **KINDS[name])
     target.check_masks()
     tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
     tree = Tree(tokens[None, 20:28], torch.tensor([[-1, 0, 0, 1, 1, 2, 4, 6]]), 4)
-    cache = TargetCache()
-    target.verify(Tree.chain(tokens[None, :20]), cache)
+    cache = target.new_cache([60])
+    target.prefill([tokens[:20].tolist()], cache)
     found, features = target.verify(tree, cache, (2, 4, 5))
     for node, path in {3: [0, 1, 3], 5: [0, 2, 5], 7: [0, 1, 4, 6, 7]}.items():
-        fresh = TargetCache()
         line = torch.cat([tokens[:20], tree.token_BN[0, path]])
-        logits, expected = target.verify(Tree.chain(line[None]), fresh, (2, 4, 5))
-        torch.testing.assert_close(found[0, node], logits[0, -1], rtol=0, atol=1e-10)
+        logits, expected = read_alone(target, line.tolist(), (2, 4, 5))
+        torch.testing.assert_close(found[0, node], logits[-1], rtol=0, atol=1e-10)
         torch.testing.assert_close(features.aux_TAD[node], expected.aux_TAD[-1], rtol=0, atol=1e-10)
-    cache.keep([20], [[0, 1, 4, 6, 7]])
+    cache.keep(torch.tensor([[0, 1, 4, 6, 7]]), torch.tensor([5]))
+    assert cache.lengths == [25]
     after, _ = target.verify(Tree.chain(tokens[None, 30:40]), cache)
-    direct, _ = target.verify(Tree.chain(tokens[None, 30:40]), fresh)
-    torch.testing.assert_close(after, direct, rtol=0, atol=1e-10)
+    direct, _ = read_alone(target, [*line.tolist(), *tokens[30:40].tolist()])
+    torch.testing.assert_close(after[0], direct[25:], rtol=0, atol=1e-10)
 
 
 def test_a_target_that_mixes_paths_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,11 +228,12 @@ def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.Monkey
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("vocabulary", [400, 300])
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 8, 8), (3, 10, 2), (5, 30, 4), (8, 60, 3)])
-def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int) -> None:
+def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int, native: bool) -> None:
     """In float64 the tokens are exactly the same, while rounds accept different numbers of drafted tokens."""
-    target, draft, asked = good_pair(vocabulary)
+    target, draft, asked = good_pair(vocabulary, native)
     engine = engine_of(target, draft, depth=depth, nodes=nodes, width=width)
     taken = set()
     for prompt in asked:
@@ -239,17 +249,20 @@ def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int) 
     st.integers(1, 6),
     st.integers(2, 40),
     st.integers(1, 6),
+    st.booleans(),
 )
-def test_greedy_is_vanilla_whatever_the_tree(prompt: list[int], depth: int, nodes: int, width: int) -> None:
-    target, draft, _ = good_pair()
+def test_greedy_is_vanilla_whatever_the_tree(
+    prompt: list[int], depth: int, nodes: int, width: int, native: bool
+) -> None:
+    target, draft, _ = good_pair(native=native)
     assert_same(*both(engine_of(target, draft, depth=depth, nodes=nodes, width=width), prompt, max_new_tokens=12))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_is_vanilla_for_a_thousand_prompts(seed: int) -> None:
     """Each of four seeds decodes 250 prompts in float64: 10 random tree shapes, with 25 prompts decoded together for
-    each shape."""
-    target, draft, _ = good_pair(400 if seed % 2 else 300)
+    each shape. Two seeds are decoded by each implementation of the target."""
+    target, draft, _ = good_pair(400 if seed % 2 else 300, native=seed >= 2)
     draw, accepted = random.Random(seed), 0
     for _ in range(10):
         depth, nodes, width = draw.randint(1, 7), draw.randint(2, 60), draw.randint(1, 8)
@@ -263,9 +276,10 @@ def test_greedy_is_vanilla_for_a_thousand_prompts(seed: int) -> None:
     assert accepted
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_is_vanilla_for_every_family(name: str) -> None:
-    target = tiny_target(dtype=torch.float64, **KINDS[name])
+def test_greedy_is_vanilla_for_every_family(name: str, native: bool) -> None:
+    target = tiny_target(dtype=torch.float64, native=native, **KINDS[name])
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256)
     asked = prompts(4, seed=5)
     fit_head(target, draft, [spoken(engine_of(target, None), p, 30)[0] for p in asked], 3)
@@ -278,19 +292,21 @@ def test_greedy_is_vanilla_for_every_family(name: str) -> None:
     assert len(accepted) > 1 and max(accepted) == 3
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_is_vanilla_with_fixed_trees(name: str) -> None:
-    target, draft, asked = good_pair()
+def test_greedy_is_vanilla_with_fixed_trees(name: str, native: bool) -> None:
+    target, draft, asked = good_pair(native=native)
     engine = engine_of(target, draft, shape=SHAPES[name])
     for prompt in asked:
         assert_same(*both(engine, prompt, max_new_tokens=40))
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool) -> None:
+def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, native: bool) -> None:
     """Each node is processed with its own prefix, and a processor that has state sees the same prefixes in order."""
-    target, draft, asked = good_pair()
+    target, draft, asked = good_pair(native=native)
     engine = engine_of(target, draft, depth=4, nodes=30, width=4)
     for i, prompt in enumerate(asked[:4]):
         seen = [(Remembers(),) if memory else () for _ in range(2)]
@@ -309,29 +325,34 @@ DRAFTED = {
 }
 
 
+def first_free_slot(cache: KVCache) -> int:
+    """The slot of the pool after the committed tokens of a cache's first sequence."""
+    return cache.segments[0][0] + cache.lengths[0]
+
+
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", DRAFTED)
-def test_an_unstable_cache_keeps_what_was_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unstable_cache_keeps_what_was_drafted(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an unstable cache the tokens stay the same, and the cache keeps the drafted keys and values of accepted
     nodes that were expanded."""
-    target, draft, asked = good_pair()
+    target, draft, asked = good_pair(native=native)
     engine = engine_of(target, draft, stable=False, **DRAFTED[name])
     kept = 0
 
     def watched(make: Any, *args: Any) -> Any:
         proposer = make(*args)
-        source = proposer.source
-        propose, seen = proposer.propose, {"slots": torch.tensor([-1])}
+        source, propose = proposer.source, proposer.propose
 
-        def checked(tokens: Any, aux: Any, paths: Sequence[Sequence[int]]) -> Tree:
+        def checked(state: RoundState) -> Tree:
             nonlocal kept
-            (path,), start, before = paths, source.cache.longest, source.cache.buffer.clone()
-            tree = propose(tokens, aux, paths)
-            held = source.cache.buffer[..., start : start + max(len(path) - 1, 0), :]
-            slots = [s for s in seen["slots"][list(path[1:])].tolist() if s >= 0]
+            start, before = first_free_slot(source.cache), source.pool.buffer.clone()
+            path = state.path_BR[0, 1 : int(state.count_B)]
+            slots = [slot for slot in source.slot_BN[0, path].tolist() if slot >= 0]
+            tree = propose(state)
             for i, slot in enumerate(slots):
-                torch.testing.assert_close(held[..., i, :], before[..., start + slot, :], rtol=0, atol=0)
+                held, drafted = source.pool.buffer[..., start + i, :], before[..., start + slot, :]
+                torch.testing.assert_close(held, drafted, rtol=0, atol=0)
             kept += len(slots)
-            seen["slots"] = source.slot_BN[0]
             return tree
 
         proposer.propose = checked
@@ -351,7 +372,7 @@ def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
     for tree_of in (dict(depth=4, nodes=30, width=3), dict(shape=SHAPES["mixed"])):
         proposer = proposer_of(draft, mode="tree", **tree_of)
         tree = propose_one(proposer, token_R, aux)
-        start, buffer = proposer.source.cache.longest, proposer.source.cache.buffer
+        start, buffer = first_free_slot(proposer.source.cache), proposer.source.pool.buffer
         for path, slot in zip(paths_of(tree), proposer.source.slot_BN[0].tolist()[1:], strict=True):
             if slot >= 0:
                 chain = proposer_of(draft, depth=len(path) + 1)
@@ -359,7 +380,7 @@ def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
                 with pytest.MonkeyPatch.context() as m:
                     m.setattr(draft, "to_target", lambda chosen, s=says: torch.full_like(chosen, next(s, 0)))
                     propose_one(chain, token_R, aux)
-                own = chain.source.cache.buffer[..., start + len(path) - 1, :]
+                own = chain.source.pool.buffer[..., first_free_slot(chain.source.cache) + len(path) - 1, :]
                 torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
 
 
@@ -373,25 +394,27 @@ def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
     assert rounds["tree"] < rounds["chain"]
 
 
-def keep_the_first_nodes(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
-    keep(cache, lengths, [list(range(len(path))) for path in paths])
+def keep_the_first_nodes(keep: Any, cache: TargetCache | KVCache, path_BR: Tensor | None, count_B: Tensor) -> None:
+    keep(cache, None if path_BR is None else torch.arange(path_BR.shape[1]).expand_as(path_BR), count_B)
 
 
-def keep_a_node_too_many(keep: Any, cache: TargetCache, lengths: Any, paths: Any) -> None:
-    keep(cache, lengths, [[*path, path[-1]] for path in paths])
+def keep_a_node_too_many(keep: Any, cache: TargetCache | KVCache, path_BR: Tensor | None, count_B: Tensor) -> None:
+    keep(cache, path_BR, count_B if path_BR is None else count_B + 1)  # a path ends with its last node again
 
 
-def remember_the_first_nodes_states(remember: Any, lane: Batch, states_MAD: Tensor, paths: Any) -> None:
-    N, wrong = states_MAD.shape[0] // len(paths), states_MAD.clone()
-    for b, path in enumerate(paths):
-        for i, node in enumerate(path):
-            wrong[b * N + node] = states_MAD[b * N + i]
-    remember(lane, wrong, paths)
+def go_on_from_the_first_nodes_states(after: Any, state: RoundState, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
+    right = after(state, verdict, aux_BNAD)
+    return replace(right, aux_BRAD=aux_BNAD[:, : right.aux_BRAD.shape[1]])
 
 
 def place_all_nodes_at_one_position(placed: Any, *given: Any) -> dict[str, Any]:
     inputs = placed(*given)
     return inputs | {"position_ids": inputs["position_ids"][:, :1].expand_as(inputs["position_ids"])}
+
+
+def rotate_all_nodes_like_the_root(rotation: Any, decoder: NativeDecoder, position_M: Tensor) -> tuple[Tensor, Tensor]:
+    is_tree = bool((position_M.diff() != 1).any())
+    return rotation(decoder, position_M[:1].expand_as(position_M) if is_tree else position_M)
 
 
 def see_all_nodes(ancestors: Any, tree: Tree) -> Tensor:
@@ -404,18 +427,23 @@ def follow_any_child(matches: Any, *given: Any) -> Tensor:
 
 MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TargetCache, "keep", keep_the_first_nodes),
+    (KVCache, "keep", keep_the_first_nodes),
     (TargetCache, "keep", keep_a_node_too_many),
-    (Batch, "_store_states", remember_the_first_nodes_states),
+    (KVCache, "keep", keep_a_node_too_many),
+    (RoundState, "after", go_on_from_the_first_nodes_states),
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
+    (NativeDecoder, "rotation", rotate_all_nodes_like_the_root),
     (Tree, "ancestors", see_all_nodes),
     (verify, "matches", follow_any_child),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "wrong"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"), MUTATIONS, ids=[f"{m[0].__name__}: {m[2].__name__}" for m in MUTATIONS]
+)
 def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake changes the tokens or the number of accepted tokens, or stops the engine."""
-    target, draft, asked = good_pair()
+    target, draft, asked = good_pair(native=owner in (KVCache, NativeDecoder))
     engine = engine_of(target, draft, depth=5, nodes=30, width=4)
     plain = [engine.generate(p, max_new_tokens=40) for p in asked]
     replace_function(monkeypatch, owner, name, wrong)
@@ -429,8 +457,9 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
     ]
 
 
-def see_uncles(open_slots: Any, cache: DraftCache, n: int, *given: Any, visible_BSJ: Tensor | None = None) -> Tensor:
-    return open_slots(cache, n, *given, visible_BSJ=None if visible_BSJ is None else torch.ones_like(visible_BSJ))
+def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible_BSJ: Tensor, **options: Any) -> None:
+    drafts = "scratch" in options  # the pass over committed tokens stays correct
+    begin(rows, cache, n, torch.ones_like(visible_BSJ) if drafts else visible_BSJ, **options)
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
@@ -447,7 +476,7 @@ def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, sc
 
 
 DRAFTING = [
-    (DraftCache, "allocate", see_uncles),
+    (TreeRows, "__init__", see_uncles),
     (Draft, "step", a_level_too_deep),
     (sources, "rows_of", read_the_first_ones_state),
     (DynamicTree, "children", forget_the_score_so_far),
@@ -478,13 +507,14 @@ def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     on_device(target, draft)
     proposer = proposer_of(draft, depth=4, **way)
     states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size
-    aux = [torch.randn(n, *states, device="cuda") for n in (3, 1)]
-    proposer.admit([([], x[:0]) for x in aux])
-    asked = [[5, 6, 7], [8]], aux, [[], []]
-    first = proposer.propose(*asked)  # the first call may synchronise, as libraries initialise
+    token_BR, count_B = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([3, 1])
+    aux_BRAD = torch.randn(2, 3, *states)
+    state = RoundState(token_BR, aux_BRAD, count_B, torch.zeros_like(token_BR), count_B).to(torch.device("cuda"))
+    proposer.append(proposer.new_cache([64, 64]))
+    first = proposer.propose(state)  # the first call may synchronise, as libraries initialise
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tree = proposer.propose(*asked)
+        tree = proposer.propose(state)
         with pytest.raises(RuntimeError, match="synchroniz"):
             tree.token_BN.tolist()
     finally:

@@ -295,6 +295,7 @@ def _gaps(
         ids = torch.tensor([piece] * batch, device=target.device)
         logits.append(target.verify(Tree.chain(ids), cache)[0][0])
         cache.keep(None, torch.full((batch,), len(piece), device=target.device))
+    cache.select([])
     texts = ([*prefix, *tokens[:j]] for j in range(len(tokens)))
     rankings = [_ranking(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()

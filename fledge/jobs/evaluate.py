@@ -78,7 +78,7 @@ def run(
     engines: dict[tuple[str, str | None], Engine] = {}
     target = None
     for combination in itertools.product(options.draft, modes):
-        engines[combination] = options.load_engine(*combination, target)
+        engines[combination] = options.load_engine(*combination, progress.say, target)
         target = engines[combination].target
     max_new_tokens = options.max_new_tokens or default_new_tokens(128, target.context)
     kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}

@@ -35,7 +35,7 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     from fledge.decode.engine import Completion
     from fledge.eval.metrics import alpha, tau
 
-    sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode)
+    sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode, say)
     if options.prompt is None and sys.stdin.isatty():
         say("type the prompt; end it with Ctrl-D on a line of its own")
     text = options.prompt if options.prompt is not None else sys.stdin.read()

@@ -255,13 +255,22 @@ class DecodeOptions(Options):
             stable=self.draft_cache == "stable",
         )  # fmt: skip
 
-    def load_engine(self, draft: str | None, mode: str | None, target: DecodingTarget | None = None) -> Engine:
-        """Loads an engine with a draft. `target` is the loaded target, if there is one already."""
+    def load_engine(
+        self, draft: str | None, mode: str | None, say: Callable[[str], None], target: DecodingTarget | None = None
+    ) -> Engine:
+        """Loads an engine with a draft. `target` is the loaded target, if there is one already.
+
+        If the target is not computed natively though --target-impl allows it, the reason is passed to `say`.
+        """
         from fledge.decode.engine import load
 
-        return load(
+        engine = load(
             target or self.target, draft, device=self.device, draft_device=self.draft_device,
             dtype=parse_dtype(self.dtype), **self.drafting(mode),
             template_kwargs=parse_template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
             target_impl=self.target_impl,
         )  # fmt: skip
+        loaded = engine.target
+        if target is None and loaded.implementation not in ("native", self.target_impl):
+            say(f"{loaded.name} is computed by {loaded.implementation}")
+        return engine

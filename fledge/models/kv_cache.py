@@ -171,12 +171,20 @@ class TreeRows(CacheRows):
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
         """See `CacheRows.read`. The queries are those of `visible_BSJ`."""
-        cache, visible_BSJ = self.cache, self.visible_BSJ
+        cache, visible_BSJ = self.cache, self._visible_in(window)
         out = tree_attention(
             q_QHd.view(*visible_BSJ.shape[:2], *q_QHd.shape[1:]), *cache.pool.buffer[layer], cache.start_B,
             cache.length_B, visible_BSJ, scale=scale, window=window, position_BS=self.position_BS,
         )  # fmt: skip
         return out.flatten(0, 1)
+
+    def _visible_in(self, window: int | None) -> Tensor:
+        """`visible_BSJ` without the rows before a window, of which there are some only if a path is longer than it. All
+        rows must then be queries."""
+        if window is None or self.visible_BSJ.shape[2] <= window:
+            return self.visible_BSJ
+        position_BS = self.position_BS
+        return self.visible_BSJ & (position_BS[:, None] > position_BS[..., None] - window)
 
 
 class PromptRows(CacheRows):

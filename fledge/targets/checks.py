@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,7 @@ from fledge.targets.recurrent import RecurrentCache
 from fledge.types import Tree
 
 if TYPE_CHECKING:
+    from fledge.targets.interface import Cache, DecodingTarget
     from fledge.targets.native.target import NativeTarget
     from fledge.targets.transformers import TransformersTarget
 
@@ -63,12 +66,24 @@ def native_problem(target: NativeTarget) -> str:
     """The reason why a native target does not compute what its transformers model computes; empty if it does."""
     *_, tokens = _documents(target)
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
-    logits, _ = target.prefill([tokens.tolist()], cache := target.new_cache([tokens.numel()]))
-    cache.select([])
+    with _temporary_cache(target, [tokens.numel()]) as cache:
+        logits, _ = target.prefill([tokens.tolist()], cache)
+    if not bool(own.isfinite().all()):
+        return ""  # `check_numbers` says what is wrong
     # roundings of 16 bits add up over the layers; another architecture gives unrelated logits
     tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 0.2
     error = float((logits - own).float().norm() / own.float().norm())
     return f"its logits differ from the model's by {error:.0%}" if error > tolerance else ""
+
+
+@contextmanager
+def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[Cache]:
+    """A new cache whose memory is freed after the block."""
+    cache = target.new_cache(sizes)
+    try:
+        yield cache
+    finally:
+        cache.select([])
 
 
 def _documents(target: TransformersTarget) -> list[Tensor]:
@@ -123,18 +138,19 @@ def check_masks(target: TransformersTarget, requests: int) -> None:
     tokens = random_tokens(target, requests, 12, seed=2)
     parents = torch.tensor([-1, 0, 0, 1, 2], device=target.device).expand(requests, -1)
     drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
-    try:
-        cache = target.new_cache([20] * requests)
-        target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
-        found, _ = target.verify(Tree(drafted, parents, 2), cache)
-    except Exception as e:  # a model that does not support such a mask may raise anything
-        raise ValueError(f"{name} cannot verify {what}: {why} ({e}); {REMEDY[requests]}") from e
-    path = torch.tensor([0, 2, 4], device=target.device).expand(requests, -1)
-    cache.keep(path, path.new_full((requests,), 3))
-    after, _ = target.verify(Tree.chain(tokens[:, :1]), cache)
+    with _temporary_cache(target, [20] * requests) as cache:
+        try:
+            target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
+            found, _ = target.verify(Tree(drafted, parents, 2), cache)
+        except Exception as e:  # a model that does not support such a mask may raise anything
+            raise ValueError(f"{name} cannot verify {what}: {why} ({e}); {REMEDY[requests]}") from e
+        path = torch.tensor([0, 2, 4], device=target.device).expand(requests, -1)
+        cache.keep(path, path.new_full((requests,), 3))
+        after, _ = target.verify(Tree.chain(tokens[:, :1]), cache)
     for b, n in enumerate(lengths):
         line = torch.cat([tokens[b, :n], drafted[b, [0, 2, 4]], tokens[b, :1]])
-        direct, _ = target.verify(Tree.chain(line[None]), target.new_cache([line.numel()]))
+        with _temporary_cache(target, [line.numel()]) as cache:
+            direct, _ = target.verify(Tree.chain(line[None]), cache)
         target.check_numbers(direct)
         if not nearly_equal(torch.cat([found[b, [0, 2, 4]], after[b]]), direct[0, n:]):
             raise ValueError(f"{name} cannot verify {what}: {why}; {REMEDY[requests]}")

@@ -11,9 +11,8 @@ import torch
 from fledge.decode.engine import Engine
 from fledge.eval.run import first_prompt
 from fledge.jobs.training import evaluator
-from fledge.targets.cache import TargetCache
-from fledge.types import Tree
 from support.mutations import replace_function
+from support.targets import read_alone
 from support.trees import paths_of, propose_one
 
 
@@ -30,10 +29,9 @@ def rounds_by_definition(engine: Engine, prompt: Sequence[int], new: int) -> lis
 
     rounds, end = [], len(prompt) + 1  # the first round follows the first token of the answer
     while end < len(prompt) + new and not target.stop_ids & set(up_to(end)[len(prompt) :]):
-        read = Tree.chain(torch.tensor([up_to(end)[:-1]]))
-        _, features = target.verify(read, TargetCache(), engine.layers)
-        proposer = engine.drafting.proposer(engine.draft)
-        paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), engine.draft.select_states(features)))
+        _, features = read_alone(target, up_to(end)[:-1], engine.layers)
+        proposer, states = engine.drafting.proposer(engine.draft), engine.draft.select_states(features)
+        paths = paths_of(propose_one(proposer, torch.tensor(up_to(end)[1:]), states, end + proposer.scratch))
         said = tuple(up_to(end + max(map(len, paths)))[end:])
         rounds.append(max((len(path) for path in paths if path == said[: len(path)]), default=0))
         end += rounds[-1] + 1

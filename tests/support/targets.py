@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -14,15 +17,17 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
 )
 
 from fledge.config import DraftConfig
 from fledge.models.draft import Draft
 from fledge.targets.compatibility import connect_draft, layers_of
-from fledge.targets.interface import Target, TrainingTarget
+from fledge.targets.interface import DecodingTarget, Target, TrainingTarget
+from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Features, Packed
+from fledge.types import Features, Packed, Tree
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -30,7 +35,9 @@ CHATML = (
 )
 
 
-FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig}
+FAMILIES = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig
+}  # fmt: skip
 
 
 SLIDING: dict[str, dict[str, Any]] = {
@@ -41,6 +48,9 @@ SLIDING: dict[str, dict[str, Any]] = {
 
 
 P_EAGLE = dict(method="peagle", mask_token_id=399)
+
+# a test with an argument `native` runs with both implementations of the target
+BOTH_IMPLEMENTATIONS = pytest.mark.parametrize("native", [False, True], ids=["transformers", "native"])
 
 
 @functools.cache
@@ -65,10 +75,11 @@ def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 400) -> PreT
 
 def tiny_target(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, vocab_size: int = 400, seed: int = 0,
-    scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, **config,
+    scale: float = 4.0, max_length: int | None = None, tokenizer: bool = True, native: bool = False, **config,
 ) -> TransformersTarget:  # fmt: skip
-    """A random model of 8 layers. The weights are scaled so that its next-token distributions are peaked and depend on
-    the context; with `scale` 4, matrices preserve the size of their input."""
+    """A random model of 8 layers, computed by transformers or, if `native`, by fledge. The weights are scaled so that
+    its next-token distributions are peaked and depend on the context; with `scale` 4, matrices preserve the size of
+    their input."""
     shape = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=None,
@@ -90,12 +101,28 @@ def tiny_target(
     # transformers keeps the rotary frequencies in float32, as the draft does
     model = model.to(dtype)
     fast = tiny_tokenizer(vocab_size=vocab_size) if tokenizer else None
-    return TransformersTarget(model, fast, name=f"tiny {family}", max_length=max_length)
+    kind = NativeTarget if native else TransformersTarget
+    return kind(model, fast, name=f"tiny {family}", max_length=max_length)
 
 
 @functools.cache
-def exact_target() -> TransformersTarget:
-    return tiny_target(dtype=torch.float64)
+def _exact_target(native: bool) -> TransformersTarget:
+    return tiny_target(dtype=torch.float64, native=native)
+
+
+def exact_target(native: bool = False) -> TransformersTarget:
+    """A target in float64. Both implementations have the same weights."""
+    return _exact_target(native)
+
+
+def read_alone(
+    target: DecodingTarget, tokens: Sequence[int], layers: Sequence[int] | None = None
+) -> tuple[Tensor, Features | None]:
+    """The logits after each token of a text, [n, V], and its features, from one pass with an empty cache."""
+    cache = target.new_cache([len(tokens)])
+    logits_BNV, features = target.verify(Tree.chain(torch.tensor([list(tokens)], device=target.device)), cache, layers)
+    cache.select([])
+    return logits_BNV[0], features
 
 
 def tiny_target_directory(parent: Path, **config: Any) -> Path:

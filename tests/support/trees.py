@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting, Proposer
+from fledge.decode.state import RoundState
 from fledge.models.draft import Draft
-from fledge.targets.cache import TargetCache
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Tree, TreeShape
 from support.decoding import fit_head, prompts, spoken
-from support.targets import exact_target, tiny_draft
+from support.targets import exact_target, read_alone, tiny_draft
 
 SHAPES = {
     "chain": TreeShape((-1, 0, 1, 2), (0, 0, 0, 0)),
@@ -27,20 +27,24 @@ SHAPES = {
 
 
 @functools.cache
-def good_pair(vocabulary: int = 400) -> tuple[TransformersTarget, Draft, list[list[int]]]:
-    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
+def _fitted_draft(vocabulary: int) -> tuple[Draft, list[list[int]]]:
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
     documents = [spoken(Engine(target), p, 40)[0] for p in asked]
     fit_head(target, draft, documents, 4)
-    return target, draft, asked
+    return draft, asked
+
+
+def good_pair(vocabulary: int = 400, native: bool = False) -> tuple[TransformersTarget, Draft, list[list[int]]]:
+    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
+    draft, asked = _fitted_draft(vocabulary)
+    return exact_target(native), draft, [list(prompt) for prompt in asked]
 
 
 def slots_of(target: TransformersTarget, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The first input of a proposer: the token after each slot, and the target's hidden states at the slots."""
-    chain = Tree.chain(torch.tensor([tokens[:-1]]))
-    _, features = target.verify(chain, TargetCache(), resolve_layers(None, target))
+    _, features = read_alone(target, tokens[:-1], resolve_layers(None, target))
     return torch.tensor(tokens[1:]), features.aux_TAD
 
 
@@ -49,11 +53,18 @@ def proposer_of(draft: Draft, **drafting: Any) -> Proposer:
     return Drafting(**drafting).for_draft(draft.config).proposer(draft)
 
 
-def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int] = ()) -> Tree:
-    """The tree that a proposer drafts for a single request; the first call admits the request."""
-    if proposer.source.cache is None:
-        proposer.admit([([], aux_RAD)])
-    return proposer.propose([token_R.tolist()], [aux_RAD], [path])
+def state_of(token_R: Tensor, aux_RAD: Tensor) -> RoundState:
+    """The state of a single request whose draft has not read these tokens, none of which was drafted."""
+    R = token_R.numel()
+    count_B, path_BR = torch.tensor([R]), torch.zeros(1, R, dtype=torch.int64)
+    return RoundState(token_R[None], aux_RAD[None], count_B, path_BR, count_B).to(aux_RAD.device)
+
+
+def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, slots: int = 256) -> Tree:
+    """The tree that a proposer drafts for a single request; the first call gives the request this number of slots."""
+    if not proposer.source.cache.segments:
+        proposer.append(proposer.new_cache([slots]))
+    return proposer.propose(state_of(token_R, aux_RAD))
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:

@@ -28,7 +28,7 @@ class NativeDecoder:
 
     def __init__(self, model: nn.Module, config):
         decoder = model.model
-        windows = layer_windows(config)
+        windows = layer_windows(decoder.layers, config)
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.layers = [layer_weights(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
         self.norm: Tensor = decoder.norm.weight

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
+
+from fledge.targets.linear import forward as few_row_forward
 
 # transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. They
 # may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3) and sliding windows.
 CLASSES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
-ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
-LAYER = {
-    "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "resid_attn_dropout", "resid_mlp_dropout",
-}  # fmt: skip
+PARTS = (nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList)  # exactly these: a subclass may compute something else
+ACTIVATION = "transformers.activations"
+# transformers adds hooks to a model's layers when hidden states are asked for; they change nothing
+HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 def native_problem(model: nn.Module, config: Any) -> str:
@@ -28,18 +28,29 @@ def native_problem(model: nn.Module, config: Any) -> str:
         return f"{kind.__name__} is not one of the supported architectures ({known})"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, and the native MLP computes silu"
+    for name, module in model.named_modules():
+        if problem := _problem_of(module, kind.__module__):
+            return f"{name or 'the model'} {problem}"
     parameters = list(model.parameters())
     if len({p.device for p in parameters}) > 1:
         return "its weights are on several devices"
+    if parameters[0].device.type == "meta":
+        return "its weights are on the meta device, which holds no values"
     if len({p.dtype for p in parameters}) > 1 or not parameters[0].dtype.is_floating_point:
         return "its weights have several dtypes, or are quantized"
-    for layer in model.model.layers:
-        for module, names in ((layer, LAYER), (layer.self_attn, ATTENTION), (layer.mlp, MLP)):
-            if unknown := {name for name, _ in module.named_children()} - names:
-                return f"its layers have a module that is not known, {unknown.pop()}"
-        linear = [m for m in layer.modules() if hasattr(m, "weight") and m.weight.dim() > 1]
-        if any(type(m) is not nn.Linear or m._forward_pre_hooks or m._forward_hooks for m in linear):
-            return "its linear layers were replaced or have hooks (quantization or an adapter)"
-    if getattr(model.model.rotary_emb, "inv_freq", torch.empty(0)).dim() != 1:
+    if model.model.rotary_emb.inv_freq.dim() != 1:
         return "its rotary embedding differs between layers"
+    return ""
+
+
+def _problem_of(module: nn.Module, source: str) -> str:
+    """Why a module may compute something else than its class in the Python module `source`; empty if it does not."""
+    kind = type(module)
+    if kind not in PARTS and kind.__module__ not in (source, ACTIVATION):
+        return f"was replaced by a {kind.__name__} (quantization, an adapter or other code)"
+    if "forward" in vars(module) and getattr(module.forward, "__func__", None) is not few_row_forward:
+        return "has a forward method of its own (an adapter, offloading or other code)"
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if any(getattr(hook, "__module__", None) != HARMLESS_HOOKS for hook in hooks):
+        return "has forward hooks (an adapter, offloading or other code)"
     return ""

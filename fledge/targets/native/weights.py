@@ -57,11 +57,11 @@ def layer_weights(layer: nn.Module, window: int | None) -> LayerWeights:
     )
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, from a transformers config."""
-    window, n = getattr(config, "sliding_window", None), config.num_hidden_layers
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["sliding_attention"] * n
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+def layer_windows(layers: Sequence[nn.Module], config: Any) -> list[int | None]:
+    """The sliding window of each decoder layer. Qwen's attention modules have their own; Mistral and Phi-3 use the
+    config's in all layers; Llama has none, whatever its config says."""
+    everywhere = config.sliding_window if config.model_type in ("mistral", "phi3") else None
+    return [getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers]
 
 
 def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +76,17 @@ def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor,
 
 
 def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
-    """The concatenation of parameters along the first axis, of which they become views."""
+    """The concatenation of parameters along the first axis, of which they become views; the one that they are views of
+    if there is one already."""
+    first, end = parts[0], parts[0].storage_offset()
+    for p in parts:
+        same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and p.is_contiguous()
+        if not same or p.storage_offset() != end:
+            break
+        end += p.numel()
+    else:
+        rows = sum(p.shape[0] for p in parts)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
     whole = torch.cat([p.detach() for p in parts])
     for p, view in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
         p.data = view
