@@ -10,8 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fledge.decode.engine import Engine
 from fledge.kernels.attention import additive_mask, grouped_attention, heads_as_rows, prepare_mask
+from fledge.models.kv_cache import TreeRows
 from fledge.targets.attention import MAX_QUERIES, attend
+from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
+from support.mutations import replace_function
 from support.targets import tiny_draft, tiny_target
 
 GROUPED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -27,6 +30,13 @@ def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> 
     mask = torch.rand(requests, 1, queries, keys, generator=generator) < 0.6
     mask[..., 0] = True
     return q, k, v, mask
+
+
+def prefilled(target: DecodingTarget, prompt: list[int]) -> Cache:
+    """A cache that holds a prompt."""
+    cache = target.new_cache([len(prompt) + 8])
+    target.prefill([prompt], cache)
+    return cache
 
 
 def by_definition(q, k, v, mask, scale: float) -> torch.Tensor:
@@ -54,26 +64,27 @@ def test_kernels_match_the_definition(attend, sizes: tuple[int, ...]) -> None:
 
 
 def test_a_mask_is_prepared_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pass prepares its mask once for all layers, of the target (for a chain and for a tree) and of the draft."""
-    target, prepared = tiny_target(), []
+    """Each pass of the target prepares its mask once for all layers, for a chain and for a tree. The draft makes one
+    for the layers that compute all rows, and one for the last."""
+    target, prepared, made = tiny_target(), [], []
     tree = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1)
     draft = tiny_draft(target, num_hidden_layers=2)
-    caches = [target.prefill([[1, 2, 3]])[2] for _ in range(2)]
+    caches = [prefilled(target, [1, 2, 3]) for _ in range(2)]
 
     def counted(*of):
         prepared.append(of[1:])
         return prepare_mask(*of)
 
-    for module in ("targets.attention", "models.kv_cache"):
-        monkeypatch.setattr(f"fledge.{module}.prepare_mask", counted)
+    monkeypatch.setattr("fledge.targets.attention.prepare_mask", counted)
     for given, cache in zip((Tree.chain(tree.token_BN), tree), caches, strict=True):
         target.verify(given, cache)
         assert prepared == [(2, torch.float32)]
         prepared.clear()
-    Engine(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
-    assert prepared.count((2, torch.float32)) == len(prepared) == 2, (
-        "one mask for the prompt's slots and one for the round"
+    replace_function(
+        monkeypatch, TreeRows, "__init__", lambda begin, *of, **more: made.append(of) or begin(*of, **more)
     )
+    Engine(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
+    assert len(made) == 2
 
 
 def test_a_mask_made_for_other_layers_is_prepared_again() -> None:
@@ -147,7 +158,7 @@ def test_a_target_verifies_with_grouped_attention(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fledge.targets.attention.grouped_attention", counted)
     for implementation in (None, "eager"):
         target = tiny_target(attn_implementation=implementation)
-        _, _, cache = target.prefill([[1, 2, 3]])
+        cache = prefilled(target, [1, 2, 3])
         seen.clear()  # the first prefill also makes calls to check the model
         target.verify(Tree.chain(torch.tensor([[4, 5]])), cache)
         assert len(seen) == (0 if implementation else target.num_layers)
@@ -171,7 +182,7 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
     tree, prompts = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1), [[1, 2, 3], [7, 8, 9, 10, 11]]
     expected = []
     for given in (Tree.chain(tree.token_BN), tree):
-        expected.append(target.verify(given, target.prefill(prompts[:1])[2])[0])
+        expected.append(target.verify(given, prefilled(target, prompts[0]))[0])
     answers = [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)]
     rows = []
 
@@ -181,10 +192,9 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
 
     for module in ("kernels.attention", "targets.attention"):
         monkeypatch.setattr(f"fledge.{module}.mask_repeats", lambda device, heads: heads)
-    for module in ("models.kv_cache", "targets.attention"):
-        monkeypatch.setattr(f"fledge.{module}.grouped_attention", as_rows)
+    monkeypatch.setattr("fledge.targets.attention.grouped_attention", as_rows)
     for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):
-        found, _ = target.verify(given, target.prefill(prompts[:1])[2])
+        found, _ = target.verify(given, prefilled(target, prompts[0]))
         torch.testing.assert_close(found, logits)
     assert [c.tokens for c in ours.generate_all(prompts, batch=2, max_new_tokens=12)] == answers
     assert rows and all(rows)

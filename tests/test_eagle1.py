@@ -26,7 +26,7 @@ from support.decoding import assert_same, both, prompts
 from support.devices import needs_triton, on_device
 from support.losses import gradients
 from support.rows import document, live_by_definition, row_of
-from support.targets import features_for, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, features_for, tiny_draft, tiny_target
 
 DOCUMENTS = [
     document(1, seed=2),
@@ -37,8 +37,10 @@ DOCUMENTS = [
 ]
 
 
-def pair(dtype: torch.dtype = torch.float64, **variant: Any) -> tuple[TransformersTarget, Draft]:
-    target = tiny_target(dtype=dtype)
+def pair(
+    dtype: torch.dtype = torch.float64, native: bool = False, **variant: Any
+) -> tuple[TransformersTarget, Draft]:  # fmt: skip
+    target = tiny_target(dtype=dtype, native=native)
     return target, tiny_draft(target, **{"method": "eagle1", **variant})
 
 
@@ -144,10 +146,11 @@ def test_noise() -> None:
     assert quiet != loud
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_greedy_is_vanilla(name: str, mode: str) -> None:
-    target, draft = pair(**VARIANTS[name])
+def test_greedy_is_vanilla(name: str, mode: str, native: bool) -> None:
+    target, draft = pair(native=native, **VARIANTS[name])
     engine = Engine(target, draft, depth=3, mode=mode, nodes=20, width=4)
     for prompt in prompts(4, seed=3):
         assert_same(*both(engine, prompt, max_new_tokens=25))
@@ -282,9 +285,10 @@ def test_targets_too_shallow_for_eagle_3() -> None:
     assert_same(*both(engine, [5, 6, 7], max_new_tokens=10))
 
 
-def test_two_drafts_of_one_target() -> None:
+@BOTH_IMPLEMENTATIONS
+def test_two_drafts_of_one_target(native: bool) -> None:
     """Engines that share a target each read the layers of their own draft, even when they decode in turns."""
-    target = tiny_target(dtype=torch.float64)
+    target = tiny_target(dtype=torch.float64, native=native)
     drafts = tiny_draft(target), tiny_draft(target, method="eagle1"), tiny_draft(target, aux_layers=(1, 3, 6))
     engines = [Engine(target, draft, depth=3) for draft in drafts]
     alone = [Engine(target, draft, depth=3) for draft in drafts]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fledge.decode.engine import Engine
 from fledge.jobs.training import draft as training_draft
 from fledge.models.weights import save_draft
-from fledge.targets.transformers import TransformersTarget
+from fledge.targets.native.target import NativeTarget
 from fledge.types import Features
 from support.chats import tiny_chats
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -72,7 +72,7 @@ def train(made, fledge, *more: object) -> str:
 def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monkeypatch):
     """If the target's hidden states become NaN at a later step, as from a text that overflows, the message names the
     target."""
-    features, rows = TransformersTarget.features, []
+    features, rows = NativeTarget.features, []
 
     def failing(self, row, layers):
         found = features(self, row, layers)
@@ -82,7 +82,7 @@ def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monk
             return found
         return Features(found.aux_TAD * float("nan"), found.last_TD)
 
-    monkeypatch.setattr(TransformersTarget, "features", failing)
+    monkeypatch.setattr(NativeTarget, "features", failing)
     said = train(made, fledge)
     assert "the gradient of step 2 is nan: the target computes NaN or infinite hidden states in float32" in said
     assert "--lr" not in said

@@ -22,7 +22,6 @@ from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
 from fledge.targets import transformers as transformers_target
-from fledge.targets.cache import TargetCache
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
@@ -32,7 +31,7 @@ from fledge.train.plan import StepPlan
 from fledge.types import Document, Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
-from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, features_for, tiny_draft, tiny_target
 from support.trees import propose_one, proposer_of
 
 STEPS = 5
@@ -96,19 +95,21 @@ class ScriptedDraft:
 def run_target(
     draft: Draft, target: TransformersTarget, tokens: Tensor, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Runs the target on one document in pieces; after each piece, it adds three tokens to the cache and rolls them
-    back. Returns the hidden states that the draft reads, and the logits."""
-    cache, at, aux, logits = TargetCache(), 0, [], []
+    """Runs the target on one document in pieces; with each piece, three tokens follow that the cache does not keep.
+    Returns the hidden states that the draft reads, and the logits."""
+    cache, at, aux, logits = target.new_cache([tokens.numel() + 3]), 0, [], []
+    junk = torch.tensor([7, 5, 3])
     for size in [*pieces, tokens.numel()]:
         if at >= tokens.numel():
             break
         piece = tokens[at : at + size]
-        out, features = target.verify(Tree.chain(piece[None]), cache, layers_of(draft.config, target))
-        logits.append(out[0])
-        aux.append(draft.select_states(features))
+        tree = Tree.chain(torch.cat([piece, junk])[None])
+        out, features = target.verify(tree, cache, layers_of(draft.config, target))
+        logits.append(out[0, : piece.numel()])
+        aux.append(draft.select_states(features)[: piece.numel()])
         at += piece.numel()
-        target.verify(Tree.chain(torch.tensor([[7, 5, 3]])), cache)
-        cache.rollback(at)
+        cache.keep(None, torch.tensor([piece.numel()]))
+    cache.select([])
     return torch.cat(aux), torch.cat(logits)
 
 
@@ -130,13 +131,9 @@ def decoding_values(
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         scripted.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])
-        if draft.family.one_pass and begin == 0:
-            proposer.admit([([], aux)])
+        propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
         if draft.family.one_pass:  # of all depths
-            proposer.source.run_pass([tokens[begin + 1 : slot + 2].tolist()], [aux[begin : slot + 1]])
             scripted.outs, scripted.said = ([row[None] for row in of[0]] for of in (scripted.outs, scripted.said))
-        else:
-            propose_one(proposer, tokens[begin + 1 : slot + 2], aux[begin : slot + 1])
         begin = slot + 1
         for k in range(min(steps, n - 1 - slot)):
             out[slot, k] = (scripted.outs[k][0], scripted.said[k][0], target_logits[slot + 1 + k])
@@ -248,17 +245,23 @@ SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
 }  # fmt: skip
 
 
-def models(name: str) -> tuple[TransformersTarget, Draft]:
+def models(name: str, native: bool = False) -> tuple[TransformersTarget, Draft]:
     of_target, of_draft = SHAPES[name]
-    target = tiny_target(tokenizer=False, **of_target)
+    target = tiny_target(tokenizer=False, native=native, **of_target)
     return target, tiny_draft(target, **of_draft)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_training_is_decoding(name: str) -> None:
+# each shape of a target, and each method, is also tested with the native implementation
+CASES = [(name, False) for name in SHAPES] + [
+    (n, True) for n in SHAPES if SHAPES[n][0] or n in ("llama", "eagle 1", "p-eagle")
+]
+
+
+@pytest.mark.parametrize(("name", "native"), CASES, ids=[f"{name}{', native' * native}" for name, native in CASES])
+def test_training_is_decoding(name: str, native: bool) -> None:
     """Training and decoding agree on every live slot and step, for a row of one document and for a row of several
     documents followed by filler."""
-    target, draft = models(name)
+    target, draft = models(name, native)
     steps = draft.family.trained_depth or STEPS
     assert difference(draft, target, ONE, row_of(ONE), [(1, (3,))], steps) <= TOLERANCE
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7), steps=steps) <= TOLERANCE
@@ -427,15 +430,16 @@ def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyP
     assert difference(draft, target, SEVERAL, row) > 1e-3
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("max_length", [16, 64])
-def test_longrope_is_one_function_of_the_document(max_length: int) -> None:
+def test_longrope_is_one_function_of_the_document(max_length: int, native: bool) -> None:
     """The features of a document are the same in a packed row, alone, and with the KV cache one token at a time,
     whether it is shorter or longer than longrope's original length. The short and long factors give other features."""
-    target = tiny_target(max_length=max_length, tokenizer=False, **rope(**LONGROPE))
+    target = tiny_target(max_length=max_length, tokenizer=False, native=native, **rope(**LONGROPE))
     draft = tiny_draft(target)
     documents = [document(n, seed=n) for n in (8, 40, 12, 17, 16)]
     packed = features_for(draft, target, make_row(documents, 100))
-    other = tiny_target(max_length=80 - max_length, tokenizer=False, **rope(**LONGROPE))
+    other = tiny_target(max_length=80 - max_length, tokenizer=False, native=native, **rope(**LONGROPE))
     start = 0
     for d in documents:
         n = d.tokens.numel()

@@ -30,7 +30,15 @@ from support.devices import needs_triton, on_device
 from support.losses import assert_same_gradients, gradients
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, row_of
-from support.targets import P_EAGLE, exact_target, features_for, tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import (
+    BOTH_IMPLEMENTATIONS,
+    P_EAGLE,
+    exact_target,
+    features_for,
+    tiny_draft,
+    tiny_target,
+    tiny_tokenizer,
+)
 from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of
 
 DOCUMENTS = [
@@ -212,14 +220,18 @@ def test_rates_outside_their_range_are_refused() -> None:
 
 
 @functools.cache
-def pair() -> tuple[TransformersTarget, Draft, list[list[int]]]:
-    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
+def fitted_draft() -> tuple[Draft, list[list[int]]]:
     target = exact_target()
     draft = tiny_draft(target, num_hidden_layers=2, hidden_size=256, intermediate_size=256, **P_EAGLE)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
     plain = Engine(target)
     fit_head(target, draft, [spoken(plain, p, 40)[0] for p in asked], 4)
-    return target, draft, asked
+    return draft, asked
+
+
+def pair(native: bool = False) -> tuple[TransformersTarget, Draft, list[list[int]]]:
+    """A target, a draft whose head is fitted to the target's answers so that some drafts are accepted, and prompts."""
+    return exact_target(native), *fitted_draft()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -230,9 +242,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("way", WAYS)
-def test_greedy_is_vanilla(way: str) -> None:
-    target, draft, asked = pair()
+def test_greedy_is_vanilla(way: str, native: bool) -> None:
+    target, draft, asked = pair(native)
     engine = Engine(target, draft, **WAYS[way])
     accepted = 0
     together = engine.generate_all(asked, batch=3, max_new_tokens=30)
@@ -245,18 +258,20 @@ def test_greedy_is_vanilla(way: str) -> None:
     assert accepted > 5
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("way", ["parallel", "tree"])
-def test_sampled_is_vanilla_at_the_same_seed(way: str, name: str) -> None:
-    target, draft, asked = pair()
+def test_sampled_is_vanilla_at_the_same_seed(way: str, name: str, native: bool) -> None:
+    target, draft, asked = pair(native)
     engine = Engine(target, draft, **WAYS[way])
     for i, prompt in enumerate(asked[:4]):
         assert_same(*both(engine, prompt, max_new_tokens=20, sampling=Sampling(**SAMPLINGS[name]), request=i))
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
-def test_sampled_drafts_together_and_alone(confidence: float) -> None:
-    target, draft, asked = pair()
+def test_sampled_drafts_together_and_alone(confidence: float, native: bool) -> None:
+    target, draft, asked = pair(native)
     engine = Engine(target, draft, depth=4, confidence=confidence)
     options = dict(max_new_tokens=20, sampling=Sampling(temperature=0.9, draft="sample", seed=4))
     together = engine.generate_all(asked, batch=4, **options)
@@ -272,8 +287,8 @@ def test_the_tree_is_the_likeliest() -> None:
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width), token_R, aux)
     said = proposer_of(draft, depth=depth)
-    said.admit([([], aux)])
-    _, logits = said.source.run_pass([token_R.tolist()], [aux])
+    propose_one(said, token_R, aux)
+    logits = said.source.logits_BKW
     logp, words = logits[0].float().log_softmax(-1).topk(width)
     pool, front = [], [(0.0, ())]
     for level in range(depth):

@@ -188,8 +188,8 @@ class TreeRows(CacheRows):
 
 
 class PromptRows(CacheRows):
-    """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other. Each row sees all tokens
-    of its sequence up to its own. Synchronizes once."""
+    """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other; some may have none. Each
+    row sees all tokens of its sequence up to its own. Synchronizes once."""
 
     def __init__(self, cache: KVCache, counts: Sequence[int]):
         self.cache, self.counts, self.lengths = cache, list(counts), cache.lengths
@@ -203,6 +203,7 @@ class PromptRows(CacheRows):
         """See `CacheRows.read`. All rows are queries."""
         out = []
         for q, (first, _), length in zip(q_QHd.split(self.counts), self.cache.segments, self.lengths, strict=True):
-            keys, values = self.cache.pool.buffer[layer, :, :, first : first + length + q.shape[0]]
-            out.append(causal_attention(q, keys, values, scale, window))
+            if q.shape[0]:
+                keys, values = self.cache.pool.buffer[layer, :, :, first : first + length + q.shape[0]]
+                out.append(causal_attention(q, keys, values, scale, window))
         return torch.cat(out)
