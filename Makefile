@@ -1,13 +1,14 @@
 # make demo   install, train a draft for the bundled model and measure it (five to six minutes on two cores)
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 2,210 in total, and check for tracebacks (about ten minutes)
+# make lossless   decode with 1,000 random settings and compare every token (four minutes)
 # make lint   check style and formatting with ruff
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test fuzz lossless lint clean
 demo: $(VENV)/installed
 	$(BIN)/python -m demo.run
 
@@ -16,6 +17,9 @@ test: $(VENV)/installed lint
 
 fuzz: $(VENV)/installed
 	FUZZ_CASES=170 $(BIN)/python -m pytest -q tests/test_fuzz.py --numprocesses auto --maxprocesses 8
+
+lossless: $(VENV)/installed
+	LOSSLESS_CASES=1000 $(BIN)/python -m pytest -q tests/test_random_settings.py --numprocesses auto --maxprocesses 8
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
