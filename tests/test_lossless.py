@@ -20,6 +20,7 @@ from fledge.decode.state import RoundState
 from fledge.decode.text import TextStream
 from fledge.models.kv_cache import KVCache
 from fledge.targets.cache import TargetCache
+from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import Objective
@@ -509,10 +510,11 @@ def test_breaking_it_is_noticed(
 
 
 @pytest.mark.gpu
-def test_two_devices() -> None:
+@BOTH_IMPLEMENTATIONS
+def test_two_devices(native: bool) -> None:
     """A target on the GPU with its draft on the CPU generates the same tokens as the target alone."""
     made = tiny_target(dtype=torch.float64)
-    target = TransformersTarget(made.model.to("cuda"), made.tokenizer)
+    target = (NativeTarget if native else TransformersTarget)(made.model.to("cuda"), made.tokenizer)
     engine = Engine(target, tiny_draft(made).cpu(), depth=4)
     assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
     for prompt in prompts(4, seed=15):
