@@ -51,8 +51,7 @@ def accepted(done: list[Completion]) -> list[list[tuple[int, int]]]:
     return [[(r.drafted, r.accepted) for r in c.trace.rounds] for c in done]
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("batch", [2, 3, 16])
+@pytest.mark.parametrize(("batch", "native"), [(2, False), (3, False), (16, False), (3, True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_answer_is_as_alone(way: str, batch: int, native: bool) -> None:
     """Tokens, text and rounds are those of the prompt alone. The prompts differ in length, the answers end at different
@@ -84,8 +83,7 @@ def test_sliding_windows(kind: str, way: str, native: bool) -> None:
         assert_same(a, b)
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("way", ["chain", "tree"])
 def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
@@ -98,8 +96,7 @@ def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
         assert_same(done, engine.generate(p, request=i, max_new_tokens=20, sampling=sampling[i]))
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("draft_rule", ["greedy", "sample"])
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: bool, native: bool) -> None:
