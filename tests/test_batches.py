@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, prompts
 from support.mutations import replace_function
-from support.targets import BOTH_IMPLEMENTATIONS, SLIDING, exact_target, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, SLIDING, exact_target, tiny_draft, tiny_target
 from support.trees import SHAPES, good_pair
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -50,8 +51,7 @@ def accepted(done: list[Completion]) -> list[list[tuple[int, int]]]:
     return [[(r.drafted, r.accepted) for r in c.trace.rounds] for c in done]
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("batch", [2, 3, 16])
+@pytest.mark.parametrize(("batch", "native"), [(2, False), (3, False), (16, False), (3, True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_answer_is_as_alone(way: str, batch: int, native: bool) -> None:
     """Tokens, text and rounds are those of the prompt alone. The prompts differ in length, the answers end at different
@@ -83,8 +83,7 @@ def test_sliding_windows(kind: str, way: str, native: bool) -> None:
         assert_same(a, b)
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("way", ["chain", "tree"])
 def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
@@ -97,8 +96,7 @@ def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
         assert_same(done, engine.generate(p, request=i, max_new_tokens=20, sampling=sampling[i]))
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("draft_rule", ["greedy", "sample"])
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: bool, native: bool) -> None:
@@ -265,6 +263,44 @@ def test_nothing_is_left_in_the_pools(way: str, pools: list[SlotPool]) -> None:
     list(engine.stream(asked[0], max_new_tokens=9))
     assert target.pool in pools and len(pools) > (way != "no draft")
     assert [pool.slots for pool in pools] == [0] * len(pools)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("way", [way for way in WAYS if "unstable" not in way])
+def test_rows_stay_in_their_segments(way: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request writes or moves slots outside its own segment, of target and draft, up to the end of its answer."""
+    target, draft, asked = good_pair(native=True)
+    tried = [WAYS[way]]
+    if method == "peagle":
+        draft = tiny_draft(target, **P_EAGLE)
+    else:
+        tried.append(WAYS[way] | dict(stable=False))
+    writes, moves = 0, 0
+
+    def check(cache: KVCache, slot_BR: Tensor) -> None:
+        for (first, size), slots in zip(cache.segments, slot_BR.tolist(), strict=True):
+            assert first <= min(slots) and max(slots) < first + size
+
+    def written(begin: Any, rows: TreeRows, cache: KVCache, n: int, *given: Any, **options: Any) -> None:
+        nonlocal writes
+        begin(rows, cache, n, *given, **options)
+        check(cache, rows.slot_M.view(len(cache.segments), n))
+        writes += 1
+
+    def moved(keep: Any, cache: KVCache, path_BR: Tensor | None, count_B: Tensor) -> None:
+        nonlocal moves
+        if path_BR is not None:
+            first_B1 = (cache.start_B + cache.length_B)[:, None]
+            check(cache, first_B1 + path_BR)
+            check(cache, first_B1 + torch.arange(path_BR.shape[1]))
+            moves += 1
+        keep(cache, path_BR, count_B)
+
+    replace_function(monkeypatch, TreeRows, "__init__", written)
+    replace_function(monkeypatch, KVCache, "keep", moved)
+    for options, new in itertools.product(tried, (2, 3, 9, 30)):
+        Engine(target, draft, **options).generate_all(asked, batch=4, max_new_tokens=new)
+    assert writes and (moves or "chain" in way)
 
 
 class Fails:
@@ -504,11 +540,13 @@ def test_breaking_it_is_noticed(
 
 
 @pytest.mark.gpu
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("way", WAYS)
-def test_on_a_gpu(way: str) -> None:
+def test_on_a_gpu(way: str, native: bool) -> None:
     """On a GPU in float64, each answer is the one that the target alone gives to its prompt."""
     made, draft, asked = good_pair()
-    target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
+    kind = NativeTarget if native else TransformersTarget
+    target = kind(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
     engine = Engine(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])
     together = engine.generate_all(asked, batch=4, max_new_tokens=25)
     for done, prompt in zip(together, asked, strict=True):

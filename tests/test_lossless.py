@@ -20,6 +20,7 @@ from fledge.decode.state import RoundState
 from fledge.decode.text import TextStream
 from fledge.models.kv_cache import KVCache
 from fledge.targets.cache import TargetCache
+from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import Objective
@@ -80,9 +81,8 @@ def test_greedy_is_vanilla(depth: int, vocabulary: int, native: bool) -> None:
         assert_same(*both(engine, prompt, max_new_tokens=30))
 
 
-@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mistral"])
-@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize(("depth", "native"), [(1, False), (3, False), (6, False), (3, True)])
 def test_greedy_is_vanilla_when_drafts_are_good(
     family: str, depth: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +156,7 @@ def test_rollback_is_exact(name: str, native: bool) -> None:
         before = at
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampled_is_vanilla_at_the_same_seed(
     name: str, memory: bool, native: bool, monkeypatch: pytest.MonkeyPatch
@@ -509,10 +508,11 @@ def test_breaking_it_is_noticed(
 
 
 @pytest.mark.gpu
-def test_two_devices() -> None:
+@BOTH_IMPLEMENTATIONS
+def test_two_devices(native: bool) -> None:
     """A target on the GPU with its draft on the CPU generates the same tokens as the target alone."""
     made = tiny_target(dtype=torch.float64)
-    target = TransformersTarget(made.model.to("cuda"), made.tokenizer)
+    target = (NativeTarget if native else TransformersTarget)(made.model.to("cuda"), made.tokenizer)
     engine = Engine(target, tiny_draft(made).cpu(), depth=4)
     assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
     for prompt in prompts(4, seed=15):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from fledge.kernels import linear
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Implementation, Objective, ttt
@@ -327,8 +329,8 @@ def test_modes_of_drafting() -> None:
 def test_on_a_gpu() -> None:
     """On a GPU, decoding in float64 gives the target's tokens, and the kernels' gradients are close to eager ones."""
     made, draft, asked = pair()
-    target = TransformersTarget(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
-    for way in WAYS.values():
+    for way, kind in itertools.product(WAYS.values(), (TransformersTarget, NativeTarget)):
+        target = kind(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
         engine = Engine(target, copy.deepcopy(draft).to("cuda"), **way)
         for done, prompt in zip(engine.generate_all(asked, batch=3, max_new_tokens=20), asked, strict=True):
             assert_same(done, engine.generate(prompt, max_new_tokens=20, speculate=False))

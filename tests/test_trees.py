@@ -228,8 +228,7 @@ def test_masks_that_a_model_does_not_take_are_refused(monkeypatch: pytest.Monkey
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("vocabulary", [400, 300])
+@pytest.mark.parametrize(("vocabulary", "native"), [(400, False), (300, False), (300, True)])
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 8, 8), (3, 10, 2), (5, 30, 4), (8, 60, 3)])
 def test_greedy_is_vanilla(depth: int, nodes: int, width: int, vocabulary: int, native: bool) -> None:
     """In float64 the tokens are exactly the same, while rounds accept different numbers of drafted tokens."""
@@ -301,8 +300,7 @@ def test_greedy_is_vanilla_with_fixed_trees(name: str, native: bool) -> None:
         assert_same(*both(engine, prompt, max_new_tokens=40))
 
 
-@BOTH_IMPLEMENTATIONS
-@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampled_is_vanilla_at_the_same_seed(name: str, memory: bool, native: bool) -> None:
     """Each node is processed with its own prefix, and a processor that has state sees the same prefixes in order."""
