@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fledge.decode import batch as batch_module
+from fledge.decode import scheduler
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.state import RoundState
@@ -198,14 +199,14 @@ def test_prompts_are_read_together_and_apart(most: int, native: bool, monkeypatc
 
 def watch_after_dismissals(monkeypatch: pytest.MonkeyPatch, watch: Callable[[Batch], int]) -> list[int]:
     """Returns a list to which `watch` of a batch is added when complete requests have left it."""
-    seen, dismiss = [], Batch.dismiss
+    seen, dismiss = [], Batch._dismiss
 
     def watched(self: Batch) -> None:
         dismiss(self)
         if self.running:
             seen.append(watch(self))
 
-    monkeypatch.setattr(Batch, "dismiss", watched)
+    monkeypatch.setattr(Batch, "_dismiss", watched)
     return seen
 
 
@@ -235,7 +236,8 @@ def test_segments_of_ended_requests_are_used_again(way: str, monkeypatch: pytest
         monkeypatch, lambda batch: max(batch.cache.pool.slots, batch.proposer.source.pool.slots)
     )
     together = engine.generate_all(asked, batch=4, max_new_tokens=12)
-    longest = 400 + 12 + 3 * (12 + 12) + 4 * 50  # at most 50 slots of a segment are for a round
+    # at most 50 slots of a segment are for a round, and a pool grows by a quarter at least
+    longest = 1.25 * (400 + 12 + 3 * (12 + 12) + 4 * 50)
     assert 400 < max(seen) < longest < sum(map(len, asked)) + 12 * len(asked)
     assert [c.tokens for c in together] == [c.tokens for c in alone(engine, asked, max_new_tokens=12)]
 
@@ -316,7 +318,6 @@ class Fails:
         return scores
 
 
-@pytest.mark.xfail(strict=True, reason="caches are freed by the end of requests only")
 @pytest.mark.parametrize("way", [*WAYS, "no draft"])
 @pytest.mark.parametrize("end", ["closed", "failed", "failed in the prompt"])
 def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +377,7 @@ def test_a_long_prompt_does_not_enlarge_the_caches_of_short_ones(
     engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 8)
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 8)
-    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
+    monkeypatch.setattr(scheduler, "SMALL_BATCH_SLOTS", 64)
     short, long = prompts(20, longest=6, seed=2), [5] * 450
     engine.generate_all(short[:2], **options)  # the first call checks what the target supports
     apart = peak_of(engine, short, batch=16, **options)[0] + peak_of(engine, [long], **options)[0]
@@ -384,7 +385,7 @@ def test_a_long_prompt_does_not_enlarge_the_caches_of_short_ones(
     together, done = peak_of(engine, asked, batch=16, **options)
     assert together < 2 * apart
     assert [c.tokens for c in done] == [c.tokens for c in alone(engine, asked, **options)]
-    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 1 << 20)
+    monkeypatch.setattr(scheduler, "SMALL_BATCH_SLOTS", 1 << 20)
     in_one = peak_of(engine, asked, batch=16, **options)[0]
     if native:
         assert in_one < 2 * apart, "segments have the lengths of their requests"
@@ -396,7 +397,7 @@ def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -
     """Prompts share one batch if its cache has at most twice the slots that they need; otherwise there are several."""
     target, draft, _ = good_pair()
     engine, batches = Engine(target, draft, depth=3), []
-    monkeypatch.setattr(batch_module, "SMALL_BATCH_SLOTS", 64)
+    monkeypatch.setattr(scheduler, "SMALL_BATCH_SLOTS", 64)
     begin = Batch.__init__
     monkeypatch.setattr(Batch, "__init__", lambda self, *of: batches.append(1) or begin(self, *of))
     engine.generate_all([[5] * n for n in range(40, 140, 10)], max_new_tokens=12)

@@ -70,42 +70,46 @@ def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_segments_are_allocated_released_and_merged(small_pools: None) -> None:
     """A segment takes the first free range that is large enough, and adjacent free ranges are one."""
     pool = new_pool()
-    assert [pool.allocate(n) for n in (4, 3, 5)] == [0, 4, 7] and pool.slots == 12
+    assert pool.allocate([4, 3, 5]) == [(0, 4), (4, 3), (7, 5)] and pool.slots == 12
     pool.release(4, 3)
-    assert pool.allocate(4) == 12 and pool.slots == 16, "3 slots are too few"
-    assert pool.allocate(2) == 4
+    assert pool.allocate([4]) == [(12, 4)] and pool.slots == 16, "3 slots are too few"
+    assert pool.allocate([2]) == [(4, 2)]
     pool.release(0, 4)
     pool.release(7, 5)
-    assert pool.allocate(7) == 16, "4 and 6 slots are free, which are not adjacent"
+    assert pool.allocate([7]) == [(16, 7)], "4 and 6 slots are free, which are not adjacent"
     pool.release(4, 2)
-    assert pool.allocate(12) == 0, "they are now"
+    assert pool.allocate([12]) == [(0, 12)], "they are now"
     assert pool.slots == 23
+    assert pool.allocate([2]) == [(23, 2)] and pool.slots == 28, "a pool grows by a quarter at least"
+
+
+def test_segments_are_allocated_together_or_not_at_all(small_pools: None) -> None:
+    """The pool grows once for several segments."""
+    pool = new_pool()
+    pool.allocate([4])
+    assert pool.allocate([3, 9]) == [(4, 3), (7, 9)] and pool.slots == 16
 
 
 def test_memory_is_freed_with_the_last_segment(small_pools: None) -> None:
-    """A pinned pool keeps its buffer, whose address a CUDA graph knows."""
     pool = new_pool()
     pool.reserve(10)
     assert pool.slots == 10
-    a, b = pool.allocate(3), pool.allocate(4)
+    a, b = pool.allocate([3, 4])
     assert pool.slots == 10
-    pool.release(a, 3)
+    pool.release(*a)
     assert pool.slots == 10
-    pool.release(b, 4)
+    pool.release(*b)
     assert pool.slots == pool.buffer.numel() == 0
-    pool.pinned = True
-    a = pool.allocate(6)
+    pool.allocate([6])
     buffer = pool.buffer
-    pool.release(a, 6)
-    assert pool.buffer is buffer and pool.allocate(6) == 0 and pool.buffer is buffer
     pool.reserve(3)
     assert pool.buffer is buffer, "it has as many"
 
 
 def test_a_new_pool_has_room_for_more_than_one_short_request() -> None:
     pool = new_pool()
-    assert pool.allocate(5) == 0 and pool.slots == kv_cache.MIN_SLOTS == 256
-    pool.allocate(300)
+    assert pool.allocate([5]) == [(0, 5)] and pool.slots == kv_cache.MIN_SLOTS == 256
+    pool.allocate([300])
     assert pool.slots == 556
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
+from fledge.decode.rounds import Rounds
 from fledge.decode.state import RoundState
 from fledge.decode.text import TextStream
 from fledge.models.kv_cache import KVCache
@@ -466,8 +467,10 @@ def commit_the_drafts_token(rule: Any, tree: Tree, *given: Any) -> Verdict:
     return replace(verdict, token_BR=torch.where(count_B1 < N, wrong_BR, verdict.token_BR))
 
 
-def commit_one_too_many(listed: Any, verdict: Verdict) -> list[tuple[list[int], list[int]]]:
-    return [(path, [*tokens, 5]) for path, tokens in listed(verdict)]
+def commit_one_too_many(verify_trees: Any, *given: Any) -> Tensor:
+    token_BR, count_B1, drafted_B1 = (results := verify_trees(*given)).split([results.shape[1] - 2, 1, 1], dim=1)
+    token_BR = torch.cat([token_BR, token_BR[:, :1]], dim=1).scatter(1, count_B1, 5)
+    return torch.cat([token_BR, count_B1 + 1, drafted_B1], dim=1)
 
 
 def forget_a_token_too_few(keep: Any, cache: TargetCache | KVCache, path_BR: Any, count_B: Tensor) -> None:
@@ -480,7 +483,7 @@ def forget_nothing(keep: Any, cache: TargetCache, path_BR: Any, count_B: Tensor)
 
 MUTATIONS = [  # (owner, function, what replaces it, the target's implementation is native)
     (verify, "verify_by_match", commit_the_drafts_token, False),
-    (Verdict, "to_lists", commit_one_too_many, False),
+    (Rounds, "verify_trees", commit_one_too_many, False),
     (TargetCache, "keep", forget_a_token_too_few, False),
     (TargetCache, "keep", forget_nothing, False),
     (KVCache, "keep", forget_a_token_too_few, True),

@@ -460,9 +460,9 @@ def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible_BSJ: 
     begin(rows, cache, n, torch.ones_like(visible_BSJ) if drafts else visible_BSJ, **options)
 
 
-def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, attend: Any, **options: Any) -> Tensor:
+def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, *given: Any, **options: Any) -> Tensor:
     deeper = 0 if "query_rows" in options else 1  # the pass over committed tokens stays correct
-    return step(token, hidden, position + deeper, attend, **options)
+    return step(token, hidden, position + deeper, *given, **options)
 
 
 def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor:

@@ -92,7 +92,11 @@ class Batch:
         while requests:
             count = self._prefill_count(requests)
             joining = Joining(self, requests[:count])
-            yield from joining.requests
+            try:
+                yield from joining.requests
+            except BaseException:  # the consumer stopped
+                joining.free()
+                raise
             self._join(joining)
             requests = requests[count:]
 
@@ -241,6 +245,21 @@ class Joining:
         sizes = [r.longest for r in requests]  # a request that is complete may run for one round more
         self.cache = target.new_cache([n + proposer.nodes + 2 * proposer.levels + 1 for n in sizes])
         self.draft_cache = proposer.new_cache([n + proposer.scratch + proposer.levels + 1 for n in sizes])
+        try:
+            self._prefill(start)
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Frees the caches of all requests."""
+        self.cache.select([])
+        if self.draft_cache is not None:
+            self.draft_cache.select([])
+
+    def _prefill(self, start: float) -> None:
+        """Runs target and draft over the prompts, and commits the first tokens. `start` is when prefilling began."""
+        requests, target = self.requests, self.batch.target
         logits_BV, aux_BAD = self._read([r.prefix for r in requests])
         target.check_numbers(logits_BV)
         token_B = self._first_tokens(logits_BV)

@@ -52,7 +52,8 @@ class RoundState:
         return self._map(lambda x: x[index_B])
 
     def to(self, device: torch.device) -> RoundState:
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        """On another device. Waits for a copy to the CPU, and for no other."""
+        return self._map(lambda x: x.to(device, non_blocking=device.type != "cpu"))
 
     @staticmethod
     def concatenate(states: Sequence[RoundState]) -> RoundState:

@@ -19,14 +19,13 @@ class SlotPool:
 
     A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
     without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
-    infinite values. The pool grows when no segment fits; its buffer is then another tensor. Its memory is freed with
-    its last segment, unless it is `pinned`, as for CUDA graphs that read the buffer.
+    infinite values. The pool grows when segments do not fit; its buffer is then another tensor. Its memory is freed
+    with its last segment.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
         self._shape = layers, 2, kv_heads, 0, head_dim
         self.buffer = torch.zeros(self._shape, device=device, dtype=dtype)
-        self.pinned = False
         self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
 
     @property
@@ -40,20 +39,24 @@ class SlotPool:
             self._free = _merged([*self._free, (self.slots, slots)])
             self.buffer = F.pad(self.buffer, (0, 0, 0, more))
 
-    def allocate(self, size: int) -> int:
-        """The first slot of a free segment of `size` slots, which is free no longer. The pool grows if needed."""
-        fitting = next((i for i, (first, end) in enumerate(self._free) if end - first >= size), None)
-        if fitting is None:
-            self.reserve(max(self.slots + size, 2 * self.slots, MIN_SLOTS))  # few growths, as graphs depend on it
-            return self.allocate(size)
-        first, end = self._free[fitting]
-        self._free[fitting] = (first + size, end)
-        return first
+    def allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """A segment (first slot, size) of each size, which is free no longer. The pool grows if they do not fit."""
+        free, segments = list(self._free), []
+        for size in sizes:
+            at = next((i for i, (first, end) in enumerate(free) if end - first >= size), None)
+            if at is None:  # by a quarter at least, since growing copies all slots, and graphs are captured again
+                self.reserve(max(self.slots + max(sum(sizes), self.slots // 4), MIN_SLOTS))
+                return self.allocate(sizes)
+            first, end = free[at]
+            free[at] = (first + size, end)
+            segments.append((first, size))
+        self._free = free
+        return segments
 
     def release(self, first: int, size: int) -> None:
         """Makes a segment free again."""
         self._free = _merged([*self._free, (first, first + size)])
-        if self._free == [(0, self.slots)] and not self.pinned:
+        if self._free == [(0, self.slots)]:
             self.buffer, self._free = self.buffer.new_zeros(self._shape), []
 
 
@@ -76,7 +79,7 @@ class KVCache:
 
     def __init__(self, pool: SlotPool, sizes: Sequence[int] = ()):
         self.pool = pool
-        self.segments = [(pool.allocate(size), size) for size in sizes]
+        self.segments = pool.allocate(sizes)
         device = pool.buffer.device
         self.start_B = torch.tensor([first for first, _ in self.segments], dtype=torch.int64).to(device)
         self.length_B = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
