@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -184,11 +184,13 @@ def library_times(matrix: Matrix, weights: list[Tensor], M: int, options) -> dic
 def candidates(matrix: Matrix) -> list[Tiles]:
     """Tile sizes whose buffers fit into shared memory, with the default first."""
     blocks = [  # outputs, inputs, warps
-        (16, 256, 1), (16, 512, 1), (16, 512, 2), (32, 128, 2), (32, 256, 2), (32, 256, 4), (32, 512, 4),
-        (64, 64, 4), (64, 128, 4), (64, 256, 4), (64, 256, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8),
+        (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8), (16, 1024, 8),
+        (32, 64, 1), (32, 128, 2), (32, 128, 4), (32, 256, 4), (32, 256, 8), (32, 512, 8),
+        (64, 64, 1), (64, 64, 2), (64, 128, 2), (64, 128, 4), (64, 256, 4), (64, 256, 8),
+        (128, 64, 2), (128, 128, 2), (128, 128, 4), (128, 128, 8),
     ]  # fmt: skip
     found = [default_tiles(matrix)]
-    for (outputs, inputs, warps), stages in itertools.product(blocks, (3, 4, 5, 6, 8, 12)):
+    for (outputs, inputs, warps), stages in itertools.product(blocks, (3, 4, 6, 8, 12)):
         tiles = Tiles(outputs=outputs, inputs=inputs, warps=warps, stages=stages)
         shared = 2 * inputs * (outputs + tiles.rows) * (stages - 1)
         programs = math.ceil(matrix.O / outputs)
@@ -201,17 +203,21 @@ def candidates(matrix: Matrix) -> list[Tiles]:
     return list(dict.fromkeys(found))
 
 
-def compile_one(job: tuple[Matrix, Tiles]) -> str | None:
+def compile_one(matrix: Matrix, tiles: Tiles, device: str, dtype: torch.dtype) -> str | None:
     """Runs a product once, on weights whose rows are one row, and returns its error; in a process of its own."""
-    matrix, tiles = job
-    torch.set_default_device("cuda")
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
     try:
         tiled(matrix, arguments(matrix, 1), torch.ones(1, matrix.I).expand(matrix.O, -1), tiles)
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
     except Exception as e:  # of any kind: a tile size that the compiler or the GPU refuses is left out
         return f"{type(e).__name__}: {str(e)[:200]}"
     return None
+
+
+def submit(pool: ProcessPoolExecutor, matrix: Matrix, tiles: Tiles, options) -> Future:
+    return pool.submit(compile_one, matrix, tiles, options.device, torch.get_default_dtype())
 
 
 def sweep(chosen: list[Matrix], record: dict, options, start: float) -> None:
@@ -219,13 +225,13 @@ def sweep(chosen: list[Matrix], record: dict, options, start: float) -> None:
     record |= {"best": [], "failed": [], "left_out": 0}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-        jobs = {m.name: [(m, pool.submit(compile_one, (m, t)), t) for t in candidates(m)] for m in chosen}
-        wait(future for of_one in jobs.values() for _, future, _ in of_one)  # they would disturb the times
+        jobs = {m: [(t, submit(pool, m, t, options)) for t in candidates(m)] for m in chosen}
+        wait([future for of_one in jobs.values() for _, future in of_one])  # they would disturb the times
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
         for place, matrix in enumerate(chosen):
             begun = time.perf_counter()
             share = (deadline - begun) / (len(chosen) - place)
-            sweep_one(matrix, jobs[matrix.name], record, options, begun + share, pool)
+            sweep_one(matrix, jobs[matrix], record, options, begun + share, pool)
             write_record(options.out, record)
     print(f"{len(record['rows'])} times, {len(record['failed'])} failed, {record['left_out']} left out", flush=True)
 
@@ -240,7 +246,7 @@ def sweep_one(matrix: Matrix, jobs: list, record: dict, options, deadline: float
     times: dict[Tiles, list[float]] = {}
 
     def time_all(jobs: list, reserve: float) -> None:
-        for _, compiled, tiles in jobs:
+        for tiles, compiled in jobs:
             if time.perf_counter() > deadline - reserve:
                 record["left_out"] += 1
                 continue
@@ -261,8 +267,8 @@ def sweep_one(matrix: Matrix, jobs: list, record: dict, options, deadline: float
     time_all(jobs, reserve=3.0)
     best = sorted(times, key=lambda t: sum(times[t]))[:5]
     more = [replace(t, dependent=True, ahead=n) for t in best for n in (256, 1024)]
-    jobs = [(matrix, pool.submit(compile_one, (matrix, t)), t) for t in more]
-    wait(future for _, future, _ in jobs)
+    jobs = [(tiles, submit(pool, matrix, tiles, options)) for tiles in more]
+    wait([future for _, future in jobs])
     time_all(jobs, reserve=0.0)
     for i, M in enumerate(ROWS):
         row, texts = dict(library[M]), []

@@ -101,9 +101,9 @@ def test_values(kind: str, M: int, O: int, I: int, poisoned) -> None:
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(rows=16, outputs=16, inputs=32, splits=2),
+        Tiles(rows=16, outputs=16, inputs=32, warps=2, splits=2),
         Tiles(outputs=32, inputs=64, splits=3),  # of two steps: the last share is empty
-        Tiles(outputs=64, inputs=16),
+        Tiles(outputs=64, inputs=16, warps=1),
     ],
     ids=lambda t: f"{t.outputs}x{t.inputs}",
 )

@@ -1,8 +1,10 @@
 """Products of few rows in Triton.
 
 A program computes a tile of outputs for 8 rows of x. The weights are the left operand of the tensor cores, whose tiles
-have 16 rows on the left and 8 columns on the right: few rows of x then pad little, and each warp has its own weights.
-Enough steps are loaded ahead that each multiprocessor always waits for some 64 KiB or more.
+have 16 rows on the left and 8 columns on the right, so that few rows of x are padded little. Each warp multiplies its
+own part of the columns of a step, as a batched product, and the parts are added at the end: with all columns in one
+warp, the chain of dependent products would take about as long as the weights are read. Steps are loaded ahead, such
+that each multiprocessor always waits for some 64 KiB or more.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _epilogue(
 @triton.jit(do_not_specialize=["M", "O"])
 def _product(
     x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, square_ptr, M, O, sw, sr, eps,
-    I: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, SPLITS: tl.constexpr,
+    I: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -68,9 +70,10 @@ def _product(
     STEPS: tl.constexpr = (I + BI - 1) // BI
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     EVEN: tl.constexpr = SPLITS * SHARE * BI == I
-    k = tl.arange(0, BI)
-    w_ptrs = w_ptr + row.to(tl.int64)[:, None] * sw + (split * SHARE * BI + k)[None, :]
-    x_ptrs = x_ptr + m.to(tl.int64)[None, :] * I + (split * SHARE * BI + k)[:, None]
+    BP: tl.constexpr = BI // PARTS
+    k = split * SHARE * BI + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
+    w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
     if DEPENDENT:
         line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
         ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (split * SHARE * BI + line)[None, :]
@@ -80,26 +83,26 @@ def _product(
         )
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc_RB = tl.zeros((BO, BM), tl.float32)
-    square_IB = tl.zeros((BI, BM), tl.float32)
-    for step in range(SHARE):
+    acc_PRB = tl.zeros((PARTS, BO, BM), tl.float32)
+    square_PIB = tl.zeros((PARTS, BP, BM), tl.float32)
+    for _ in range(SHARE):
         if EVEN:
             w = tl.load(w_ptrs, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=(m < M)[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=(m < M)[None, None, :], other=0.0)
         else:
-            valid = (split * SHARE + step) * BI + k < I
-            w = tl.load(w_ptrs, mask=valid[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=valid[:, None] & (m < M)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(k < I)[:, None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(k < I)[:, :, None] & (m < M)[None, None, :], other=0.0)
         if NORM:
-            i = (split * SHARE + step) * BI + k
-            gain = tl.load(gain_ptr + i) if EVEN else tl.load(gain_ptr + i, mask=i < I, other=0.0)
+            gain = tl.load(gain_ptr + k) if EVEN else tl.load(gain_ptr + k, mask=k < I, other=0.0)
             wide = x.to(tl.float32)
-            square_IB += wide * wide
-            x = (wide * gain.to(tl.float32)[:, None]).to(x.dtype)
-        acc_RB = tl.dot(w, x, acc_RB, input_precision="ieee")
+            square_PIB += wide * wide
+            x = (wide * gain.to(tl.float32)[:, :, None]).to(x.dtype)
+        acc_PRB = tl.dot(w, x, acc_PRB, input_precision="ieee")
         w_ptrs += BI
         x_ptrs += BI
-    square_B = tl.sum(square_IB, 0)
+        k += BI
+    acc_RB = tl.sum(acc_PRB, 0)
+    square_B = tl.sum(tl.sum(square_PIB, 1), 0)
     if SPLITS == 1:
         _epilogue(
             acc_RB, square_B, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL
@@ -182,9 +185,9 @@ def product(
     element = LINE // x.element_size()
     _product[(triton.cdiv(M, tiles.rows), triton.cdiv(O, outputs), S)](
         x, gain, weight_RI, bias, residual, out, part, square, M, O, weight_RI.stride(0), sr, eps,
-        I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, **flags, DEPENDENT=tiles.dependent,
-        AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element, num_warps=tiles.warps, num_stages=tiles.stages,
-        **launch,
+        I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.warps, **flags,
+        DEPENDENT=tiles.dependent, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )  # fmt: skip
     if S > 1:
         _finish[(M, triton.cdiv(O, FINISH))](
