@@ -8,9 +8,10 @@ layers of a network do. `us` is that of the product with what is fused into it, 
 (the same work by several kernels), and `linear_us` that of F.linear alone. `gb_per_s` counts the bytes of the weights.
 On a CPU, only the definitions run, without a graph.
 
-`--sweep` times each matrix with many tile sizes, and the best of them again as dependent launches. Processes compile
-the kernels to Triton's cache first. It prints the best three of each matrix and number of rows, and records all. A
-sweep that reaches `--seconds` leaves out the rest; `left_out` counts the tile sizes that were not timed.
+`--sweep` times each matrix with many tile sizes, and the best of them again with smaller parts and as dependent
+launches. Processes compile the kernels to Triton's cache first. It prints the best three of each matrix and number of
+rows, and records all. A sweep that reaches `--seconds` leaves out the rest; `left_out` counts the tile sizes that were
+not timed.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="replays of each graph; the shortest counts")
     parser.add_argument("--sweep", action="store_true", help="time many tile sizes; needs a GPU")
     parser.add_argument("--seconds", type=float, default=150.0, help="after which a sweep ends")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile for a sweep")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count(), 16), help="that compile for a sweep")
     options = parser.parse_args()
     start = time.perf_counter()
     chosen = [m for m in matrices(SHAPES[options.shape]) if not options.only or m.name in options.only]
@@ -191,7 +193,8 @@ def candidates(matrix: Matrix) -> list[Tiles]:
     ]  # fmt: skip
     found = [default_tiles(matrix)]
     for (outputs, inputs, warps), stages in itertools.product(blocks, (3, 4, 6, 8, 12)):
-        tiles = Tiles(outputs=outputs, inputs=inputs, warps=warps, stages=stages)
+        part = min(64, inputs // warps)
+        tiles = Tiles(outputs=outputs, inputs=inputs, part=part, warps=warps, stages=stages)
         shared = 2 * inputs * (outputs + tiles.rows) * (stages - 1)
         programs = math.ceil(matrix.O / outputs)
         if shared > MOST_SHARED or shared < 24 * 1024:
@@ -216,8 +219,20 @@ def compile_one(matrix: Matrix, tiles: Tiles, device: str, dtype: torch.dtype) -
     return None
 
 
-def submit(pool: ProcessPoolExecutor, matrix: Matrix, tiles: Tiles, options) -> Future:
-    return pool.submit(compile_one, matrix, tiles, options.device, torch.get_default_dtype())
+def submit(pool: ProcessPoolExecutor, matrix: Matrix, tiles: Tiles, options) -> Future | None:
+    """`compile_one` in the pool; None if a process of it has died, and the caller compiles."""
+    try:
+        return pool.submit(compile_one, matrix, tiles, options.device, torch.get_default_dtype())
+    except BrokenProcessPool:
+        return None
+
+
+def result(compiled: Future | None) -> str | None:
+    """The error of `compile_one`; None if there is none, or if the process died."""
+    try:
+        return None if compiled is None else compiled.result()
+    except BrokenProcessPool:
+        return None
 
 
 def sweep(chosen: list[Matrix], record: dict, options, start: float) -> None:
@@ -226,7 +241,7 @@ def sweep(chosen: list[Matrix], record: dict, options, start: float) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         jobs = {m: [(t, submit(pool, m, t, options)) for t in candidates(m)] for m in chosen}
-        wait([future for of_one in jobs.values() for _, future in of_one])  # they would disturb the times
+        wait([future for of_one in jobs.values() for _, future in of_one if future])  # they would disturb the times
         print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
         for place, matrix in enumerate(chosen):
             begun = time.perf_counter()
@@ -250,10 +265,9 @@ def sweep_one(matrix: Matrix, jobs: list, record: dict, options, deadline: float
             if time.perf_counter() > deadline - reserve:
                 record["left_out"] += 1
                 continue
-            error = compiled.result()
+            error = result(compiled)
             if error is None:
-                found = tiled(matrix, a, weights[0], tiles).float()
-                off = float((found - exact).norm() / exact.norm())
+                off = float((tiled(matrix, a, weights[0], tiles).float() - exact).norm() / exact.norm())
                 error = None if off < 0.02 else f"results differ by {off:.3f}"
             if error is not None:
                 record["failed"].append({"matrix": matrix.name, "tiles": asdict(tiles), "error": error})
@@ -267,8 +281,9 @@ def sweep_one(matrix: Matrix, jobs: list, record: dict, options, deadline: float
     time_all(jobs, reserve=3.0)
     best = sorted(times, key=lambda t: sum(times[t]))[:5]
     more = [replace(t, dependent=True, ahead=n) for t in best for n in (256, 1024)]
+    more += [replace(t, part=n) for t in best[:3] for n in (16, 32) if n < t.part]
     jobs = [(tiles, submit(pool, matrix, tiles, options)) for tiles in more]
-    wait([future for _, future in jobs])
+    wait([future for _, future in jobs if future])
     time_all(jobs, reserve=0.0)
     for i, M in enumerate(ROWS):
         row, texts = dict(library[M]), []
@@ -288,9 +303,11 @@ def sweep_one(matrix: Matrix, jobs: list, record: dict, options, deadline: float
 
 
 def name(t: Tiles) -> str:
-    """Outputs x inputs, warps, stages, splits and columns fetched ahead."""
+    """Outputs x inputs, columns of a part, warps, stages, splits and columns fetched ahead."""
     ahead = f" pdl{t.ahead}" if t.dependent else ""
-    return f"{t.outputs}x{t.inputs} w{t.warps} s{t.stages}" + (f" k{t.splits}" if t.splits > 1 else "") + ahead
+    return (
+        f"{t.outputs}x{t.inputs} p{t.part} w{t.warps} s{t.stages}" + (f" k{t.splits}" if t.splits > 1 else "") + ahead
+    )
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ def test_values(kind: str, M: int, O: int, I: int, poisoned) -> None:
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(rows=16, outputs=16, inputs=32, warps=2, splits=2),
+        Tiles(rows=16, outputs=16, inputs=32, part=16, splits=2),
         Tiles(outputs=32, inputs=64, splits=3),  # of two steps: the last share is empty
-        Tiles(outputs=64, inputs=16, warps=1),
+        Tiles(outputs=64, inputs=16, part=16),
     ],
     ids=lambda t: f"{t.outputs}x{t.inputs}",
 )
@@ -190,7 +190,7 @@ def test_large_matrices(kind: str, O: int, I: int) -> None:
             assert torch.equal(case(rows), whole[rows])
         assert all(torch.equal(case(), whole) for _ in range(5))
         if dtype == torch.bfloat16:
-            for tiles in (Tiles(outputs=64, inputs=128, warps=4, splits=3), Tiles(rows=16, stages=4)):
+            for tiles in (Tiles(outputs=64, inputs=128, part=32, splits=3), Tiles(rows=16, stages=4)):
                 case.check(tiles=tiles)
                 plain = case(tiles=tiles)
                 for ahead in (128, 1024):

@@ -11,8 +11,9 @@ import torch
 class Tiles:
     """How a product is divided: `rows` rows of x and `outputs` rows of the weight per program, `inputs` columns a step.
 
-    All three are powers of 2. For a gated product, `outputs` counts the gate and the up rows. The columns of a step are
-    divided among the warps, of which each needs 16 or more. `stages` - 1 steps are in flight at a time.
+    All are powers of 2. For a gated product, `outputs` counts the gate and the up rows. The columns of a step are
+    divided into parts of `part` columns, 16 or more, with sums of their own, and these among the warps. `stages` - 1
+    steps are in flight at a time.
 
     `splits` programs share the columns of a weight; a second kernel adds their sums in a fixed order. With `dependent`,
     a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
@@ -22,6 +23,7 @@ class Tiles:
     rows: int = 8
     outputs: int = 32
     inputs: int = 256
+    part: int = 64
     warps: int = 4
     stages: int = 5
     splits: int = 1
@@ -35,9 +37,9 @@ def tiles_for(O: int, I: int, gated: bool, dtype: torch.dtype) -> Tiles:
     The constants are those of bench/few_rows.py for the matrices of an 8B model on an H200.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
-        return Tiles(outputs=32, inputs=64, warps=4, stages=4)
+        return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
     if O >= 16384:
-        return Tiles(outputs=64, inputs=128, warps=4, stages=5)
+        return Tiles(outputs=64, inputs=256, warps=4, stages=4)
     if O > 2048:
         return Tiles(outputs=32, inputs=256, warps=4, stages=6)
     return Tiles(outputs=16, inputs=512, warps=8, stages=6)

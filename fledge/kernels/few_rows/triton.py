@@ -1,10 +1,10 @@
 """Products of few rows in Triton.
 
 A program computes a tile of outputs for 8 rows of x. The weights are the left operand of the tensor cores, whose tiles
-have 16 rows on the left and 8 columns on the right, so that few rows of x are padded little. Each warp multiplies its
-own part of the columns of a step, as a batched product, and the parts are added at the end: with all columns in one
-warp, the chain of dependent products would take about as long as the weights are read. Steps are loaded ahead, such
-that each multiprocessor always waits for some 64 KiB or more.
+have 16 rows on the left and 8 columns on the right, so that few rows of x are padded little. The columns of a step are
+divided into parts, which are the batch of a batched product and have sums of their own: each warp then multiplies other
+columns, and its chain of dependent products is short. Loads of the next steps are under way meanwhile, such that each
+multiprocessor always waits for some 64 KiB or more.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _product(
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """BO rows of the weight times BM rows of x. O counts the outputs: half the rows of a gated weight.
+    """BO rows of the weight times BM rows of x, in steps of BI columns, of PARTS parts each.
 
-    With SPLITS > 1, stores the sums of a share of the columns in [SPLITS, M, rows of the weight] and those of the
-    squares of x in [SPLITS, M].
+    O counts the outputs: half the rows of a gated weight. With SPLITS > 1, stores the sums of a share of the columns in
+    [SPLITS, M, rows of the weight] and those of the squares of x in [SPLITS, M].
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)  # first, so that programs of the same weights run at the same time
     split = tl.program_id(2)
@@ -185,7 +185,7 @@ def product(
     element = LINE // x.element_size()
     _product[(triton.cdiv(M, tiles.rows), triton.cdiv(O, outputs), S)](
         x, gain, weight_RI, bias, residual, out, part, square, M, O, weight_RI.stride(0), sr, eps,
-        I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.warps, **flags,
+        I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.inputs // tiles.part, **flags,
         DEPENDENT=tiles.dependent, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )  # fmt: skip
