@@ -115,7 +115,7 @@ def bytes_of(matrix: Matrix) -> int:
 
 
 def default_tiles(matrix: Matrix) -> Tiles:
-    return tiles_for(matrix.O, matrix.I, matrix.kind == "swiglu", torch.bfloat16)
+    return tiles_for(matrix.O, matrix.I, torch.bfloat16)
 
 
 def random_weights(matrix: Matrix, device: str) -> list[Tensor]:

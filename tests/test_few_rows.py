@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.few_rows import FEW_ROWS, linear_add, norm_linear, norm_swiglu, plain_linear
-from fledge.kernels.few_rows.tiles import Tiles, tiles_for
+from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
 from support.devices import needs_triton
 
 needs_triton()
@@ -150,6 +150,12 @@ def test_the_choice(kind: str) -> None:
     assert distance(case(impl=None), case.exact()) <= 1e-12
 
 
+def test_tiles_fit_into_shared_memory() -> None:
+    tiles = Tiles(outputs=64, inputs=256, stages=4)
+    assert fit(tiles, 2, 227 * 1024) == tiles
+    assert [fit(tiles, 2, kib * 1024).stages for kib in (120, 100, 64, 10)] == [4, 3, 2, 2]
+
+
 def test_refusals() -> None:
     x, weight, gain = torch.ones(2, 8), torch.ones(6, 8), torch.ones(8)
     for call in (
@@ -205,8 +211,7 @@ def test_a_captured_graph(dependent: bool) -> None:
     D, width, dtype = 4096, 14336, torch.bfloat16
     up, down = Case("swiglu", 8, width, D, dtype), Case("add", 8, D, width, dtype, seed=1)
     first, second = (
-        Tiles(**{**vars(tiles_for(R, I, gated, dtype)), "dependent": dependent})
-        for R, I, gated in ((2 * width, D, True), (D, width, False))
+        Tiles(**{**vars(tiles_for(R, I, dtype)), "dependent": dependent}) for R, I in ((2 * width, D), (D, width))
     )
 
     def layers(x: Tensor, run: Callable[[Case, Tiles], Tensor]) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Tiles:
     ahead: int = 512
 
 
-def tiles_for(O: int, I: int, gated: bool, dtype: torch.dtype) -> Tiles:
+def tiles_for(O: int, I: int, dtype: torch.dtype) -> Tiles:
     """The tiles of a weight [O, I]. They depend on nothing else, so that a row has one result with any number of rows.
 
-    The constants are those of bench/few_rows.py for the matrices of an 8B model on an H200.
+    `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
@@ -43,3 +45,12 @@ def tiles_for(O: int, I: int, gated: bool, dtype: torch.dtype) -> Tiles:
     if O > 2048:
         return Tiles(outputs=32, inputs=256, warps=4, stages=6)
     return Tiles(outputs=16, inputs=512, warps=8, stages=6)
+
+
+def fit(tiles: Tiles, element: int, shared: int) -> Tiles:
+    """The tiles with fewer stages if their buffers need more than `shared` bytes, at `element` bytes per number.
+
+    The stages do not change any result.
+    """
+    step = element * tiles.inputs * (tiles.outputs + tiles.rows + 1)
+    return replace(tiles, stages=max(2, min(tiles.stages, 1 + (shared - RESERVED) // step)))

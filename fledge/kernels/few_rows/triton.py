@@ -9,12 +9,14 @@ multiprocessor always waits for some 64 KiB or more.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.few_rows.tiles import Tiles, tiles_for
+from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
 
 FINISH = 256  # outputs of a program that adds partial sums
 LINE = 128  # bytes that one prefetch fetches
@@ -163,7 +165,7 @@ def product(
     (M, I), R = x_MI.shape, weight_RI.shape[0]
     if weight_RI.stride(1) != 1 and I > 1:
         raise ValueError("a product of few rows needs a weight whose rows are contiguous")
-    tiles = tiles_for(R, I, gated, x_MI.dtype) if tiles is None else tiles
+    tiles = _tiles(R, I, x_MI.dtype, x_MI.device) if tiles is None else tiles
     O = R // 2 if gated else R
     out = torch.empty(M, O, dtype=x_MI.dtype, device=x_MI.device)
     if not out.numel():
@@ -195,3 +197,14 @@ def product(
             DEPENDENT=tiles.dependent, num_warps=2, **launch,
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def _tiles(O: int, I: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """`tiles_for`, in the shared memory of the device."""
+    tiles = tiles_for(O, I, dtype)
+    if device.type != "cuda":
+        return tiles
+    chip = torch.cuda.get_device_properties(device)
+    shared = getattr(chip, "shared_memory_per_block_optin", chip.shared_memory_per_block)
+    return fit(tiles, dtype.itemsize, shared)
