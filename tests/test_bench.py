@@ -69,6 +69,22 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
 
+def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    dtype = torch.get_default_dtype()
+    try:
+        words = "--shape", "tiny", "--only", "gate_up", "draft k", "--repeats", 1
+        found = record(tmp_path, monkeypatch, "few_rows", *words)
+        with pytest.raises(SystemExit):
+            record(tmp_path, monkeypatch, "few_rows", "--sweep")
+    finally:
+        torch.set_default_dtype(dtype), torch.set_default_device(None)
+    assert "a sweep needs a GPU" in capsys.readouterr().err
+    assert [(row["matrix"], row["M"]) for row in found["rows"]] == [
+        ("gate_up", 1), ("gate_up", 8), ("draft k", 1), ("draft k", 8)
+    ]  # fmt: skip
+    assert all(row["us"] > 0 and row["definition_us"] > 0 and row["linear_us"] > 0 for row in found["rows"])
+
+
 def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--shape", "tiny", "--depth", 3, "--layers", 1, "--tokens", 128, "--repeats", 1
     rows = record(tmp_path, monkeypatch, "peagle_step", *words)["rows"]

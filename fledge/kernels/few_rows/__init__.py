@@ -1,0 +1,114 @@
+"""Matrix products of few rows, fused with what stands before and after them in a decoder layer; no gradients.
+
+With a few rows, a product takes as long as its weights are read. The kernels for at most FEW_ROWS rows read each weight
+once, and neither the norm before a product nor the activation or sum after it has a launch of its own. For more rows
+and on a CPU, the definitions apply: the fused small operations and the products of the platform's library.
+
+`impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows, but fast for few only) or None:
+"triton" for at most FEW_ROWS rows of up to 32 bits on a GPU, else "definition". Other names raise ValueError, and so do
+tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result depends neither on the other
+rows nor on their number, bit by bit, and calls with equal arguments have equal results. They accumulate in float32 and
+round each output once; the definitions round in between.
+
+Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.few_rows import definition
+from fledge.kernels.implementations import IMPLS, use_triton
+
+__all__ = ["FEW_ROWS", "IMPLS", "linear_add", "norm_linear", "norm_swiglu", "plain_linear"]
+
+FEW_ROWS = 16  # the rows of a tile of the tensor cores; for more, a library's kernels lose little
+
+
+def norm_linear(
+    x_ME: Tensor,
+    gain_E: Tensor,
+    eps: float,
+    weight_OE: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """(x / rms(x) * gain) Wᵀ + b, [M, O] in the dtype of x, where rms(x)² is the mean of x² plus eps.
+
+    The kernel multiplies the weights by x * gain, rounded to the dtype, and divides the products by rms(x). In float16,
+    x * gain must therefore be less than 65,504.
+    """
+    _check(x_ME, weight_OE, bias_O, gain_E=gain_E)
+    if _few(impl, x_ME):
+        from fledge.kernels.few_rows.triton import product
+
+        return product(x_ME, weight_OE, bias_O, gain_I=gain_E, eps=eps)
+    return definition.norm_linear(x_ME, gain_E, eps, weight_OE, bias_O)
+
+
+def linear_add(
+    x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Tensor | None = None, *, impl: str | None = None
+) -> Tensor:
+    """residual + x Wᵀ + b, [M, O] in the dtype of x."""
+    _check(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
+    if _few(impl, x_MI):
+        from fledge.kernels.few_rows.triton import product
+
+        return product(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
+    return definition.linear_add(x_MI, weight_OI, residual_MO, bias_O)
+
+
+def norm_swiglu(
+    x_ME: Tensor,
+    gain_E: Tensor,
+    eps: float,
+    gate_up_2FxE: Tensor,
+    bias_2F: Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """silu(gate) * up, [M, F], where [gate ; up] is `norm_linear` of the fused weight, which has the gate's rows first.
+
+    Raises ValueError if the weight has an odd number of rows.
+    """
+    _check(x_ME, gate_up_2FxE, bias_2F, gain_E=gain_E)
+    if gate_up_2FxE.shape[0] % 2:
+        raise ValueError(f"gate and up have one width, so theirs cannot be {gate_up_2FxE.shape[0]} in total")
+    if _few(impl, x_ME):
+        from fledge.kernels.few_rows.triton import product
+
+        return product(x_ME, gate_up_2FxE, bias_2F, gain_I=gain_E, eps=eps, gated=True)
+    return definition.norm_swiglu(x_ME, gain_E, eps, gate_up_2FxE, bias_2F)
+
+
+def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """x Wᵀ + b, [M, O] in the dtype of x."""
+    _check(x_MI, weight_OI, bias_O)
+    if _few(impl, x_MI):
+        from fledge.kernels.few_rows.triton import product
+
+        return product(x_MI, weight_OI, bias_O)
+    return definition.plain_linear(x_MI, weight_OI, bias_O)
+
+
+def _few(impl: str | None, x_MI: Tensor) -> bool:
+    """Whether the kernels compute a product of x."""
+    return use_triton(impl, x_MI) and (impl is not None or x_MI.shape[0] <= FEW_ROWS)
+
+
+def _check(
+    x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gain_E: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors have the shapes of their names and one dtype."""
+    (M, I), (O, _) = x_MI.shape, weight_OI.shape
+    others = {"bias": (bias_O, (O,)), "gain": (gain_E, (I,)), "residual": (residual_MO, (M, O))}
+    others = {name: (x, shape) for name, (x, shape) in others.items() if x is not None}
+    if weight_OI.shape != (O, I) or any(x.shape != torch.Size(shape) for x, shape in others.values()):
+        shapes = "".join(f", {name} {tuple(x.shape)}" for name, (x, _) in others.items())
+        raise ValueError(f"rows {tuple(x_MI.shape)} do not belong with a weight {tuple(weight_OI.shape)}{shapes}")
+    dtypes = {x.dtype for x in (x_MI, weight_OI, *(x for x, _ in others.values()))}
+    if len(dtypes) > 1:
+        raise ValueError(f"the tensors of a product must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")

@@ -1,0 +1,210 @@
+"""Products of few rows in Triton.
+
+A program computes a tile of outputs for 8 rows of x. The weights are the left operand of the tensor cores, whose tiles
+have 16 rows on the left and 8 columns on the right, so that few rows of x are padded little. The columns of a step are
+divided into parts, which are the batch of a batched product and have sums of their own: each warp then multiplies other
+columns, and its chain of dependent products is short. Loads of the next steps are under way meanwhile, such that each
+multiprocessor always waits for some 64 KiB or more.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
+
+FINISH = 256  # outputs of a program that adds partial sums
+LINE = 128  # bytes that one prefetch fetches
+
+
+@triton.jit
+def _epilogue(
+    acc_RB, square_B, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps,
+    I: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Stores outputs o of rows m from products [outputs, rows]; of a gated product, the gate's tile is first."""
+    if NORM:
+        acc_RB *= (1.0 / tl.sqrt(square_B / I + eps))[None, :]
+    inside = (o < O)[:, None] & (m < M)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc_RB, (2, o.shape[0], m.shape[0])), (1, 2, 0)))
+        if BIAS:
+            gate += tl.load(bias_ptr + o, mask=o < O, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias_ptr + O + o, mask=o < O, other=0.0).to(tl.float32)[:, None]
+        out = gate * tl.sigmoid(gate) * up
+    else:
+        out = acc_RB
+        if BIAS:
+            out += tl.load(bias_ptr + o, mask=o < O, other=0.0).to(tl.float32)[:, None]
+    if RESIDUAL:
+        out += tl.load(residual_ptr + m.to(tl.int64)[None, :] * sr + o[:, None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + m.to(tl.int64)[None, :] * O + o[:, None], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# M is no constant and x always begins at a multiple of 16 bytes: one kernel serves any number of rows, so that the
+# order of its sums does not depend on it.
+@triton.jit(do_not_specialize=["M", "O"])
+def _product(
+    x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, square_ptr, M, O, sw, sr, eps,
+    I: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """BO rows of the weight times BM rows of x, in steps of BI columns, of PARTS parts each.
+
+    O counts the outputs: half the rows of a gated weight. With SPLITS > 1, stores the sums of a share of the columns in
+    [SPLITS, M, rows of the weight] and those of the squares of x in [SPLITS, M].
+    """
+    m = tl.program_id(0) * BM + tl.arange(0, BM)  # first, so that programs of the same weights run at the same time
+    split = tl.program_id(2)
+    r = tl.arange(0, BO)
+    BF: tl.constexpr = BO // 2 if GATED else BO
+    o = tl.program_id(1) * BF + tl.arange(0, BF)
+    if GATED:
+        row = (r // BF) * O + tl.minimum(tl.program_id(1) * BF + r % BF, O - 1)
+    else:
+        row = tl.minimum(tl.program_id(1) * BO + r, O - 1)  # outputs past the end are computed and not stored
+    STEPS: tl.constexpr = (I + BI - 1) // BI
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    EVEN: tl.constexpr = SPLITS * SHARE * BI == I
+    BP: tl.constexpr = BI // PARTS
+    k = split * SHARE * BI + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
+    w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
+    if DEPENDENT:
+        line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
+        ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (split * SHARE * BI + line)[None, :]
+        ahead = tl.where((split * SHARE * BI + line)[None, :] < I, ahead, w_ptr + row.to(tl.int64)[:, None] * sw)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc_PRB = tl.zeros((PARTS, BO, BM), tl.float32)
+    square_PIB = tl.zeros((PARTS, BP, BM), tl.float32)
+    for _ in range(SHARE):
+        if EVEN:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(m < M)[None, None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs, mask=(k < I)[:, None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(k < I)[:, :, None] & (m < M)[None, None, :], other=0.0)
+        if NORM:
+            gain = tl.load(gain_ptr + k) if EVEN else tl.load(gain_ptr + k, mask=k < I, other=0.0)
+            wide = x.to(tl.float32)
+            square_PIB += wide * wide
+            x = (wide * gain.to(tl.float32)[:, :, None]).to(x.dtype)
+        acc_PRB = tl.dot(w, x, acc_PRB, input_precision="ieee")
+        w_ptrs += BI
+        x_ptrs += BI
+        k += BI
+    acc_RB = tl.sum(acc_PRB, 0)
+    square_B = tl.sum(tl.sum(square_PIB, 1), 0)
+    if SPLITS == 1:
+        _epilogue(
+            acc_RB, square_B, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL
+        )
+    else:
+        W = 2 * O if GATED else O
+        real = tl.program_id(1) * BF + r % BF < O
+        part = part_ptr + split.to(tl.int64) * M * W + m.to(tl.int64)[None, :] * W + row[:, None]
+        tl.store(part, acc_RB, mask=real[:, None] & (m < M)[None, :])
+        if NORM:
+            tl.store(square_ptr + split * M + m, square_B, mask=m < tl.where(tl.program_id(1) == 0, M, 0))
+
+
+@triton.jit(do_not_specialize=["M", "O"])
+def _finish(
+    part_ptr, square_ptr, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps,
+    I: tl.constexpr, BO: tl.constexpr, SPLITS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of BO outputs of a row, in their order."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(0) + tl.arange(0, 1)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    if GATED:
+        r = tl.arange(0, 2 * BO)
+        column, W = (r // BO) * O + tl.program_id(1) * BO + r % BO, 2 * O
+        acc = tl.zeros((2 * BO, 1), tl.float32)
+    else:
+        column, W = o, O
+        acc = tl.zeros((BO, 1), tl.float32)
+    square = tl.zeros((1,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        parts = part_ptr + (split * M + m).to(tl.int64)[None, :] * W + column[:, None]
+        acc += tl.load(parts, mask=(column < W)[:, None], other=0.0)
+        if NORM:
+            square += tl.load(square_ptr + split * M + m)
+    _epilogue(acc, square, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL)
+
+
+def product(
+    x_MI: Tensor,
+    weight_RI: Tensor,
+    bias_R: Tensor | None = None,
+    *,
+    gain_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MO: Tensor | None = None,
+    gated: bool = False,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """The functions of the package for checked arguments; returns [M, O], with O = R, or R / 2 if `gated`.
+
+    `gain_I` and `eps` ask for the norm before the product. `tiles` are those of `tiles_for` unless given. Rows of x may
+    be strided, which copies them. Raises ValueError if a row of the weight is not contiguous.
+    """
+    (M, I), R = x_MI.shape, weight_RI.shape[0]
+    if weight_RI.stride(1) != 1 and I > 1:
+        raise ValueError("a product of few rows needs a weight whose rows are contiguous")
+    tiles = _tiles(R, I, x_MI.dtype, x_MI.device) if tiles is None else tiles
+    O = R // 2 if gated else R
+    out = torch.empty(M, O, dtype=x_MI.dtype, device=x_MI.device)
+    if not out.numel():
+        return out
+    x = x_MI.contiguous()
+    x = x.clone() if x.data_ptr() % 16 else x
+    residual = residual_MO
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    bias, gain = (None if t is None else t.contiguous() for t in (bias_R, gain_I))
+    S, part, square = tiles.splits, None, None
+    if S > 1:
+        part = torch.empty(S, M, R, dtype=torch.float32, device=x.device)
+        square = torch.empty(S, M, dtype=torch.float32, device=x.device)
+    flags = dict(NORM=gain is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None)
+    sr = 0 if residual is None else residual.stride(0)
+    launch = dict(launch_pdl=True) if tiles.dependent else {}
+    outputs = tiles.outputs // 2 if gated else tiles.outputs
+    element = LINE // x.element_size()
+    _product[(triton.cdiv(M, tiles.rows), triton.cdiv(O, outputs), S)](
+        x, gain, weight_RI, bias, residual, out, part, square, M, O, weight_RI.stride(0), sr, eps,
+        I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.inputs // tiles.part, **flags,
+        DEPENDENT=tiles.dependent, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+    )  # fmt: skip
+    if S > 1:
+        _finish[(M, triton.cdiv(O, FINISH))](
+            part, square, bias, residual, out, M, O, sr, eps, I=I, BO=FINISH, SPLITS=S, **flags,
+            DEPENDENT=tiles.dependent, num_warps=2, **launch,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _tiles(O: int, I: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """`tiles_for`, in the shared memory of the device."""
+    tiles = tiles_for(O, I, dtype)
+    if device.type != "cuda":
+        return tiles
+    chip = torch.cuda.get_device_properties(device)
+    shared = getattr(chip, "shared_memory_per_block_optin", chip.shared_memory_per_block)
+    return fit(tiles, dtype.itemsize, shared)

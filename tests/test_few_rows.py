@@ -1,0 +1,238 @@
+"""Products of few rows against their definitions: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.kernels.few_rows import FEW_ROWS, linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
+from support.devices import needs_triton
+
+needs_triton()
+
+from fledge.kernels.few_rows.triton import product  # noqa: E402  (needs_triton skips before it)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter neither rounds nor multiplies bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the norm
+EPS = 1e-5
+KINDS = "norm", "add", "swiglu", "plain"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that is asked for without a value holds NaN: what a kernel leaves out shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative, in norm; infinite where a number is none."""
+    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+    return off if off == off else float("inf")
+
+
+class Case:
+    """Random arguments of the four functions; a weight [O, I] has 2 O rows in `swiglu`."""
+
+    def __init__(self, kind: str, M: int, O: int, I: int, dtype: torch.dtype, bias: bool = False, seed: int = 0):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+        R = 2 * O if kind == "swiglu" else O
+        self.kind, self.x, self.gain, self.residual = kind, 3 * randn(M, I), 1 + randn(I) / 4, randn(M, O)
+        self.weight, self.bias = randn(R, I) / I**0.5, randn(R) if bias else None
+
+    def __call__(self, rows: slice = slice(None), impl: str | None = "triton", tiles: Tiles | None = None) -> Tensor:
+        x, residual = self.x[rows], self.residual[rows]
+        norm = {"gain_I": self.gain, "eps": EPS} if self.kind in ("norm", "swiglu") else {}
+        if tiles is not None:
+            residual = residual if self.kind == "add" else None
+            gated = self.kind == "swiglu"
+            return product(x, self.weight, self.bias, residual_MO=residual, gated=gated, tiles=tiles, **norm)
+        if self.kind == "add":
+            return linear_add(x, self.weight, residual, self.bias, impl=impl)
+        if self.kind == "plain":
+            return plain_linear(x, self.weight, self.bias, impl=impl)
+        function = norm_linear if self.kind == "norm" else norm_swiglu
+        return function(x, self.gain, EPS, self.weight, self.bias, impl=impl)
+
+    def exact(self) -> Tensor:
+        """In float64, written out."""
+        x, weight = self.x.double(), self.weight.double()
+        if self.kind in ("norm", "swiglu"):
+            x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.gain.double()
+        out = x @ weight.T + (0 if self.bias is None else self.bias.double())
+        if self.kind == "add":
+            out += self.residual.double()
+        if self.kind == "swiglu":
+            gate, up = out.chunk(2, -1)
+            out = F.silu(gate) * up
+        return out
+
+    def check(self, **options) -> None:
+        found, exact = self(**options), self.exact()
+        assert found.shape == exact.shape and found.dtype == self.x.dtype and found.is_contiguous()
+        assert distance(found, exact) <= TOLERANCE[self.x.dtype] * (2 if self.kind == "swiglu" else 1)
+
+
+@pytest.mark.parametrize(("M", "O", "I"), [(1, 48, 64), (3, 33, 100), (8, 1, 515), (16, 70, 72)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values(kind: str, M: int, O: int, I: int, poisoned) -> None:
+    for dtype in (torch.float32, HALF):
+        for bias in (False, True):
+            case = Case(kind, M, O, I, dtype, bias)
+            for impl in ("triton", "definition"):
+                case.check(impl=impl)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(rows=16, outputs=16, inputs=32, part=16, splits=2),
+        Tiles(outputs=32, inputs=64, splits=3),  # of two steps: the last share is empty
+        Tiles(outputs=64, inputs=16, part=16),
+    ],
+    ids=lambda t: f"{t.outputs}x{t.inputs}",
+)
+def test_tiles(kind: str, tiles: Tiles, poisoned) -> None:
+    for dtype in (torch.float32, HALF):
+        Case(kind, 5, 37, 104, dtype, bias=True).check(tiles=tiles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_depends_on_no_other(kind: str) -> None:
+    """Bit by bit, with any number of rows; also where a row begins at no multiple of 16 bytes."""
+    for dtype in (torch.float32, HALF):
+        for I in (96, 99):
+            case = Case(kind, 16, 40, I, dtype)
+            whole = case()
+            assert torch.equal(whole, case())
+            for rows in (slice(0, 1), slice(5, 6), slice(3, 11)):
+                assert torch.equal(case(rows), whole[rows])
+
+
+def test_views() -> None:
+    """Strided rows of x and the residual, and a part of the columns of a weight."""
+    case = Case("add", 3, 40, 64, torch.float32)
+    expected = case()
+    case.x, case.residual = case.x.T.contiguous().T, case.residual.T.contiguous().T
+    case.weight = torch.cat((case.weight, torch.full_like(case.weight, torch.nan)), 1)[:, :64]
+    assert torch.equal(case(), expected)
+    case.residual = torch.cat((case.residual, case.residual), 1)[:, 40:]
+    assert torch.equal(case(), expected)
+    case.weight = case.weight.T.contiguous().T
+    with pytest.raises(ValueError, match="rows are contiguous"):
+        case()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_choice(kind: str) -> None:
+    """Kernels for few rows of 16 or 32 bits on a GPU; no rows and many rows have definitions."""
+    for M in (0, 1, FEW_ROWS, FEW_ROWS + 1, 40):
+        case = Case(kind, M, 24, 32, torch.float32)
+        expected = case(impl="triton" if DEVICE == "cuda" and 0 < M <= FEW_ROWS else "definition")
+        assert torch.equal(case(impl=None), expected) and expected.shape == (M, 24)
+        assert M == 0 or distance(expected, case.exact()) <= 1e-5
+    case = Case(kind, 2, 24, 32, torch.float64)
+    assert distance(case(impl=None), case.exact()) <= 1e-12
+
+
+def test_tiles_fit_into_shared_memory() -> None:
+    tiles = Tiles(outputs=64, inputs=256, stages=4)
+    assert fit(tiles, 2, 227 * 1024) == tiles
+    assert [fit(tiles, 2, kib * 1024).stages for kib in (120, 100, 64, 10)] == [4, 3, 2, 2]
+
+
+def test_refusals() -> None:
+    x, weight, gain = torch.ones(2, 8), torch.ones(6, 8), torch.ones(8)
+    for call in (
+        lambda: plain_linear(x, torch.ones(6, 7)),
+        lambda: plain_linear(x, weight, torch.ones(8)),
+        lambda: linear_add(x, weight, torch.ones(2, 8)),
+        lambda: norm_linear(x, torch.ones(6), EPS, weight),
+        lambda: norm_swiglu(x, gain, EPS, weight, torch.ones(3)),
+    ):
+        with pytest.raises(ValueError, match=r"rows \(2, 8\) do not belong with a weight"):
+            call()
+    with pytest.raises(ValueError, match=r"one dtype, not torch\.float16, torch\.float32"):
+        norm_linear(x, gain.half(), EPS, weight)
+    with pytest.raises(ValueError, match="cannot be 5 in total"):
+        norm_swiglu(x, gain, EPS, weight[:5])
+    with pytest.raises(ValueError, match="must be one of definition, triton"):
+        plain_linear(x, weight, impl="flex")
+    with pytest.raises(ValueError, match="has no float64"):
+        plain_linear(x.double(), weight.double(), impl="triton")
+
+
+LARGE = [
+    ("norm", 6144, 4096), ("add", 4096, 4096), ("swiglu", 14336, 4096), ("add", 4096, 14336), ("plain", 128256, 4096),
+    ("plain", 1024, 8192), ("plain", 32000, 4096), ("norm", 1000, 16384), ("add", 1024, 32768), ("norm", 4608, 3584),
+    ("swiglu", 18944, 3584), ("norm", 1152, 896), ("swiglu", 4864, 896), ("plain", 151936, 896),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "O", "I"), LARGE)
+def test_large_matrices(kind: str, O: int, I: int) -> None:
+    """Values, equal rows and repeated calls, with and without dependent launches and shared columns."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        case = Case(kind, 16, O, I, dtype, bias=kind == "norm")
+        case.check()
+        whole = case()
+        for rows in (slice(0, 1), slice(7, 8), slice(8, 11), slice(0, 8), slice(2, 16)):
+            assert torch.equal(case(rows), whole[rows])
+        assert all(torch.equal(case(), whole) for _ in range(5))
+        if dtype == torch.bfloat16:
+            for tiles in (Tiles(outputs=64, inputs=128, part=32, splits=3), Tiles(rows=16, stages=4)):
+                case.check(tiles=tiles)
+                plain = case(tiles=tiles)
+                for ahead in (128, 1024):
+                    dependent = Tiles(**{**vars(tiles), "dependent": True, "ahead": ahead})
+                    assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_captured_graph(dependent: bool) -> None:
+    """Replays of an MLP whose products read each other's results, twice in a row, follow the input of the moment."""
+    D, width, dtype = 4096, 14336, torch.bfloat16
+    up, down = Case("swiglu", 8, width, D, dtype), Case("add", 8, D, width, dtype, seed=1)
+    first, second = (
+        Tiles(**{**vars(tiles_for(R, I, dtype)), "dependent": dependent}) for R, I in ((2 * width, D), (D, width))
+    )
+
+    def layers(x: Tensor, run: Callable[[Case, Tiles], Tensor]) -> Tensor:
+        for _ in range(2):
+            up.x = down.residual = x
+            down.x = run(up, first)
+            x = run(down, second)
+        return x
+
+    x = torch.randn(8, D, device=DEVICE, dtype=dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layers(x, lambda case, tiles: case(tiles=tiles))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(x, lambda case, tiles: case(tiles=tiles))
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        found = out.clone()
+        assert distance(found, layers(x, lambda case, _: case.exact().to(dtype))) <= 2e-2
+        assert torch.equal(found, layers(x, lambda case, _: case()))
