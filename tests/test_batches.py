@@ -231,7 +231,7 @@ def test_segments_of_ended_requests_are_used_again(way: str, monkeypatch: pytest
     target = tiny_target(dtype=torch.float64, native=True)  # no other test has used its pool
     engine = Engine(target, draft, **WAYS[way])
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 8)
-    asked = [[5] * 400, *asked, *asked, *asked]
+    asked = [[5] * 400, *6 * asked]
     seen = watch_after_dismissals(
         monkeypatch, lambda batch: max(batch.cache.pool.slots, batch.proposer.source.pool.slots)
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
+from fledge.models.layers import Compute
 from fledge.targets import transformers as transformers_target
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
@@ -84,8 +85,8 @@ class ScriptedDraft:
         self.outs.append(self.draft.step(*args, **kwargs))
         return self.outs[-1]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        self.said.append(self.draft.logits(hidden))
+    def logits(self, hidden: Tensor, compute: Compute) -> Tensor:
+        self.said.append(self.draft.logits(hidden, compute))
         return self.said[-1]
 
     def to_target(self, chosen: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class StepSource(Source):
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
         self.fed_back, head_input = self.draft.split_output(out_ME, self.compute)
-        return self.draft.logits(head_input).unflatten(0, (requests, -1))
+        return self.draft.logits(head_input, self.compute).unflatten(0, (requests, -1))
 
 
 class OnePassSource(Source):
@@ -239,7 +239,7 @@ class OnePassSource(Source):
         asked_BK = state.count_B[:, None] - 1 + torch.arange(K, device=draft.device)
         out = self._run(token_Bn, state_BnE, asked_BK)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = draft.logits(draft.split_output(out, self.compute)[1]).unflatten(0, (B, K))
+        self.logits_BKW = draft.logits(draft.split_output(out, self.compute)[1], self.compute).unflatten(0, (B, K))
         self.level = 0
         return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
 

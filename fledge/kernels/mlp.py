@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.gradients import GradientSums
+from fledge.kernels.linear import linear_products
 
 
 def swiglu_reference(x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, residual: Tensor) -> Tensor:
@@ -31,6 +32,11 @@ def swiglu(
     With `gradients`, the weights' gradients are added there and the weights must be leaves; without, they are returned
     to autograd. `recompute` saves memory by computing g and u again in the backward pass.
     """
+    if not torch.is_grad_enabled():
+        from fledge.kernels.elementwise import silu_mul
+
+        g, u = linear_products(x, gate_IE, up_IE)
+        return linear_products(silu_mul(g, u), down_EI, residual_SO=residual)[0]
     return _SwiGLU.apply(x, gate_IE, up_IE, down_EI, residual, recompute, gradients)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import linear
+from fledge.kernels.linear import linear, linear_products
 from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 
@@ -120,9 +120,11 @@ class Draft(nn.Module):
         """The head's weight, [W, E]: the draft's parameter, or for EAGLE-1 the target's weight."""
         return self._shared["head"] if self.family.borrows_head else self.lm_head.weight
 
-    def logits(self, head_input_SE: Tensor) -> Tensor:
+    def logits(self, head_input_SE: Tensor, compute: Compute = EAGER) -> Tensor:
         """The logits [S, W] over the draft's vocabulary; see `split_output` for the head's input."""
-        return linear(head_input_SE, self.head) if self.family.borrows_head else self.lm_head(head_input_SE)
+        if compute.uses_triton:
+            return linear_products(head_input_SE, self.head, gradients=compute.gradients)[0]
+        return linear(head_input_SE, self.head)
 
     # -- the computation ----------------------------------------------------------------------------------------
 

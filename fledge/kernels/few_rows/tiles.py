@@ -40,11 +40,13 @@ def tiles_for(O: int, I: int, dtype: torch.dtype) -> Tiles:
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
-    if O >= 16384:
-        return Tiles(outputs=64, inputs=256, warps=4, stages=4)
-    if O > 2048:
-        return Tiles(outputs=32, inputs=256, warps=4, stages=6)
-    return Tiles(outputs=16, inputs=512, warps=8, stages=6)
+    if O >= 65536:
+        return Tiles(outputs=16, inputs=256, warps=4, stages=3)
+    if O >= 12288:
+        return Tiles(outputs=64, inputs=128, warps=2, stages=3)
+    if O > 4096:
+        return Tiles(outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
+    return Tiles(outputs=16, inputs=512, warps=4, stages=3 if O > 2048 else 8, dependent=True, ahead=256)
 
 
 def fit(tiles: Tiles, element: int, shared: int) -> Tiles:

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
-from fledge.kernels.linear import linear
+from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache
+from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu
 from fledge.targets.native.weights import LayerWeights, layer_weights, layer_windows
 from fledge.types import Features
 
@@ -67,19 +67,16 @@ class NativeDecoder:
         With `last_rows` (int64 [S]), the final states are those of these rows only, [S, D].
         """
         rotation, aux = self.rotation(position_M), []
-        out, residual = nn.functional.embedding(token_M, self.embedding), None
+        x_MD = nn.functional.embedding(token_M, self.embedding)
         for i, w in enumerate(self.layers):
-            normed, residual = add_rms_norm(out, residual, w.input_norm, self.eps)
             if i in layers:
-                aux.append(residual)
-            attended = attend(i, linear(normed, w.qkv, w.qkv_bias), w, rotation)
-            out = linear(attended, w.out, w.out_bias)
-            normed, residual = add_rms_norm(out, residual, w.post_norm, self.eps)
-            out = linear(silu_mul_fused(linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+                aux.append(x_MD)
+            attended = attend(i, norm_linear(x_MD, w.input_norm, self.eps, w.qkv, w.qkv_bias), w, rotation)
+            x_MD = linear_add(attended, w.out, x_MD, w.out_bias)
+            activated = norm_swiglu(x_MD, w.post_norm, self.eps, w.gate_up, w.gate_up_bias)
+            x_MD = linear_add(activated, w.down, x_MD, w.down_bias)
         if len(self.layers) in layers:
-            aux.append(residual + out)
-        if last_rows is not None:
-            out, residual = out[last_rows], residual[last_rows]
-        last, _ = add_rms_norm(out, residual, self.norm, self.eps)
-        none = out.new_empty(token_M.numel(), 0, out.shape[1])
+            aux.append(x_MD)
+        last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.eps)
+        none = x_MD.new_empty(token_M.numel(), 0, x_MD.shape[1])
         return Features(torch.stack(aux, dim=1) if aux else none, last)

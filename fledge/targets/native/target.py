@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.linear import linear
+from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.targets.native.attention import CachedRows, PackedRows
@@ -57,7 +57,7 @@ class NativeTarget(TransformersTarget):
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
         """See `TrainingTarget.logits`."""
-        return linear(last_ND, self.head.weight, self.head.bias)
+        return plain_linear(last_ND, self.head.weight, self.head.bias)
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
