@@ -130,7 +130,7 @@ def measure(engine: Engine, batch: int, context: int, gbps: float, profile: bool
     def decode(new: int) -> list[Any]:
         return engine.generate_all(prompts, batch=batch, max_new_tokens=new)
 
-    decode(20)  # captures
+    decode(NEW)  # captures
     start = time.perf_counter()
     done = decode(NEW)
     wall = time.perf_counter() - start

@@ -287,7 +287,7 @@ def test_later_rows_attend_to_earlier_ones_behind_the_committed() -> None:
     more = random_rows(5)
     q, k2, v2 = (x[:2] for x in more)
     seen = torch.tensor([[[True, False, True]], [[False, True, True]]])
-    found = TreeRows(cache, 1, seen, scratch=2).attend(0, q, k2, v2)
+    found = TreeRows(cache, 1, seen, slot_Bn=cache.next_slots(3)[:, 2:]).attend(0, q, k2, v2)
     for b, first in ((0, 0), (1, 3)):
         keys, values = torch.stack([k[first], k2[b]]), torch.stack([v[first], v2[b]])
         torch.testing.assert_close(found[b], attention(q[b], keys, values, D**-0.5))

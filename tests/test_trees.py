@@ -456,7 +456,7 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
 
 
 def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible_BSJ: Tensor, **options: Any) -> None:
-    drafts = "scratch" in options  # the pass over committed tokens stays correct
+    drafts = "slot_Bn" in options  # the pass over committed tokens stays correct
     begin(rows, cache, n, torch.ones_like(visible_BSJ) if drafts else visible_BSJ, **options)
 
 

@@ -195,7 +195,11 @@ class Drafting:
         """A new proposer, of resolved drafting (`for_draft`)."""
         shape = self._shape(draft)
         one_pass = draft.family.one_pass
-        source = OnePassSource(draft, shape.levels) if one_pass else StepSource(draft, shape.nodes, self.stable)
+        source = (
+            OnePassSource(draft, shape.levels)
+            if one_pass
+            else StepSource(draft, shape.nodes, shape.expanded, self.stable)
+        )
         return Proposer(source, shape)
 
     def _shape(self, draft: Draft) -> Shape:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sources import Front, Source, rows_of
+from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
 from fledge.types import Tree, TreeShape
@@ -77,7 +78,7 @@ class Chain(Shape):
         """The draft ids of step k, int64 [B]; where they are drawn, with their distributions, float64 [B, W]."""
         sampling = source.sampling
         if sampling is None or not sampling.samples_draft:
-            return logits_BW.argmax(-1), None
+            return argmax_rows(logits_BW), None
         scores_BW = sampling.settle(sampling.temper(logits_BW.double()))
         state_B1 = sampling.keys(source.cache.length_B[:, None] + 1 + k, DRAFT)
         return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)

@@ -140,10 +140,10 @@ class StepSource(Source):
 
     sequential = True
 
-    def __init__(self, draft: Draft, nodes: int, stable: bool = True):
-        """`nodes` are the most nodes of a tree."""
+    def __init__(self, draft: Draft, nodes: int, expanded: int, stable: bool = True):
+        """`nodes` are the most nodes of a tree, and `expanded` the most that are expanded below its root."""
         super().__init__(draft)
-        self.stable = stable
+        self.expanded, self.stable = expanded, stable
         self.slot_BN = torch.empty(0, nodes, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
 
     def append(self, cache: KVCache) -> None:
@@ -176,6 +176,10 @@ class StepSource(Source):
         out_BE = self._run(state.token_BR, self._inputs(state), last_B1)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
+        # of all nodes that will be expanded, computed together
+        self.slot_BJ = self.cache.next_slots(self.expanded)
+        self.position_BJ = self.slot_BJ - self.cache.start_B[:, None]
+        self.ones_BJ = torch.ones_like(self.slot_BJ, dtype=torch.bool)
         return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
@@ -195,18 +199,17 @@ class StepSource(Source):
         )
 
     def expand(self, front: Front) -> Tensor:
-        (B, F), cache = front.token_BF.shape, self.cache
-        self.level += 1
-        seen_BFJ = front.seen_BFJ
+        B, F = front.token_BF.shape
+        seen_BFJ, end = front.seen_BFJ, self.scratch + F
         if seen_BFJ is None:
-            seen_BFJ = torch.ones(B, F, self.scratch + F, dtype=torch.bool, device=cache.length_B.device)
-        rows = TreeRows(cache, F, seen_BFJ, scratch=self.scratch)
-        position_BF = (cache.length_B - 1 + self.level)[:, None].expand(B, F)
+            seen_BFJ = self.ones_BJ[:, None, :end].expand(B, F, end)
+        rows = TreeRows(self.cache, F, seen_BFJ, slot_Bn=self.slot_BJ[:, self.scratch : end])
+        position_BF = self.position_BJ[:, self.level, None].expand(B, F)
         hidden = self.fed_back
         if front.above_BF is not None:
             hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
         out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), rows.attend, self.compute)
-        self.scratch += F
+        self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
 
     def end(self, slot_BN: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
+from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
 
@@ -106,7 +107,7 @@ def choose(tree: Tree, scores_BNV: Tensor, depth_BN: Tensor, length_B: Tensor, s
     `depth_BN` are the nodes' levels below the root, int64.
     """
     if not sampling.samples:
-        return scores_BNV.argmax(-1)
+        return argmax_rows(scores_BNV)
     noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
     if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
         noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]

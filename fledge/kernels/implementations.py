@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 IMPLS = ("definition", "triton")
@@ -24,3 +27,16 @@ def use_triton(impl: str | None, x: torch.Tensor) -> bool:
     if chosen == "triton" and best_impl("cuda", x.dtype) != "triton":
         raise ValueError(f"the implementation 'triton' has no {str(x.dtype).removeprefix('torch.')}; use 'definition'")
     return chosen == "triton"
+
+
+@functools.cache
+def can_wait(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one in front of it ends, and wait for that itself (programmatic
+    dependent launch): on GPUs from compute capability 9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """The options of a Triton kernel that waits itself for the kernel before it where `can_wait`, so that its launch
+    overlaps with that kernel."""
+    return dict(DEPENDENT=True, launch_pdl=True) if can_wait(device) else dict(DEPENDENT=False)

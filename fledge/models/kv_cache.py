@@ -89,6 +89,11 @@ class KVCache:
         """The number of committed tokens of each sequence. Synchronizes the device."""
         return self.length_B.tolist()
 
+    def next_slots(self, n: int) -> Tensor:
+        """The n slots after the committed tokens of each sequence, int64 [B, n]."""
+        first_B1 = (self.start_B + self.length_B)[:, None]
+        return first_B1 + torch.arange(n, device=first_B1.device)
+
     @torch.inference_mode()
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
         """Commits the first `count_B[b]` rows of each sequence that were written after its committed ones; or, of those
@@ -156,19 +161,20 @@ class CacheRows:
 
 
 class TreeRows(CacheRows):
-    """n rows of each sequence, after its committed tokens and `scratch` rows of earlier passes. Does not synchronize.
+    """n rows of each sequence after its committed tokens. Does not synchronize.
 
-    Each row sees the committed tokens, and those of the J = scratch + n rows after them that `visible_BSJ` (bool) says.
-    The S queries are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions,
-    needed with windows only.
+    Each row sees the committed tokens, and those of the J slots after them that `visible_BSJ` (bool) says. The S
+    queries are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions, needed
+    with windows only. `slot_Bn` are the rows' slots (int64) if they are not the next ones, as for nodes of a tree
+    behind those of earlier passes.
     """
 
     def __init__(
-        self, cache: KVCache, n: int, visible_BSJ: Tensor, position_BS: Tensor | None = None, scratch: int = 0
-    ):
+        self, cache: KVCache, n: int, visible_BSJ: Tensor, position_BS: Tensor | None = None,
+        slot_Bn: Tensor | None = None,
+    ):  # fmt: skip
         self.cache, self.visible_BSJ, self.position_BS = cache, visible_BSJ, position_BS
-        first = cache.start_B + cache.length_B + scratch
-        self.slot_M = (first[:, None] + torch.arange(n, device=first.device)).flatten()
+        self.slot_M = (cache.next_slots(n) if slot_Bn is None else slot_Bn).flatten()
 
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None

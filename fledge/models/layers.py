@@ -291,7 +291,7 @@ class Layer(nn.Module):
         if isinstance(embedding, EmbeddingRows):
             self._project_shared(embedding.shared, compute)
             return FusedInput(embedding, normed), residual
-        return torch.cat((self.input_layernorm(embedding), normed), dim=-1), residual
+        return torch.cat((self.input_layernorm.with_input(embedding, compute)[0], normed), dim=-1), residual
 
     def _project_shared(self, shared: SharedEmbedding, compute: Compute) -> None:
         """Multiplies shared embeddings by the projections, unless that is done already."""

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fledge.kernels.implementations import dependent_launch
+
 BLOCK = 1024
 
 
@@ -70,8 +72,11 @@ def _rope_to_cache(
     qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     sx, sc, ss, skg, skp, svg, svp, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_q, is_v = head < H, head >= H + G
     is_k = (head >= H) & (head < H + G)
@@ -129,7 +134,7 @@ def rope_to_cache_triton(
             qkv, cos, sin, keys_GPd, values_GPd, slot_M.contiguous(), q_norm, k_norm, q_MHd,
             qkv.stride(0), cos.stride(0), sin.stride(0), *keys_GPd.stride()[:2], *values_GPd.stride()[:2], eps,
             H=heads, G=G, D=d, R=r, BR=triton.next_power_of_2(r // 2), BP=triton.next_power_of_2(max(d - r, 1)),
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1, **dependent_launch(qkv.device),
         )  # fmt: skip
     return q_MHd
 

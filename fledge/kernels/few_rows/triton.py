@@ -10,6 +10,7 @@ multiprocessor always waits for some 64 KiB or more.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
+from fledge.kernels.implementations import can_wait
 
 FINISH = 256  # outputs of a program that adds partial sums
 LINE = 128  # bytes that one prefetch fetches
@@ -201,8 +203,9 @@ def product(
 
 @functools.cache
 def _tiles(O: int, I: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """`tiles_for`, in the shared memory of the device."""
+    """`tiles_for`, in the shared memory of the device and with what it supports."""
     tiles = tiles_for(O, I, dtype)
+    tiles = replace(tiles, dependent=tiles.dependent and can_wait(device))
     if device.type != "cuda":
         return tiles
     chip = torch.cuda.get_device_properties(device)

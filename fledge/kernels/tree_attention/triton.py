@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fledge.kernels.implementations import dependent_launch
+
 LOG2E = 1.4426950408889634
 WAVES = 2  # programs per processor that the shares are chosen for; one for large blocks of rows, which fill it
 MOST_SPLITS = 64
@@ -70,8 +72,11 @@ def _attend(
     q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr,
     S, J, splits, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     split, g, b = tl.program_id(0), tl.program_id(1) % G, tl.program_id(2).to(tl.int64)
     group: tl.constexpr = H // G
     # with a pipeline in the masked loops, ptxas serializes the warp group's products of all loops (C7515)
@@ -132,9 +137,12 @@ def _attend(
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
     partial_ptr, lse_ptr, out_ptr, splits,
-    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of the shares of one row and head; the weights are the shares' sums of exponentials."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, BS), tl.arange(0, BD)
     lse = tl.load(lse_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     held = (lse > float("-inf"))[:, None] & (d < D)[None, :]  # a share without slots costs no reading
@@ -175,17 +183,18 @@ def tree_attention_triton(
     partial, lse = out, out  # unused with one share
     if splits > 1:
         partial, lse = (out.new_empty(n, dtype=torch.float32) for n in (B * S * H * splits * d, B * S * H * splits))
-    BD = _block_width(d)
+    BD, dependent = _block_width(d), dependent_launch(q_BSHd.device)
     _attend[(splits, blocks * G, B)](
         q_BSHd, keys_GPd, values_GPd, start_B.contiguous(), length_B.contiguous(), visible, position, out, partial, lse,
         S, J, splits, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *visible.stride()[:2], 0 if window is None else position.stride(0),
-        H=H, G=G, D=d, BD=BD, WINDOW=window or 0, SHARED=splits > 1, **tiles,
+        H=H, G=G, D=d, BD=BD, WINDOW=window or 0, SHARED=splits > 1, **tiles, **dependent,
     )  # fmt: skip
     if splits > 1:
         _combine[(B * S * H,)](
-            partial, lse, out, splits, D=d, BD=BD, BS=triton.next_power_of_2(splits), num_warps=4 if BD <= 128 else 8
-        )
+            partial, lse, out, splits, D=d, BD=BD, BS=triton.next_power_of_2(splits),
+            num_warps=4 if BD <= 128 else 8, **dependent,
+        )  # fmt: skip
     return out
 
 
