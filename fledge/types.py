@@ -15,6 +15,7 @@ says at which slots the draft is trained.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -211,8 +212,18 @@ class Tree:
         """Each request's tokens one after the other."""
         return cls(token_BN, None, token_BN.shape[1] - 1)
 
+    def depths(self) -> Tensor:
+        """The level of each node below the root, int64 [B, N]."""
+        if self.parent_BN is None:
+            return torch.arange(self.token_BN.shape[1], device=self.token_BN.device).expand_as(self.token_BN)
+        return self.ancestors().sum(-1) - 1
+
     def ancestors(self) -> Tensor:
         """Bool [B, N, N]: entry [b, n, m] is True if node m is on the path from the root to node n, n included."""
+        return self._ancestors
+
+    @functools.cached_property
+    def _ancestors(self) -> Tensor:
         B, n = self.token_BN.shape
         if self.parent_BN is None:
             return torch.ones(n, n, dtype=torch.bool, device=self.token_BN.device).tril().expand(B, n, n)

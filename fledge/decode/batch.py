@@ -195,20 +195,31 @@ class Batch:
         B = len(self.running)
         if self.loaded is None:
             size = next((n for n in GRAPH_SIZES if n >= B), B)
-            pools = [x.data_ptr() for x in (self.cache.pool.buffer, *self.proposer.buffers())]
-            key = size, self.rounds.sampling.flags, *pools
-            if key not in self.graphs:
-                for old in [k for k in self.graphs if [*k[2:]] != pools]:  # of a cache that has grown since
-                    self.graphs.pop(old).release()
-                if not self.graphs:  # a memory pool ends with its last graph
-                    self.memory = torch.cuda.graph_pool_handle()
-                self.graphs[key] = CapturedRounds(self.rounds, size, self.memory)
+            if (key := self._graph_key(size)) not in self.graphs:
+                self._capture(size)
+                key = self._graph_key(size)  # capturing may have enlarged the caches
             self.loaded = self.graphs[key]
             self.loaded.load(self.rounds)
         self.loaded.draft_graph.replay()
         timer.mark()
         self.loaded.verify_graph.replay()
         return self.loaded.results[:B]
+
+    def _graph_key(self, size: int) -> tuple[Any, ...]:
+        """What rounds must have in common to share graphs: the number of places, the code of sampling, and the buffers
+        of the caches."""
+        buffers = self.cache.pool.buffer, *self.proposer.buffers()
+        return size, self.rounds.sampling.flags, tuple(x.data_ptr() for x in buffers)
+
+    def _capture(self, size: int) -> None:
+        """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""
+        *_, buffers = self._graph_key(size)
+        for old in [key for key in self.graphs if key[-1] != buffers]:
+            self.graphs.pop(old).release()
+        if not self.graphs:  # a memory pool ends with its last graph
+            self.memory = torch.cuda.graph_pool_handle()
+        graphs = CapturedRounds(self.rounds, size, self.memory)
+        self.graphs[self._graph_key(size)] = graphs
 
     def _unload(self) -> None:
         """Takes the requests' state back from the graphs, before it is changed otherwise."""

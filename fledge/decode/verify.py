@@ -86,13 +86,15 @@ def verify_by_rejection(
 
 def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Verdict:
     """`verify_by_match` of processed scores."""
-    path_BNN = tree.ancestors()
-    depth_BN = path_BNN.sum(-1) - 1
+    depth_BN = tree.depths()
     own_BN = choose(tree, scores_BNV, depth_BN, length_B, sampling)
     matched_BN = matches(tree, own_BN)
     node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
     if tree.count_B is not None:
         matched_BN = matched_BN & (node_N < tree.count_B[:, None])
+    if tree.parent_BN is None:
+        return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
+    path_BNN = tree.ancestors()
     accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
     # siblings differ, so that at most one node of a level is accepted
     level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
@@ -118,7 +120,9 @@ def matches(tree: Tree, own_BN: Tensor) -> Tensor:
     """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
     parent_BN = tree.parent_BN
     if parent_BN is None:
-        parent_BN = torch.arange(-1, own_BN.shape[1] - 1, device=own_BN.device).expand_as(own_BN)
+        matched_BN = torch.ones_like(own_BN, dtype=torch.bool)
+        matched_BN[:, 1:] = tree.token_BN[:, 1:] == own_BN[:, :-1]
+        return matched_BN
     return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)
 
 

@@ -96,8 +96,7 @@ class NativeTarget(TransformersTarget):
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         """See `DecodingTarget.verify`. Does not synchronize."""
         B, N = tree.token_BN.shape
-        ancestors = tree.ancestors()
-        position_BN = cache.length_B[:, None] + ancestors.sum(-1) - 1
+        ancestors, position_BN = tree.ancestors(), cache.length_B[:, None] + tree.depths()
         attend = CachedRows(self.native, TreeRows(cache, N, ancestors, position_BN))
         features = self.native(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
         return self.logits(features.last_TD).view(B, N, -1), None if layers is None else features
