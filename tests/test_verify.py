@@ -129,7 +129,7 @@ def test_both_rules_are_their_definitions(kind: str) -> None:
 
 def one_of(tree: Tree, b: int) -> Tree:
     """The tree of one request."""
-    rows = {name: x[b, None] for name, x in vars(tree).items() if isinstance(x, Tensor)}
+    rows = {name: x[b, None] for name, x in vars(tree).items() if isinstance(x, Tensor) and name[0] != "_"}
     return replace(tree, **rows)
 
 
