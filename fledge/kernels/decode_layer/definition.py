@@ -26,16 +26,17 @@ def rope_to_cache(
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     G, _, d = keys_GPd.shape
-    q_MHd, k_MGd, v_MGd = qkv_MO.unflatten(1, (heads + 2 * G, d)).split((heads, G, G), 1)
+    qk_MNd, v_MGd = qkv_MO.view(-1, heads + 2 * G, d).split((heads + G, G), 1)
+    qk_MNd = at_least_float32(qk_MNd)
+    if q_norm_d is not None or k_norm_d is not None:
+        parts = zip(qk_MNd.split((heads, G), 1), (q_norm_d, k_norm_d), strict=True)
+        qk_MNd = torch.cat([x if weight is None else _rms_norm(x, weight, eps) for x, weight in parts], 1)
     cos, sin = (at_least_float32(x)[:, None] for x in (cos_Mr, sin_Mr))
-    q, k = (
-        apply_rope(at_least_float32(x) if weight is None else _rms_norm(x, weight, eps), cos, sin)
-        for x, weight in ((q_MHd, q_norm_d), (k_MGd, k_norm_d))
-    )
+    q_MHd, k_MGd = apply_rope(qk_MNd, cos, sin).to(qkv_MO.dtype).split((heads, G), 1)
     slot = slot_M.long()
-    keys_GPd[:, slot] = k.transpose(0, 1).to(keys_GPd.dtype)
-    values_GPd[:, slot] = v_MGd.transpose(0, 1).to(values_GPd.dtype)
-    return q.to(qkv_MO.dtype)
+    keys_GPd.index_copy_(1, slot, k_MGd.transpose(0, 1))
+    values_GPd.index_copy_(1, slot, v_MGd.transpose(0, 1))
+    return q_MHd
 
 
 def silu_mul_fused(gate_up_M2F: Tensor) -> Tensor:

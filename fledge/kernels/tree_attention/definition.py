@@ -45,17 +45,16 @@ def tree_attention_torch(
     The query heads that share a key head are laid along the rows, so that no key is repeated for them.
     """
     (_, S, H, d), G, J = q_BSHd.shape, keys_GPd.shape[0], visible_BSJ.shape[-1]
-    group = H // G
-    out = torch.empty_like(q_BSHd, memory_format=torch.contiguous_format)
+    group, out = H // G, []
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
         slots = slice(start, start + length + J)
         mask_RN = None
         if window is not None or not bool(visible_BSJ[b].all()):
             seen_SN = seen_slots(length, visible_BSJ[b], window, None if window is None else position_BS[b])
             mask_RN = seen_SN.repeat(group, 1)  # rows R = group x S
-        q_GRd = q_BSHd[b].reshape(S, G, group, d).permute(1, 2, 0, 3).reshape(G, group * S, d)
-        found_GRd = F.scaled_dot_product_attention(
-            q_GRd[None], keys_GPd[None, :, slots], values_GPd[None, :, slots], attn_mask=mask_RN, scale=scale
-        )[0]
-        out[b] = found_GRd.unflatten(1, (group, S)).permute(2, 0, 1, 3).reshape(S, H, d)
-    return out
+        q_1GRd = q_BSHd[b].reshape(S, G, group, d).permute(1, 2, 0, 3).reshape(1, G, group * S, d)
+        found_1GRd = F.scaled_dot_product_attention(
+            q_1GRd, keys_GPd[None, :, slots], values_GPd[None, :, slots], attn_mask=mask_RN, scale=scale
+        )
+        out.append(found_1GRd.view(G, group, S, d).permute(2, 0, 1, 3).reshape(S, H, d))
+    return torch.stack(out) if len(out) > 1 else out[0][None]
