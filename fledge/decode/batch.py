@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
-from fledge.decode.rounds import GRAPH_SIZES, CapturedRounds, Rounds, Timer, can_capture
+from fledge.decode.rounds import GRAPH_SIZES, CapturedRounds, Rounds, Timer, can_capture, graph_memory
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
@@ -31,7 +32,7 @@ class NoDrafter:
     draft = None
     levels = scratch = 0
     nodes = 1
-    captured = True
+    capturable = True
 
     def nothing(self, *given: Any) -> None:
         """Does nothing."""
@@ -44,7 +45,7 @@ class NoDrafter:
 
     lengths = buffers = tensors
 
-    def idle(self, size: int) -> NoDrafter:
+    def idle(self, spare: None, size: int) -> NoDrafter:
         """Itself, as it has no requests of its own."""
         return self
 
@@ -80,6 +81,12 @@ class Batch:
         self.graphs: dict[Any, CapturedRounds] = {}
         self.loaded: CapturedRounds | None = None  # the graphs that have the requests' state at present
         self.memory: Any = None  # the graphs' memory pool
+        if self.captures:  # slots of places without a request, the first of the pools, so that these do not fragment
+            self.spare = (
+                target.new_cache([proposer.nodes + proposer.levels + 1]),
+                proposer.new_cache([proposer.scratch]),
+            )
+            weakref.finalize(self, self.spare[0].select, [])
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Batch:
 
     def round(self) -> Iterator[Request]:
         """Runs a round, and yields the requests that tokens were committed to. Then removes complete requests."""
-        ahead = 2 if self.captures else 1
+        ahead = 2 if self._replays() else 1
         while len(self.launched) < ahead and self._needs_rounds():
             self._launch()
         yield from self._commit()
@@ -170,18 +177,22 @@ class Batch:
             yield from self._finish_launched()
         self._dismiss()
 
+    def _replays(self) -> bool:
+        """Whether the next round is replayed. Logits processors need the tokens before a round on the host."""
+        return self.captures and not any(r.sampling.processors for r in self.running)
+
     def _needs_rounds(self) -> bool:
         """Whether a request may need more tokens than the launched rounds commit, which is at least one each."""
         return any(r.limit - len(r.done.tokens) > len(self.launched) for r in self.running)
 
     def _launch(self) -> None:
         """Starts a round of all running requests."""
-        processing = [r.processing for r in self.running]
         timer = Timer(self.target.device)
-        if self.captures and not any(processing):
+        if self._replays():
             results = self._replay(timer)
         else:
             self._unload()
+            processing = [r.processing for r in self.running]
             tree = self.rounds.draft_trees(max(len(r.fresh) for r in self.running))
             timer.mark()
             results = self.rounds.verify_trees(tree, processing)
@@ -197,12 +208,11 @@ class Batch:
             size = next((n for n in GRAPH_SIZES if n >= B), B)
             if (key := self._graph_key(size)) not in self.graphs:
                 self._capture(size)
-                key = self._graph_key(size)  # capturing may have enlarged the caches
             self.loaded = self.graphs[key]
             self.loaded.load(self.rounds)
-        self.loaded.draft_graph.replay()
+        self.loaded.draft()
         timer.mark()
-        self.loaded.verify_graph.replay()
+        self.loaded.verify()
         return self.loaded.results[:B]
 
     def _graph_key(self, size: int) -> tuple[Any, ...]:
@@ -215,11 +225,10 @@ class Batch:
         """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""
         *_, buffers = self._graph_key(size)
         for old in [key for key in self.graphs if key[-1] != buffers]:
-            self.graphs.pop(old).release()
+            del self.graphs[old]
         if not self.graphs:  # a memory pool ends with its last graph
-            self.memory = torch.cuda.graph_pool_handle()
-        graphs = CapturedRounds(self.rounds, size, self.memory)
-        self.graphs[self._graph_key(size)] = graphs
+            self.memory = graph_memory()
+        self.graphs[self._graph_key(size)] = CapturedRounds(self.rounds, size, self.spare, self.memory)
 
     def _unload(self) -> None:
         """Takes the requests' state back from the graphs, before it is changed otherwise."""
@@ -304,8 +313,9 @@ class Joining:
     def _first_tokens(self, logits_BV: Tensor) -> Tensor:
         """The tokens after the prompts, int64 [B]."""
         requests, batch = self.requests, self.batch
-        last, length = ([f(r) for r in requests] for f in (lambda r: r.prefix[-1:], lambda r: len(r.prefix) - 1))
-        root_B1, length_B = to_device([torch.tensor(last), torch.tensor(length)], batch.target.device)
+        root_B1 = torch.tensor([r.prefix[-1:] for r in requests])
+        length_B = torch.tensor([len(r.prefix) - 1 for r in requests])
+        root_B1, length_B = to_device([root_B1, length_B], batch.target.device)
         sampling, seen_BV = batch.sampling_of(requests)
         processing = [r.processing for r in requests]
         tree = Tree(root_B1, None, 0)

@@ -70,7 +70,7 @@ class Proposer:
         self.source.sampling = sampling if same else sampling.to(self.draft.device)
 
     @property
-    def captured(self) -> bool:
+    def capturable(self) -> bool:
         """Whether drafting asks the device nothing, so that it can be captured as a CUDA graph."""
         return not (self.source.sequential and self.shape.ends_early)
 
@@ -90,9 +90,9 @@ class Proposer:
         """Replaces `tensors` by others."""
         self.source.bind(tensors)
 
-    def idle(self, size: int) -> Proposer:
-        """A proposer of the same draft and memory for `size` requests that do not exist."""
-        return Proposer(self.source.idle(size, self.scratch), self.shape)
+    def idle(self, spare: KVCache, size: int) -> Proposer:
+        """A proposer of the same draft for `size` requests that do not exist, which share the segment of a cache."""
+        return Proposer(self.source.idle(spare, size), self.shape)
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:

@@ -6,7 +6,7 @@ Both run the same functions. Replayed, the host launches two graphs per round an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,14 +28,14 @@ class Drafter(Protocol):
     """What a round needs of a `Proposer`, or of its stand-in without a draft (`NoDrafter`).
 
     `levels` are the most tokens of a drafted path. `nodes` and `scratch` are the most slots that a round writes after
-    the committed ones in the target's and in the draft's cache. `captured` is whether drafting asks the device nothing.
+    the committed ones in the target's and in the draft's cache. `capturable`: whether drafting asks the device nothing.
     """
 
     draft: Draft | None
     levels: int
     nodes: int
     scratch: int
-    captured: bool
+    capturable: bool
 
     def propose(self, state: RoundState) -> Tree:
         """The trees that are verified next."""
@@ -46,17 +46,14 @@ class Drafter(Protocol):
     def tensors(self) -> list[Tensor]:
         """The tensors, with one entry for each request, that a round reads and changes."""
 
-    def select(self, staying: Sequence[int]) -> None:
-        """Keeps the requests with these indices only."""
-
     def lengths(self) -> list[Tensor]:
         """Those of `tensors` that are lengths of caches."""
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Replaces `tensors` by others."""
 
-    def idle(self, size: int) -> Drafter:
-        """A drafter of the same draft and memory for `size` requests that do not exist."""
+    def idle(self, spare: Any, size: int) -> Drafter:
+        """A drafter of the same draft for `size` requests that do not exist, which share the segment of a cache."""
 
 
 class Timer:
@@ -137,43 +134,67 @@ def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
     """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on one GPU in a dtype
     that the kernels support, and drafting does not ask the device when to end."""
     native = target.implementation == "native" and best_impl(target.device, target.dtype) == "triton"
-    return native and drafter.captured and (drafter.draft is None or drafter.draft.device == target.device)
+    return native and drafter.capturable and (drafter.draft is None or drafter.draft.device == target.device)
+
+
+def graph_memory() -> Any:
+    """A new memory pool for graphs that are replayed one after the other. It ends with its last graph."""
+    return torch.cuda.graph_pool_handle()
+
+
+def warm_up(work: Callable[[], Any], device: torch.device) -> None:
+    """Runs what will be captured, so that kernels are compiled and libraries initialised."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
+def capture(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], Any]:
+    """Captures the kernels of `work` as a CUDA graph. Returns its replay, and what `work` returned, whose tensors each
+    replay computes anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory):
+        results = work()
+    return graph.replay, results
 
 
 class CapturedRounds:
     """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification.
 
-    The graphs read and change tensors of their own: `load` copies those of other rounds there, and `store` copies them
-    back. Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody.
+    `draft` and `verify` replay them, and `results` are those of the last replay (`Rounds.verify_trees`). The graphs
+    read and change tensors of their own: `load` copies those of other rounds there, and `store` copies them back.
+    Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody.
     """
 
-    def __init__(self, rounds: Rounds, size: int, memory: Any):
-        """`memory` is the memory pool of the graphs (torch.cuda.graph_pool_handle). Takes seconds."""
+    def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any):
+        """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
+        is that of the graphs (`graph_memory`). Takes about a second, or longer to compile kernels."""
         target, drafter, device = rounds.target, rounds.drafter, rounds.state.token_BR.device
-        cache = target.new_cache([drafter.nodes + drafter.levels + 1]).repeated(size)
+        cache = spare[0].repeated(size)
         seen_BV = None if rounds.seen_BV is None else rounds.seen_BV.new_zeros(size, rounds.seen_BV.shape[1])
         state, sampling = rounds.state.idle(size), rounds.sampling.idle(size)
-        self.rounds = Rounds(target, drafter.idle(size), rounds.layers, cache, state, sampling, seen_BV)
+        self.rounds = Rounds(target, drafter.idle(spare[1], size), rounds.layers, cache, state, sampling, seen_BV)
         self.rounds.drafter.set_sampling(self.rounds.sampling)
         self.size, self.active_B = size, torch.zeros(size, dtype=torch.int64, device=device)
         self.static = self.rounds.tensors()
         self.idle = [x.clone() for x in self.static]
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are compiled, and libraries initialised, before the capture
-                self._verify(self._draft())
-        torch.cuda.current_stream(device).wait_stream(side)
-        self.draft_graph, self.verify_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.draft_graph, pool=memory):
-            self.tree = self._draft()
-        with torch.cuda.graph(self.verify_graph, pool=memory):
-            self.results = self._verify(self.tree)
+        for _ in range(2):
+            warm_up(lambda: self._verify(self._draft()), device)
+            self._reset()  # a place without a request has no slots for a second round
+        if drafter.draft is None:  # the tree is a view of the state
+            self.draft, self.tree = lambda: None, self._draft()
+        else:
+            self.draft, self.tree = capture(self._draft, memory)
+        self.verify, self.results = capture(lambda: self._verify(self.tree), memory)
 
-    def release(self) -> None:
-        """Frees the slots of places without a request."""
-        self.rounds.cache.select([])
-        self.rounds.drafter.select([])
+    @torch.inference_mode()
+    def _reset(self) -> None:
+        """Makes all places places without a request."""
+        for mine, idle in zip(self.static, self.idle, strict=True):
+            mine.copy_(idle)
+        self.active_B.zero_()
 
     def _draft(self) -> Tree:
         return self.rounds.draft_trees(self.rounds.drafter.levels + 1)
@@ -198,10 +219,9 @@ class CapturedRounds:
     def load(self, rounds: Rounds) -> None:
         """Takes the requests of other rounds with the same flags of sampling."""
         B = rounds.state.count_B.numel()
-        for mine, idle, theirs in zip(self.static, self.idle, rounds.tensors(), strict=True):
-            mine.copy_(idle)
+        self._reset()
+        for mine, theirs in zip(self.static, rounds.tensors(), strict=True):
             mine[:B].copy_(theirs)
-        self.active_B.zero_()
         self.active_B[:B] = 1
 
     @torch.inference_mode()

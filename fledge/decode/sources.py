@@ -88,11 +88,10 @@ class Source:
         """Replaces `tensors` by others."""
         self.cache.start_B, self.cache.length_B = tensors
 
-    def idle(self, size: int, scratch: int) -> Source:
-        """A source of the same draft and pool for `size` requests that do not exist, which all write to the same
-        `scratch` slots."""
+    def idle(self, spare: KVCache, size: int) -> Source:
+        """A source of the same draft for `size` requests that do not exist, which share the segment of a cache."""
         other = copy.copy(self)
-        other.cache = KVCache(self.pool, [scratch]).repeated(size)
+        other.cache = spare.repeated(size)
         return other
 
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
@@ -160,8 +159,8 @@ class StepSource(Source):
         *others, self.slot_BN = tensors
         super().bind(others)
 
-    def idle(self, size: int, scratch: int) -> Source:
-        other = super().idle(size, scratch)
+    def idle(self, spare: KVCache, size: int) -> Source:
+        other = super().idle(spare, size)
         other.slot_BN = self._no_slots(size)
         return other
 

@@ -116,9 +116,8 @@ class KVCache:
         self.start_B, self.length_B = self.start_B[index], self.length_B[index]
 
     def repeated(self, times: int) -> KVCache:
-        """A cache of as many sequences that all have the segment of this one's only sequence, which it takes over."""
+        """A cache of as many sequences that all have the segment of this one's only sequence, which keeps it."""
         other = KVCache(self.pool)
-        other.segments = self.segments
         other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
         return other
 
