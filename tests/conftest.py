@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,3 +51,17 @@ def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return Ran(code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fills uninitialized memory with NaN, or with the largest integer, so that an output that a kernel does not write
+    is noticed. This needs torch's deterministic algorithms, which training itself does not use."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1, device=device).isnan() and torch.empty_like(torch.ones(1, device=device)).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

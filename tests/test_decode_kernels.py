@@ -8,33 +8,17 @@ from torch import Tensor
 
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
 from fledge.kernels.tree_attention import best_impl, tree_attention, tree_attention_reference
-from support.devices import needs_triton
+from support.devices import distance, needs_triton
 
 needs_triton()
 
 from fledge.kernels.tree_attention import triton as kernels  # noqa: E402  (needs_triton skips before it)
 
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter neither rounds nor multiplies bfloat16
 POISON = 1e4  # in the slots that nobody may see
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that is asked for without a value holds NaN: what a kernel leaves out shows."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Relative, in norm; infinite where a number is none."""
-    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
-    return off if off == off else float("inf")
 
 
 def chain_or_tree(B: int, S: int, J: int, generator: torch.Generator) -> Tensor:
@@ -44,7 +28,7 @@ def chain_or_tree(B: int, S: int, J: int, generator: torch.Generator) -> Tensor:
 
 
 class Case:
-    """Arguments of a call with random values, in pools of several layouts, and the indices of what is poisoned."""
+    """Arguments of a call with random values, in pools of several layouts, and the slots that hold POISON."""
 
     def __init__(
         self, lengths: list[int], S: int, H: int, G: int, d: int, dtype: torch.dtype, J: int | None = None,

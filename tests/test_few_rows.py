@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fledge.kernels.few_rows import FEW_ROWS, linear_add, norm_linear, norm_swiglu, plain_linear
 from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
-from support.devices import needs_triton
+from support.devices import distance, needs_triton
 
 needs_triton()
 
@@ -22,23 +22,6 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the norm
 EPS = 1e-5
 KINDS = "norm", "add", "swiglu", "plain"
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that is asked for without a value holds NaN: what a kernel leaves out shows."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Relative, in norm; infinite where a number is none."""
-    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
-    return off if off == off else float("inf")
 
 
 class Case:
@@ -89,7 +72,7 @@ class Case:
 
 @pytest.mark.parametrize(("M", "O", "I"), [(1, 48, 64), (3, 33, 100), (8, 1, 515), (16, 70, 72)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values(kind: str, M: int, O: int, I: int, poisoned) -> None:
+def test_values(kind: str, M: int, O: int, I: int, uninitialized_memory_is_nan) -> None:
     for dtype in (torch.float32, HALF):
         for bias in (False, True):
             case = Case(kind, M, O, I, dtype, bias)
@@ -107,7 +90,7 @@ def test_values(kind: str, M: int, O: int, I: int, poisoned) -> None:
     ],
     ids=lambda t: f"{t.outputs}x{t.inputs}",
 )
-def test_tiles(kind: str, tiles: Tiles, poisoned) -> None:
+def test_tiles(kind: str, tiles: Tiles, uninitialized_memory_is_nan) -> None:
     for dtype in (torch.float32, HALF):
         Case(kind, 5, 37, 104, dtype, bias=True).check(tiles=tiles)
 

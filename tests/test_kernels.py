@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -36,17 +35,7 @@ IMPLS = ["triton", pytest.param("flex", marks=GPU)]
 LONG = [document(300, (2, 280), seed=1), document(1), document(90, (5, 60), (60, 90), seed=2), document(170, (0, 170))]
 
 
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fills uninitialized memory with NaN, or with the largest integer, so that an output that a kernel does not write
-    is noticed. This needs torch's deterministic algorithms, which training itself does not use."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(1, device=DEVICE).isnan() and torch.empty_like(torch.ones(1, device=DEVICE)).isnan()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 
 def on_device(queries: Queries) -> Queries:

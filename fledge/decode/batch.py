@@ -86,7 +86,7 @@ class Batch:
                 target.new_cache([proposer.nodes + proposer.levels + 1]),
                 proposer.new_cache([proposer.scratch]),
             )
-            weakref.finalize(self, self.spare[0].select, [])
+            weakref.finalize(self, self.spare[0].select, []).atexit = False
 
     # -- requests come and go -----------------------------------------------------------------------------------
 

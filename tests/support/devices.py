@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from fledge.models.draft import Draft
 from fledge.targets.compatibility import connect_draft
@@ -34,3 +35,9 @@ def needs_triton() -> None:
         if "0-dimensional" not in str(e):
             raise
         pytest.skip("the interpreter of this Triton does not work with this numpy", allow_module_level=True)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The relative distance of two tensors in norm; infinite if one contains NaN."""
+    off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+    return off if off == off else float("inf")
