@@ -150,15 +150,22 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         token, position = to_device([row.token_T.long(), row.position_T.long()], self.device)
         documents, whole = row.without_filler(), None
         for a, b in group_documents(documents, PASS_TOKENS[self.device.type]) if self.packs else documents:
-            lengths = {end - start for start, end in documents if a <= start < b}
-            length = lengths.pop() if len(lengths) == 1 else None  # documents of equal length are a batch without mask
-            part, T = self.run_decoder(token[a:b], position[a:b], layers, length), token.numel()
+            inside, T = [(start - a, end - a) for start, end in documents if a <= start < b], token.numel()
+            part = self._run_documents(token[a:b], position[a:b], inside, layers)
             if b - a == T:
                 return part
             if whole is None:
                 whole = Features(*(x.new_zeros(T, *x.shape[1:]) for x in (part.aux_TAD, part.last_TD)))
             whole.aux_TAD[a:b], whole.last_TD[a:b] = part.aux_TAD, part.last_TD
         return whole
+
+    def _run_documents(
+        self, token_T: Tensor, position_T: Tensor, documents: Sequence[tuple[int, int]], layers: Sequence[int]
+    ) -> Features:
+        """The features of one pass over adjacent documents, [start, end) ranges of the tokens."""
+        lengths = {end - start for start, end in documents}
+        # documents of equal length are a batch without mask
+        return self.run_decoder(token_T, position_T, layers, lengths.pop() if len(lengths) == 1 else None)
 
     def run_decoder(
         self, token_T: Tensor, position_T: Tensor, layers: Sequence[int], length: int | None = None

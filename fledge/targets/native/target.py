@@ -16,7 +16,7 @@ from fledge.targets.native.attention import CachedRows, PackedRows
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Features, Packed, Tree
+from fledge.types import Features, Tree
 
 
 class NativeTarget(TransformersTarget):
@@ -41,18 +41,10 @@ class NativeTarget(TransformersTarget):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def features(self, row: Packed, layers: Sequence[int]) -> Features:
-        """See `TrainingTarget.features`. One pass over the row without its filler."""
-        documents, T = row.without_filler(), row.token_T.numel()
-        keep = torch.cat([torch.arange(a, b) for a, b in documents])
-        token, position, keep = to_device([row.token_T[keep].long(), row.position_T[keep].long(), keep], self.device)
-        part = self.native(token, position, PackedRows(self.native, documents), layers)
-        if keep.numel() == T:
-            return part
-        whole = Features(*(x.new_zeros(T, *x.shape[1:]) for x in (part.aux_TAD, part.last_TD)))
-        whole.aux_TAD[keep], whole.last_TD[keep] = part.aux_TAD, part.last_TD
-        return whole
+    def _run_documents(
+        self, token_T: Tensor, position_T: Tensor, documents: Sequence[tuple[int, int]], layers: Sequence[int]
+    ) -> Features:
+        return self.native(token_T, position_T, PackedRows(self.native, documents), layers)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
