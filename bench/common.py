@@ -50,13 +50,18 @@ def random_draft(
     E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
     with torch.device(device):
         draft = Draft(config).to(device, dtype)
-        for p in draft.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        randomize(draft)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
         draft.share_target_weights(table)
         features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
     draft.set_vocabulary(torch.arange(W) * (V // W))
     return draft, features, head
+
+
+def randomize(module: torch.nn.Module) -> None:
+    """Draws all matrices of a module from N(0, 0.02²), and sets its vectors to ones."""
+    for p in module.parameters():
+        torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
 
 
 def peak_tflops(device: str, n: int = 8192) -> float | None:

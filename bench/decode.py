@@ -4,7 +4,7 @@
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
-of NEW tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all weights
+of `--new` tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all weights
 and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix
 products alone, with torch in one CUDA graph; `overhead_ms` is `ms` - `gemm_ms`.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, seconds
+from common import SHAPES, profile, randomize, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn import functional as F
@@ -33,7 +33,6 @@ from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 
 LAYERS = {"8b": 32, "tiny": 8}
-NEW = 200
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
@@ -48,6 +47,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--new", type=int, default=200, help="tokens after each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
@@ -69,7 +69,7 @@ def main() -> None:
         for context in options.context:
             for batch in options.batch:
                 row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": 1}
-                row |= measure(engine, batch, context, gbps, options.profile)
+                row |= measure(engine, batch, context, options.new, gbps, options.profile)
                 record["rows"].append(row)
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 write_record(options.out, record)
@@ -89,9 +89,7 @@ def random_target(shape: str, device: str) -> TransformersTarget:
     rotary = type(model.model.rotary_emb)(config)
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
-    with torch.no_grad():
-        for p in model.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    randomize(model)
     return target_of(model, one_word_tokenizer())
 
 
@@ -107,9 +105,7 @@ def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, An
     )
     with torch.device(target.device):
         draft = Draft(config).to(target.device, target.dtype)
-    with torch.no_grad():
-        for p in draft.parameters():
-            torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    randomize(draft)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
     connect_draft(draft, target)
     return draft
@@ -123,16 +119,16 @@ def read_gbps(device: str) -> float:
     return x.numel() * 4 / best / 1e9
 
 
-def measure(engine: Engine, batch: int, context: int, gbps: float, profile: bool) -> dict[str, Any]:
+def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, profiled: bool) -> dict[str, Any]:
     """The times of decoding `batch` prompts of `context` tokens."""
     prompts = torch.randint(5, 500, (batch, context)).tolist()
 
-    def decode(new: int) -> list[Any]:
-        return engine.generate_all(prompts, batch=batch, max_new_tokens=new)
+    def decode(tokens: int) -> list[Any]:
+        return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens)
 
-    decode(NEW)  # captures
+    decode(new)  # captures
     start = time.perf_counter()
-    done = decode(NEW)
+    done = decode(new)
     wall = time.perf_counter() - start
     rounds = done[0].trace.rounds
     if rounds:
@@ -140,12 +136,12 @@ def measure(engine: Engine, batch: int, context: int, gbps: float, profile: bool
             1e3 * sum(times) / len(rounds) for times in zip(*((r.t_draft, r.t_verify) for r in rounds), strict=True)
         )
     else:  # without a draft no rounds are recorded
-        draft_ms, verify_ms = 0.0, 1e3 * (wall - max(d.trace.t_prefill for d in done)) / (NEW - 1)
-    count = len(rounds) or NEW - 1
-    if profile:
-        profile_rounds(lambda: decode(12))
+        draft_ms, verify_ms = 0.0, 1e3 * (wall - max(d.trace.t_prefill for d in done)) / (new - 1)
+    count = len(rounds) or new - 1
+    if profiled:
+        profile(lambda: decode(12))
     ms = draft_ms + verify_ms
-    floor, gemm = floor_ms(engine, batch, context, gbps), gemm_ms(engine, batch)
+    floor, gemm = floor_ms(engine, batch, context + new // 2, gbps), gemm_ms(engine, batch)
     return dict(
         ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms, verify_ms=verify_ms,
         overhead_ms=None if gemm is None else ms - gemm, tokens_per_s=sum(len(d.tokens) for d in done) / wall,
@@ -164,16 +160,17 @@ def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:
     return batch * drafting.verified, [((depth + 1) * batch, batch), *[(width * batch, width * batch)] * (depth - 1)]
 
 
-def floor_ms(engine: Engine, batch: int, context: int, gbps: float) -> float:
-    """The milliseconds to read the weights of all passes of a round and the caches, once for each pass."""
+def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
+    """The milliseconds to read the weights of all passes of a round, and caches of `length` tokens, once for each
+    pass."""
     native = engine.target.native
-    cache = 2 * native.kv_heads * native.head_dim * batch * (context + NEW // 2) * 2
+    cache = 2 * native.kv_heads * native.head_dim * batch * length * 2
     total = weight_bytes(engine.target.model) + len(native.layers) * cache
     if engine.draft is not None:
         _, drafted = passes(engine, batch)
         config = engine.draft.config
         kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-        total += len(drafted) * (2 * matrix_elements(engine.draft) + 2 * kv * batch * (context + NEW // 2))
+        total += len(drafted) * (2 * matrix_elements(engine.draft) + 2 * kv * batch * length)
         total += 2 * engine.draft.fc.weight.numel()
     return total / gbps / 1e6
 
@@ -212,16 +209,6 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
             run()
     graph.replay()
     return 1e3 * sorted(seconds(graph.replay, "cuda") for _ in range(20))[10]
-
-
-def profile_rounds(work: Any) -> None:
-    """Prints the kernels with the largest GPU time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
-        work()
-        torch.cuda.synchronize()
-    kernels = sorted((e for e in p.key_averages() if e.self_device_time_total), key=lambda e: -e.self_device_time_total)
-    for e in kernels[:30]:
-        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:6} x {e.key[:110]}", flush=True)
 
 
 if __name__ == "__main__":

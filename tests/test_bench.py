@@ -69,6 +69,20 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
 
+@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random
+def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of round is timed, and none reads its weights faster than the machine."""
+    words = "--shape", "tiny", "--context", 9, "--new", 12, "--batch", 1, 2
+    rows = record(tmp_path, monkeypatch, "decode", *words)["rows"]
+    assert [(r["what"], r["batch"]) for r in rows] == [
+        (what, batch) for what in ("token", "chain of 7", "tree of 60", "one pass of 7") for batch in (1, 2)
+    ]
+    for r in rows:
+        assert r["floor_ms"] < r["ms"] and r["wall_ms"] > 0 and r["tokens_per_s"] > 0
+        assert r["ms"] == pytest.approx(r["draft_ms"] + r["verify_ms"])
+        assert (r["draft_ms"] > 0) == (r["what"] != "token")
+
+
 def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     dtype = torch.get_default_dtype()
     try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
 from fledge.kernels.tree_attention import best_impl, tree_attention, tree_attention_reference
 from support.devices import distance, needs_triton
@@ -326,3 +327,16 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
             q.double(), keys.double(), values.double(), start, length, visible, d**-0.5, window, position
         )
         assert distance(found, exact) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (1, 20_000), (2, 3, 8193), (2, 8192)])
+def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The first of equal largest numbers, also where it is the last number or all are -inf."""
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    tied, last, none = x.clone(), torch.full_like(x, -torch.inf), torch.full_like(x, -torch.inf)
+    tied[..., 3] = tied[..., 5] = 9.0
+    last[..., -1] = -3.0
+    assert (argmax_rows(tied, impl="triton") == 3).all()
+    for rows in (x, tied, last, none, x[..., ::2]):
+        assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))

@@ -18,7 +18,7 @@ import torch
 from fledge.decode import batch as batches
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.eval.run import _ranking
+from fledge.eval.run import ranking_of
 from fledge.models.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
@@ -142,6 +142,6 @@ def test_random_settings_on_a_gpu(captured: bool, monkeypatch: pytest.MonkeyPatc
                 prefix = setting.prompts[i] + a.tokens[:agreed]
                 logits_1V, _ = exact.prefill([prefix], exact.new_cache([len(prefix)]))
                 number = setting.options["request"] + i
-                first, second = _ranking(setting.samplings[i], number, prefix, logits_1V[0]).topk(2).values.tolist()
+                first, second = ranking_of(setting.samplings[i], number, prefix, logits_1V[0]).topk(2).values.tolist()
                 assert first - second < 1e-3, (case, i, agreed)
     assert ties <= CASES / 20

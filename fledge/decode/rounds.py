@@ -170,7 +170,7 @@ class CapturedRounds:
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any):
         """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
-        is that of the graphs (`graph_memory`). Takes about a second, or longer to compile kernels."""
+        is that of the graphs (`graph_memory`)."""
         target, drafter, device = rounds.target, rounds.drafter, rounds.state.token_BR.device
         cache = spare[0].repeated(size)
         seen_BV = None if rounds.seen_BV is None else rounds.seen_BV.new_zeros(size, rounds.seen_BV.shape[1])

@@ -297,12 +297,12 @@ def _gaps(
         cache.keep(None, torch.full((batch,), len(piece), device=target.device))
     cache.select([])
     texts = ([*prefix, *tokens[:j]] for j in range(len(tokens)))
-    rankings = [_ranking(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
+    rankings = [ranking_of(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
     top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
     return top[:, 0] - top[:, 1]
 
 
-def _ranking(sampling: Sampling, request: int, prefix: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+def ranking_of(sampling: Sampling, request: int, prefix: list[int], logits_V: torch.Tensor) -> torch.Tensor:
     """The values [V] whose argmax is the token that the target chooses after `prefix`: the scores, plus Gumbel noise if
     it samples."""
     of_request = BatchSampling.of([sampling], [request], logits_V.device)

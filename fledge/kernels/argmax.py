@@ -10,9 +10,8 @@ from fledge.kernels.implementations import use_triton
 def argmax_rows(x: Tensor, *, impl: str | None = None) -> Tensor:
     """The index of the first largest number of each row of x [.., V], int64 [..]. Rows must not contain NaN.
 
-    Equals `x.argmax(-1)`, which takes several times as long for a single row on a GPU. `impl` "triton" is one program
-    per row (a GPU or Triton's interpreter), "definition" is torch; None: "triton" on a GPU. Raises ValueError for
-    another name.
+    Equals `x.argmax(-1)`. `impl` "triton" is one program per row (a GPU or Triton's interpreter), "definition" is
+    torch; None: "triton" on a GPU. Raises ValueError for another name.
     """
     if not use_triton(impl, x):
         return x.argmax(-1)

@@ -36,7 +36,8 @@ class Tiles:
 def tiles_for(O: int, I: int, dtype: torch.dtype) -> Tiles:
     """The tiles of a weight [O, I]. They depend on nothing else, so that a row has one result with any number of rows.
 
-    `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model.
+    `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model; bench/results/few_rows_sweep.json has
+    the best on an H200.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
