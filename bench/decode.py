@@ -4,9 +4,9 @@
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
-of `--new` tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all weights
-and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix
-products alone, with torch in one CUDA graph; `overhead_ms` is `ms` - `gemm_ms`.
+of `--new` tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all
+weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's
+matrix products alone, with torch in one CUDA graph; `overhead_ms` is `ms` - `gemm_ms`.
 """
 
 import argparse
