@@ -77,10 +77,21 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
 def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
     if f.metadata["flag"] == "argument":
         info = typer.Argument(help=f.metadata["help"])
+    elif word := f.metadata["word"]:
+        info = typer.Option(flag_of(f.name), help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
+        hint = str  # the parser replaces it
     else:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def _number_if_one(text: str | int) -> str | int:
+    """The integer that a text is, or the text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _hidden_parameter(name: str, hint: Any) -> inspect.Parameter:

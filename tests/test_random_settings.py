@@ -23,6 +23,7 @@ from fledge.models.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, TreeShape
+from support.amounts import RandomAmounts
 from support.decoding import prompts
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
 
@@ -65,6 +66,8 @@ def random_setting(case: int) -> Setting:
         drafting["confidence"] = draw.choice([0.02, 0.2, 0.6])
     if draft != "peagle" and draw.random() < 0.3:
         drafting["stable"] = False
+    if kind != "fixed" and drafting.get("stable", True) and draw.random() < 0.3:
+        drafting["depth"] = "auto"
     count = draw.randint(1, 6)
     asked = prompts(count, longest=draw.choice([3, 24, 60]), seed=case)
     return Setting(
@@ -106,6 +109,8 @@ def pair(target: str, native: bool, draft: str, dtype: torch.dtype, device: str)
 def decode(setting: Setting, dtype: torch.dtype, device: str) -> tuple[list[Completion], list[Completion]]:
     """The completions with and without the draft."""
     engine = Engine(*pair(setting.target, setting.native, setting.draft, dtype, device), **setting.drafting)
+    if engine.chooser is not None:
+        RandomAmounts(engine, seed=setting.options["request"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)  # the drafts are random
         return tuple(

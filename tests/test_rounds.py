@@ -16,6 +16,7 @@ from fledge.decode import batch as batches
 from fledge.decode import rounds
 from fledge.decode.engine import Engine
 from fledge.types import Sampling, Tree, TreeShape
+from support.amounts import RandomAmounts
 from support.decoding import prompts
 from support.targets import P_EAGLE, tiny_draft, tiny_target
 from support.trees import good_pair
@@ -93,6 +94,21 @@ def test_requests_come_and_go(way: str, captured: list[int]) -> None:
             [r.accepted for r in c.trace.rounds] for c in alone
         ]
     assert {1, 2, 4} <= set(captured)
+
+
+@pytest.mark.parametrize("way", [dict(depth="auto"), dict(mode="tree", nodes="auto", width=4)], ids=["chain", "tree"])
+def test_another_amount_is_drafted(way: dict[str, Any], captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of several amounts, and of none, take turns with the same requests."""
+    monkeypatch.setattr(batches, "HELD", 3)
+    target, draft, _ = good_pair(native=True)
+    engine = Engine(target, draft, **way)
+    asked = prompts(5, longest=14, seed=2)
+    plain = engine.generate_all(asked, max_new_tokens=30, speculate=False)
+    for seed in range(2):
+        RandomAmounts(engine, seed)
+        fast = engine.generate_all(asked, max_new_tokens=30, batch=3)
+        assert [c.tokens for c in fast] == [c.tokens for c in plain]
+        assert {r.drafted == 0 for c in fast for r in c.trace.rounds} == {True, False}
 
 
 def test_one_pass_drafts(captured: list[int]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decode.propose import Proposer
+from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
+from fledge.decode.propose import UNREAD, Proposer
 from fledge.decode.request import Request
-from fledge.decode.rounds import GRAPH_SIZES, CapturedRounds, Rounds, Timer, can_capture, graph_memory
+from fledge.decode.rounds import CapturedRounds, Rounds, Timer, can_capture, graph_memory, graph_size
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
@@ -22,6 +23,8 @@ from fledge.kernels.transfer import to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 
+HELD = 6  # rounds before another amount may be drafted
+WARM_UP = 2  # of them, those that are not timed
 PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass
 
 
@@ -30,8 +33,9 @@ class NoDrafter:
     thus has the same sampler, cache and loop."""
 
     draft = None
-    levels = scratch = 0
-    nodes = 1
+    levels = scratch = most_levels = 0
+    most_nodes = rows = 1
+    amount = NOTHING
     capturable = True
 
     def nothing(self, *given: Any) -> None:
@@ -56,11 +60,14 @@ class NoDrafter:
 
 @dataclass
 class Launched:
-    """A round that was launched for some requests: its results (`Rounds.verify_trees`) on the host and its times."""
+    """A round that was launched for some requests: what it drafts, its results (`Rounds.verify_trees`) on the host and
+    its times. `typical`: whether these are what such a round takes."""
 
     requests: Sequence[Request]
+    amount: Amount
     results: Tensor
     timer: Timer
+    typical: bool
 
 
 class Batch:
@@ -68,11 +75,17 @@ class Batch:
 
     Where rounds can be captured as CUDA graphs, a round is launched before the results of the one before are read, so
     that the device does not wait for the host. A request that ends is then run for one round more, whose results are
-    dropped. `layers` are the target layers that the draft reads; None without a draft.
+    dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` decides how much is
+    drafted; None: always the same.
     """
 
-    def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
-        self.target, self.proposer, self.layers = target, proposer, layers
+    def __init__(
+        self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None,
+        chooser: AmountChooser | None = None,
+    ):  # fmt: skip
+        self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
+        self.held = 0  # the rounds that drafted the present amount
+        self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
         self.running: list[Request] = []
         self.rounds: Rounds | None = None  # of the running requests
@@ -83,7 +96,7 @@ class Batch:
         self.memory: Any = None  # the graphs' memory pool
         if self.captures:  # slots of places without a request, the first of the pools, so that these do not fragment
             self.spare = (
-                target.new_cache([proposer.nodes + proposer.levels + 1]),
+                target.new_cache([proposer.most_nodes + proposer.most_levels + 1]),
                 proposer.new_cache([proposer.scratch]),
             )
             weakref.finalize(self, self.spare[0].select, []).atexit = False
@@ -124,7 +137,7 @@ class Batch:
         self.proposer.append(joining.draft_cache)
         states = [joining.state] if self.rounds is None else [self.rounds.state, joining.state]
         self.running += [joining.requests[i] for i in going]
-        self._set_rounds(RoundState.concatenate([state.rows(self.proposer.levels + 1) for state in states]))
+        self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
@@ -167,6 +180,10 @@ class Batch:
 
     def round(self) -> Iterator[Request]:
         """Runs a round, and yields the requests that tokens were committed to. Then removes complete requests."""
+        if self.chooser is not None:
+            yield from self._adapt()
+            if not self.running:
+                return
         ahead = 2 if self._replays() else 1
         while len(self.launched) < ahead and self._needs_rounds():
             self._launch()
@@ -176,6 +193,36 @@ class Batch:
         elif any(request.over for request in self.running):
             yield from self._finish_launched()
         self._dismiss()
+
+    def _adapt(self) -> Iterator[Request]:
+        """Changes how much is drafted if that is faster, and has the draft read what was committed without it."""
+        amount = self.proposer.amount
+        if self.held % HELD == 0:
+            amount = self.chooser.next(len(self.running), amount)
+        # a round may be launched ahead, which commits one token more
+        if amount == self.proposer.amount and self.unread < UNREAD - 1:
+            return
+        yield from self._finish_launched()
+        self._dismiss()
+        if not self.running:
+            return
+        self._unload()
+        state = self.rounds.state
+        if self.unread > 1:
+            state = self._read_along(state)
+        if amount != self.proposer.amount:
+            self.proposer.use(amount)
+            self.held = 0
+        self.rounds.state = state.rows(self.proposer.rows)
+
+    def _read_along(self, state: RoundState) -> RoundState:
+        """Has the draft read all tokens of a state but the last of each request. Returns the state after that."""
+        paused, self.unread = not self.proposer.levels, 1
+        state, right_B, made_B = self.proposer.read_along(state)
+        if paused:
+            right, made = torch.stack([right_B, made_B]).tolist()
+            self.chooser.add_guesses(sum(right), sum(made), max(made))
+        return state
 
     def _replays(self) -> bool:
         """Whether the next round is replayed. Logits processors need the tokens before a round on the host."""
@@ -187,25 +234,29 @@ class Batch:
 
     def _launch(self) -> None:
         """Starts a round of all running requests."""
+        typical = self.held >= WARM_UP and (self.loaded is not None or not self.captures)
+        self.held += 1
+        self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
         timer = Timer(self.target.device)
         if self._replays():
             results = self._replay(timer)
         else:
             self._unload()
             processing = [r.processing for r in self.running]
-            tree = self.rounds.draft_trees(max(len(r.fresh) for r in self.running))
+            rows = max(len(r.fresh) for r in self.running) if self.proposer.levels else None
+            tree = self.rounds.draft_trees(rows)
             timer.mark()
             results = self.rounds.verify_trees(tree, processing)
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
         host.copy_(results, non_blocking=True)
         timer.mark()
-        self.launched.append(Launched(self.running, host, timer))
+        self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical))
 
     def _replay(self, timer: Timer) -> Tensor:
         """Launches the graphs of a round, which are captured first if this kind of round is new."""
         B = len(self.running)
         if self.loaded is None:
-            size = next((n for n in GRAPH_SIZES if n >= B), B)
+            size = graph_size(B)
             if (key := self._graph_key(size)) not in self.graphs:
                 self._capture(size)
             self.loaded = self.graphs[key]
@@ -216,10 +267,10 @@ class Batch:
         return self.loaded.results[:B]
 
     def _graph_key(self, size: int) -> tuple[Any, ...]:
-        """What rounds must have in common to share graphs: the number of places, the code of sampling, and the buffers
-        of the caches."""
+        """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
+        and the buffers of the caches."""
         buffers = self.cache.pool.buffer, *self.proposer.buffers()
-        return size, self.rounds.sampling.flags, tuple(x.data_ptr() for x in buffers)
+        return size, self.proposer.amount, self.rounds.sampling.flags, tuple(x.data_ptr() for x in buffers)
 
     def _capture(self, size: int) -> None:
         """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""
@@ -240,6 +291,9 @@ class Batch:
         """Commits the results of the oldest launched round, and yields its requests that were not complete before."""
         launched = self.launched.pop(0)
         times = launched.timer.seconds()  # waits for the device
+        if self.chooser is not None:
+            accepted = [count - 1 for *_, count, _ in launched.results.tolist()]
+            self.chooser.add(launched.amount, accepted, sum(times) if launched.typical else None)
         for request, row in zip(launched.requests, launched.results.tolist(), strict=True):
             if request.over:
                 continue
@@ -263,8 +317,9 @@ class Joining:
         self.batch, self.requests = batch, requests
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
         sizes = [r.longest for r in requests]  # a request that is complete may run for one round more
-        self.cache = target.new_cache([n + proposer.nodes + 2 * proposer.levels + 1 for n in sizes])
-        self.draft_cache = proposer.new_cache([n + proposer.scratch + proposer.levels + 1 for n in sizes])
+        levels, nodes = proposer.most_levels, proposer.most_nodes
+        self.cache = target.new_cache([n + nodes + 2 * levels + 1 for n in sizes])
+        self.draft_cache = proposer.new_cache([n + proposer.scratch + levels + 1 for n in sizes])
         try:
             self._prefill(start)
         except BaseException:

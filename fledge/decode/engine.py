@@ -63,6 +63,7 @@ class Engine:
             if self.drafting.tree:
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
+        self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance = Acceptance()
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
@@ -220,7 +221,7 @@ class Engine:
     def _max_length(self) -> int:
         """The maximum tokens of a request: the target's context, minus the draft's depth if the target has a table of
         positions, since drafted tokens after the last position have no embedding."""
-        reserved = self.drafting.depth if self.draft is not None and not self.target.rotary else 0
+        reserved = self.drafting.deepest if self.draft is not None and not self.target.rotary else 0
         return self.target.context - reserved
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
@@ -233,8 +234,8 @@ class Engine:
         if drafts and longest > self._max_length:
             raise ValueError(
                 f"{self.target.name or 'the target'} has {self.target.context} positions, but the prompt, the new "
-                f"tokens and a draft of {self.drafting.depth} need {longest + self.drafting.depth}; generate fewer new "
-                "tokens, or use a smaller depth"
+                f"tokens and a draft of {self.drafting.deepest} need {longest + self.drafting.deepest}; generate "
+                "fewer new tokens, or use a smaller depth"
             )
         for r in requests if drafts else ():
             self.drafting.check_sampling(r.sampling)
@@ -256,7 +257,7 @@ class Engine:
     def _new_batch(self, drafts: bool) -> Batch:
         if not drafts:
             return Batch(self.target, NoDrafter(), None)
-        return Batch(self.target, self.drafting.proposer(self.draft), self.layers)
+        return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
 
 
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig
+from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
 from fledge.decode.sampling import BatchSampling
-from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
+from fledge.decode.shapes import Chain, DynamicTree, FixedTree, NoTree, Shape
 from fledge.decode.sources import OnePassSource, Source, StepSource
 from fledge.decode.state import RoundState
 from fledge.methods import METHODS, Method
@@ -21,13 +23,26 @@ from fledge.types import Sampling, Tree, TreeShape
 
 MODES = ("chain", "tree", "parallel")
 DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
+AUTO = "auto"
+UNREAD = 64  # the most tokens of a request that are committed without the draft before it reads them
+GUESSED = 8  # of them, those for which its guesses are compared
+DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to twice the trained one
+NODES = (8, 16, 32, 60)  # the same for the nodes of trees
 
 
 class Proposer:
-    """Drafts for the requests that are decoded together, from one source in one shape."""
+    """Drafts for the requests that are decoded together, from one source. The first of some shapes is used until
+    another is chosen (`use`). With NOTHING among their amounts, a round may draft nothing, and leave its tokens to a
+    later round or to `read_along`."""
 
-    def __init__(self, source: Source, shape: Shape):
-        self.source, self.shape = source, shape
+    def __init__(self, source: Source, shapes: Mapping[Amount, Shape]):
+        self.source, self.shapes = source, shapes
+        self.use(next(iter(shapes)))
+
+    def use(self, amount: Amount) -> None:
+        """Drafts so much in the next rounds. Every request must have a single fresh token (`read_along`)."""
+        self.amount, self.shape = amount, self.shapes[amount]
+        self.source.set_depth(self.shape.levels)
 
     @property
     def draft(self) -> Draft:
@@ -39,14 +54,25 @@ class Proposer:
         return self.shape.levels
 
     @property
-    def nodes(self) -> int:
-        """The most nodes of a tree, the root included."""
-        return self.shape.nodes
+    def rows(self) -> int:
+        """The most tokens of a request that the draft has not read before a round."""
+        return self.levels + 1 if self.levels else UNREAD
+
+    @property
+    def most_levels(self) -> int:
+        """`levels` of the largest shape."""
+        return max(shape.levels for shape in self.shapes.values())
+
+    @property
+    def most_nodes(self) -> int:
+        """The nodes of the largest tree, the root included."""
+        return max(shape.nodes for shape in self.shapes.values())
 
     @property
     def scratch(self) -> int:
         """The most slots that a round writes after the committed ones in the draft's cache."""
-        return self.levels + 1 + max(self.levels, self.shape.expanded)
+        shapes = self.shapes.values()
+        return max(UNREAD * (NOTHING in self.shapes), *(s.levels + 1 + max(s.levels, s.expanded) for s in shapes))
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
         """An empty cache of sequences of these sizes, in slots, for `read` and then `append`."""
@@ -92,16 +118,34 @@ class Proposer:
 
     def idle(self, spare: KVCache, size: int) -> Proposer:
         """A proposer of the same draft for `size` requests that do not exist, which share the segment of a cache."""
-        return Proposer(self.source.idle(spare, size), self.shape)
+        return Proposer(self.source.idle(spare, size), {self.amount: self.shape})
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:
         """Adds each request's new slots to the draft's cache, and drafts from the last one. The new slots' keys and
         values stay in the cache; those of drafted nodes are forgotten."""
+        if not self.levels:
+            return Tree(state.root_B1, None, 0)
         root_B, logits_B1W = self.source.begin(state.to(self.draft.device))
         tree, slot_BN = self.shape.grow(self.source, root_B, logits_B1W)
         self.source.end(slot_BN)
         return tree
+
+    @torch.inference_mode()
+    def read_along(self, state: RoundState) -> tuple[RoundState, Tensor, Tensor]:
+        """Adds all fresh slots but the last of each request to the draft's cache.
+
+        Returns the state with the last tokens only, and of the draft's guesses for up to GUESSED of each request's
+        fresh tokens the number that were right, and the number made, int64 [B] each.
+        """
+        device = self.draft.device
+        given = state.to(device)
+        at_BS = given.count_B[:, None] - 2 - torch.arange(GUESSED, device=device)
+        read = replace(given, count_B=given.count_B - 1)
+        guess_BS = self.source.read_along(read, at_BS.clamp_min(0))
+        made_BS = at_BS >= 0
+        right_BS = made_BS & (guess_BS == given.token_BR.gather(1, (at_BS + 1).clamp_min(0)))
+        return state.last(), right_BS.sum(1), made_BS.sum(1)
 
 
 @dataclass(frozen=True)
@@ -111,18 +155,21 @@ class Drafting:
     `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that can
     (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node and
     paths of at most `depth` tokens, or a tree of a fixed `shape`. None is the method's own way, a chain. `depth` None
-    is the depth that the draft was trained to. With `confidence` above 0 a chain is drafted only while the draft gives
-    it at least that probability. `stable` False keeps in the draft's cache what drafting computed for accepted tokens.
+    is the depth that the draft was trained to. With "auto" as `depth` or `nodes`, they are chosen while decoding, and
+    nothing is drafted while that is faster (`decode/adaptive.py`). With `confidence` above 0 a chain is drafted only
+    while the draft gives it at least that probability. `stable` False keeps in the draft's cache what drafting computed
+    for accepted tokens. `amounts` are what a round may draft, the first one to begin with, as `for_draft` finds them.
     Raises ValueError for values out of range or that contradict each other.
     """
 
-    depth: int | None = None
+    depth: int | str | None = None
     mode: str | None = None
     confidence: float = 0.0
-    nodes: int = 60
+    nodes: int | str = 60
     width: int = 10
     shape: TreeShape | None = None
     stable: bool = True
+    amounts: tuple[Amount, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.confidence < 1:
@@ -131,15 +178,25 @@ class Drafting:
             raise ValueError(f"draft mode {self.mode!r} is none of {', '.join(MODES)}")
         if self.tree and self.confidence:
             raise ValueError("confidence ends chains early and has no effect on trees; leave it out")
-        if self.tree and (self.nodes < 2 or self.width < 1):
+        for name, value in (("depth", self.depth), ("number of nodes", self.nodes)):
+            if isinstance(value, str) and value != AUTO:
+                raise ValueError(f"the {name} {value!r} is neither a number nor {AUTO}")
+        if self.tree and ((self.nodes != AUTO and self.nodes < 2) or self.width < 1):
             raise ValueError(
                 f"a tree of {self.nodes} nodes with a width of {self.width} drafts nothing; use at least 2 nodes and a "
                 "width of 1"
             )
         if self.shape is not None and not self.tree:
             raise ValueError("a fixed shape needs mode 'tree'")
-        if self.depth is not None and self.depth < 1:
+        if self.depth not in (None, AUTO) and self.depth < 1:
             raise ValueError(f"a depth of {self.depth} drafts nothing; use 1 or more")
+        if self.automatic:
+            for given, what in (
+                (self.shape is not None, "a fixed shape has its own depth and nodes"),
+                (not self.stable, "pausing needs the stable draft cache"),
+            ):
+                if given:
+                    raise ValueError(f"{what}; leave it or {AUTO!r} out")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Drafting:
@@ -152,6 +209,11 @@ class Drafting:
     @property
     def tree(self) -> bool:
         return self.mode == "tree"
+
+    @property
+    def automatic(self) -> bool:
+        """Whether it is chosen while decoding how much is drafted."""
+        return self.depth == AUTO or (self.tree and self.nodes == AUTO)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError where drafted tokens are to be drawn and the shape is a tree."""
@@ -171,16 +233,38 @@ class Drafting:
         return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
 
     def for_draft(self, config: DraftConfig) -> Drafting:
-        """The same with the mode and depth of a draft. Raises ValueError as `for_method`."""
-        resolved = self.for_method(config.family)
-        return replace(resolved, depth=self.depth or config.provenance.depth or DEPTH)
+        """The same with the mode, depth and amounts of a draft. Raises ValueError as `for_method`."""
+        trained = config.provenance.depth or DEPTH
+        resolved = replace(self.for_method(config.family), depth=self.depth or trained)
+        return replace(resolved, amounts=resolved._amounts(trained, config.family.one_pass))
+
+    def _amounts(self, trained: int, one_pass: bool) -> tuple[Amount, ...]:
+        if self.shape is not None:
+            return (Amount(len(self.shape.levels()) - 1, len(self.shape.parents)),)
+        most = trained if one_pass else 2 * trained
+        depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
+        if not self.tree:
+            amounts, start = [Amount(d, d + 1) for d in depths], Amount(min(trained, depths[-1]), 0)
+        elif self.nodes != AUTO:
+            amounts, start = [Amount(d, self.nodes) for d in depths], Amount(min(trained, depths[-1]), 0)
+        elif self.depth != AUTO:
+            amounts, start = [Amount(self.depth, n) for n in NODES], Amount(self.depth, NODES[len(NODES) // 2])
+        else:  # depth and nodes grow together
+            paired = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
+            amounts = [Amount(d, n) for d, n in zip(paired, NODES, strict=True)]
+            start = amounts[len(NODES) // 2]
+        first = next((a for a in amounts if a >= start), amounts[-1])
+        return (first, *(a for a in amounts if a != first))
+
+    @property
+    def deepest(self) -> int:
+        """The most tokens of a drafted path, of resolved drafting (`for_draft`)."""
+        return max(a.depth for a in self.amounts)
 
     @property
     def verified(self) -> int:
-        """Most tokens of a request in one verification."""
-        if not self.tree:
-            return self.depth + 1
-        return self.nodes if self.shape is None else len(self.shape.parents)
+        """The most tokens of a request in one verification, of resolved drafting (`for_draft`)."""
+        return max(a.nodes for a in self.amounts)
 
     def record(self) -> dict[str, Any]:
         """Its values as plain data, without those that have no effect."""
@@ -193,18 +277,20 @@ class Drafting:
 
     def proposer(self, draft: Draft) -> Proposer:
         """A new proposer, of resolved drafting (`for_draft`)."""
-        shape = self._shape(draft)
-        one_pass = draft.family.one_pass
-        source = (
-            OnePassSource(draft, shape.levels)
-            if one_pass
-            else StepSource(draft, shape.nodes, shape.expanded, self.stable)
-        )
-        return Proposer(source, shape)
+        shapes = {amount: self._shape(draft, amount) for amount in self.amounts}
+        if draft.family.one_pass:
+            source = OnePassSource(draft, self.deepest)
+        else:
+            source = StepSource(draft, self.verified, max(s.expanded for s in shapes.values()), self.stable)
+        return Proposer(source, shapes | ({NOTHING: NoTree()} if self.automatic else {}))
 
-    def _shape(self, draft: Draft) -> Shape:
+    def chooser(self) -> AmountChooser | None:
+        """What chooses among the amounts, of resolved drafting; None if there is one."""
+        return AmountChooser(self.amounts, self.amounts[0], self.tree) if self.automatic else None
+
+    def _shape(self, draft: Draft, amount: Amount) -> Shape:
         if not self.tree:
-            return Chain(self.depth, self.confidence)
+            return Chain(amount.depth, self.confidence)
         if self.shape is None:
-            return DynamicTree(self.depth, self.nodes, self.width)
+            return DynamicTree(amount.depth, amount.nodes, self.width)
         return FixedTree(self.shape, draft)

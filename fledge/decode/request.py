@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Processing
@@ -29,9 +27,8 @@ class Completion:
 class Request:
     """A prompt that is being answered.
 
-    `prefix` is the prompt and every committed token. `fresh` are its last R tokens, which the draft has not read yet;
-    `aux_RAD` are the target's hidden states at the token before each of them, and `path` the nodes of the last tree
-    along which they were committed. `limit` is the most tokens to generate. Results go to `done`.
+    `prefix` is the prompt and every committed token. `fresh` are the tokens that were committed last. `limit` is the
+    most tokens to generate. Results go to `done`.
     """
 
     number: int
@@ -42,8 +39,6 @@ class Request:
     stop_ids: frozenset[int]
     done: Completion
     fresh: list[int] = field(default_factory=list)
-    aux_RAD: Tensor | None = None
-    path: Sequence[int] = ()
     began: float = field(default_factory=time.perf_counter)
 
     def commit(self, tokens: list[int]) -> None:

@@ -24,6 +24,11 @@ from fledge.types import Tree
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
 
 
+def graph_size(requests: int) -> int:
+    """The number of requests of the graphs that so many are run with."""
+    return next((n for n in GRAPH_SIZES if n >= requests), requests)
+
+
 class Drafter(Protocol):
     """What a round needs of a `Proposer`, or of its stand-in without a draft (`NoDrafter`).
 
@@ -106,9 +111,11 @@ class Rounds:
         return [*vars(self.state).values(), *self.cache.tensors(), *self.sampling.tensors(), *seen, *drafter]
 
     @torch.inference_mode()
-    def draft_trees(self, rows: int) -> Tree:
-        """The trees that are verified next. `rows` is the most tokens that a request committed last."""
-        return self.drafter.propose(self.state.rows(rows)).to(self.state.token_BR.device)
+    def draft_trees(self, rows: int | None = None) -> Tree:
+        """The trees that are verified next. `rows` is the most tokens of a request that the draft has not read; None
+        allows for all rows of the state."""
+        state = self.state if rows is None else self.state.rows(rows)
+        return self.drafter.propose(state).to(self.state.token_BR.device)
 
     @torch.inference_mode()
     def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
@@ -125,7 +132,8 @@ class Rounds:
             aux_BNAD = logits_BNV.new_empty(*tree.token_BN.shape, 0, 0)
         else:
             aux_BNAD = draft.select_states(features).unflatten(0, tree.token_BN.shape)
-        self.state = state.after(verdict, aux_BNAD)
+        unread = draft is not None and not tree.levels  # the draft has not read the state
+        self.state = state.append(verdict, aux_BNAD) if unread else state.after(verdict, aux_BNAD)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
         return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
 
@@ -183,11 +191,12 @@ class CapturedRounds:
         for _ in range(2):
             warm_up(lambda: self._verify(self._draft()), device)
             self._reset()  # a place without a request has no slots for a second round
-        if drafter.draft is None:  # the tree is a view of the state
-            self.draft, self.tree = lambda: None, self._draft()
+        if drafter.levels:
+            self.draft, tree = capture(self._draft, memory)
+            self.verify, self.results = capture(lambda: self._verify(tree), memory)
         else:
-            self.draft, self.tree = capture(self._draft, memory)
-        self.verify, self.results = capture(lambda: self._verify(self.tree), memory)
+            self.draft = lambda: None
+            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory)
 
     @torch.inference_mode()
     def _reset(self) -> None:
@@ -197,7 +206,7 @@ class CapturedRounds:
         self.active_B.zero_()
 
     def _draft(self) -> Tree:
-        return self.rounds.draft_trees(self.rounds.drafter.levels + 1)
+        return self.rounds.draft_trees()
 
     @torch.inference_mode()
     def _verify(self, tree: Tree) -> Tensor:

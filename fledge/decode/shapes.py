@@ -84,6 +84,12 @@ class Chain(Shape):
         return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)
 
 
+class NoTree(Shape):
+    """Nothing is drafted: trees of a root only, which commit one token without a pass of the draft."""
+
+    levels, nodes, expanded = 0, 1, 0
+
+
 class DynamicTree(Shape):
     """EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
+from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.implementations import best_impl
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
@@ -71,6 +72,17 @@ class Source:
         computed = draft(flat, state, position, rows.attend, self.compute, part="keys")
         rows.write(len(draft.blocks) - 1, *computed.keys[-1])  # the last layer did not attend
         cache.keep(None, count_B)
+
+    def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:
+        """Adds each request's fresh slots to the cache, and returns the draft's target ids after S of them, at these
+        rows of the state (int64): int64 [B, S]."""
+        out = self._run(state.token_BR, self._inputs(state), asked_BS)
+        self.cache.keep(None, state.count_B)
+        logits = self.draft.logits(self.draft.split_output(out, self.compute)[1], self.compute)
+        return self.draft.to_target(argmax_rows(logits)).unflatten(0, asked_BS.shape)
+
+    def set_depth(self, depth: int) -> None:
+        """Sets the number of levels that are drafted in the next rounds."""
 
     def append(self, cache: KVCache) -> None:
         """Adds the sequences of another cache of `pool` to those that are decoded."""
@@ -229,6 +241,9 @@ class OnePassSource(Source):
 
     def __init__(self, draft: Draft, depth: int):
         super().__init__(draft)
+        self.depth = depth
+
+    def set_depth(self, depth: int) -> None:
         self.depth = depth
 
     @torch.inference_mode()

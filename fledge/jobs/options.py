@@ -27,17 +27,17 @@ class RenamedOption(FutureWarning):
 def opt(
     help: str, default: Any = MISSING, *, repeatable: bool = False, flag: str | None = None,
     minimum: float | None = None, greater_than: float | None = None, maximum: float | None = None,
-    former_name: str | None = None,
+    word: str | None = None, former_name: str | None = None,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a command-line option.
 
     An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
-    argument. `minimum`, `greater_than` and `maximum` bound a number. `former_name` is the field's previous name, which
-    is still accepted (see `replace_former_names`).
+    argument. `minimum`, `greater_than` and `maximum` bound a number, and `word` may stand in its place. `former_name`
+    is the field's previous name, which is still accepted (see `replace_former_names`).
     """
     metadata = {
         "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
-        "former_name": former_name,
+        "word": word, "former_name": former_name,
     }  # fmt: skip
     if repeatable:
         return field(default_factory=list, metadata=metadata)
@@ -98,6 +98,8 @@ def default_of(f: Field) -> Any:
 def validation_problem(kind: type[Options], name: str, value: Any) -> str | None:
     """Why `value` is not valid for the option `name`: its type or bounds. None if it is valid."""
     f = next(f for f in option_fields(kind) if f.name == name)
+    if (word := f.metadata["word"]) and isinstance(value, str):
+        return None if value == word else f"{value!r:.60} is neither a number nor {word}"
     if not has_type(_hints(kind)[name], value):
         return f"{value!r:.60} is not of type {f.type}"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
@@ -183,6 +185,7 @@ def default_new_tokens(limit: int, context: int) -> int:
 
 
 NO_EFFECT_IF_GREEDY = "at --temperature 0, which decodes greedily; give a higher --temperature, or"
+AUTO = "auto"
 MAX_SEED = 2**64 - 1  # larger seeds are not accepted by torch, nor told apart by the keys of random draws
 DRAFTING_OPTIONS = ("draft_mode", "depth", "tree_nodes", "tree_width", "draft_cache", "confidence", "draft_device")
 
@@ -206,18 +209,22 @@ class DecodeOptions(Options):
         "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass) (default: parallel for "
         "a P-EAGLE draft, otherwise chain)", None
     )  # fmt: skip
-    depth: int | None = opt(
-        "length of a drafted chain, or depth of a tree, in tokens (default: as trained)", None, minimum=1, maximum=64
+    depth: int | str | None = opt(
+        "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
+        "speed, with nothing drafted while that is faster (default: as trained)", None, minimum=1, maximum=64, word=AUTO
+    )  # fmt: skip
+    tree_nodes: int | str = opt(
+        "number of nodes of a draft tree, including the root, or auto", 60, minimum=2, maximum=1024, word=AUTO
     )
-    tree_nodes: int = opt("number of nodes of a draft tree, including the root", 60)
-    tree_width: int = opt("maximum number of children of a tree node", 10)
+    tree_width: int = opt("maximum number of children of a tree node", 10, minimum=1, maximum=64)
     draft_cache: str = opt(
         "stable: recompute the draft's cache of accepted tokens from the target's hidden states; unstable: keep what "
         "drafting computed for them", "stable"
     )  # fmt: skip
     confidence: float = opt(
-        "stop drafting a chain when its probability under the draft falls below this value; 0 never stops early", 0.0
-    )
+        "stop drafting a chain when its probability under the draft falls below this value; 0 never stops early", 0.0,
+        minimum=0, maximum=1,
+    )  # fmt: skip
     template_kwargs: str | None = opt(
         "JSON object of chat template variables (default: as recorded in the draft)", None
     )

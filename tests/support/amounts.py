@@ -1,0 +1,28 @@
+"""A stand-in for the choice of what is drafted, so that tests do not depend on times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from fledge.decode.adaptive import NOTHING, Amount
+from fledge.decode.engine import Engine
+
+
+class RandomAmounts:
+    """Chooses at random, nothing as often as all amounts together. `guesses` are those that were reported: (right,
+    made)."""
+
+    def __init__(self, engine: Engine, seed: int):
+        self.draw, self.amounts = random.Random(seed), engine.drafting.amounts
+        self.guesses: list[tuple[int, int]] = []
+        engine.chooser = self
+
+    def next(self, requests: int, current: Amount) -> Amount:
+        return NOTHING if self.draw.random() < 0.5 else self.draw.choice(self.amounts)
+
+    def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None) -> None:
+        pass
+
+    def add_guesses(self, right: int, guesses: int, rounds: int) -> None:
+        self.guesses.append((right, guesses))
