@@ -23,6 +23,12 @@ def alpha(traces: Sequence[Trace]) -> list[float]:
     return [p / n if n else 0.0 for p, n in zip(passed, reached, strict=True)]
 
 
+def paused(traces: Sequence[Trace]) -> float:
+    """The share of rounds that drafted nothing."""
+    rounds = [r for t in traces for r in t.rounds]
+    return sum(not r.drafted for r in rounds) / len(rounds) if rounds else 0.0
+
+
 def _depth(rounds: Sequence) -> int:
     return max((r.drafted for r in rounds), default=0)
 

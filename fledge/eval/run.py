@@ -14,7 +14,7 @@ from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
-from fledge.eval.metrics import alpha, repeated_ngrams, tau
+from fledge.eval.metrics import alpha, paused, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
 from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
@@ -75,6 +75,8 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     return {
         "tau": tau([c.trace for c in with_draft]),
+        "paused": paused([c.trace for c in with_draft]),
+        "pause_reason": engine.chooser.reason(batch) if engine.chooser is not None else "",
         "alpha": alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,

@@ -140,6 +140,12 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
             printer.print(f"{name}: {line}" if name else line)
 
 
+def amounts_line(r: dict[str, Any]) -> str:
+    """How much was drafted, and why nothing was, if that is so now."""
+    reason = f": {r['pause_reason']}" if r["pause_reason"] else ""
+    return f"Speculation paused in {r['paused']:.0%} of the rounds{reason}."
+
+
 def summary_lines(r: dict[str, Any]) -> list[str]:
     """Sentences about a record: what its figures mean."""
     lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
@@ -151,6 +157,8 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
             f"{split['overhead_ms']:.2f} ms; a token without the draft {split['vanilla_token_ms']:.2f} ms. The speedup "
             f"would be {split['ceiling']:.2f} if drafting took only the time to read its weights, and the rest no time."
         )
+    if "auto" in (r.get("depth"), r.get("nodes")):
+        lines.append(amounts_line(r))
     tau = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""
     lines.append(
         f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
