@@ -52,17 +52,36 @@ def _epilogue(
 
 
 @triton.jit
+def _wait(
+    w_ptr, row, first, sw,
+    I: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Fetches AHEAD columns of the weights from `first` into the L2 cache, and waits for the kernel in front."""
+    if DEPENDENT:
+        line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
+        ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (first + line)[None, :]
+        ahead = tl.where((first + line)[None, :] < I, ahead, w_ptr + row.to(tl.int64)[:, None] * sw)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _sums(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """The sums of products [outputs, rows] over STEPS * BI columns from `first`, and those of the squares of x [rows].
 
-    Only the last share of columns reaches past I, and none does if EVEN.
+    Columns past I count as zeros; there are none if EVEN.
     """
     k = first + tl.arange(0, BI)
     w_ptrs = w_ptr + row.to(tl.int64)[:, None] * sw + k[None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, :] * I + k[:, None]
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
     acc_RB = tl.zeros((row.shape[0], m.shape[0]), tl.float32)
     square_IB = tl.zeros((BI, m.shape[0]), tl.float32)
     for _ in range(STEPS):
@@ -88,13 +107,14 @@ def _sums(
 def _sums_of_parts(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """`_sums`, where each of PARTS parts of a step has sums of its own until the end."""
     BP: tl.constexpr = BI // PARTS
     k = first + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
     w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
     acc_PRB = tl.zeros((PARTS, row.shape[0], m.shape[0]), tl.float32)
     square_PIB = tl.zeros((PARTS, BP, m.shape[0]), tl.float32)
     for _ in range(STEPS):
@@ -143,19 +163,15 @@ def _product(
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     EVEN: tl.constexpr = SPLITS * SHARE * BI == I
     first = split * SHARE * BI
-    if DEPENDENT:
-        line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
-        ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (first + line)[None, :]
-        ahead = tl.where((first + line)[None, :] < I, ahead, w_ptr + row.to(tl.int64)[:, None] * sw)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if PARTS == 1:
-        acc_RB, square_B = _sums(x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, SHARE, EVEN, NORM)
+        acc_RB, square_B = _sums(
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, SHARE, EVEN, NORM, DEPENDENT, AHEAD, LINE_ELEMENTS
+        )
     else:
-        acc_RB, square_B = _sums_of_parts(x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM)
+        acc_RB, square_B = _sums_of_parts(
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM, DEPENDENT, AHEAD,
+            LINE_ELEMENTS,
+        )  # fmt: skip
     if SPLITS == 1:
         _epilogue(
             acc_RB, square_B, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL
