@@ -86,7 +86,7 @@ def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     dtype = torch.get_default_dtype()
     try:
-        words = "--shape", "tiny", "--only", "gate_up", "draft k", "--repeats", 1
+        words = "--shape", "tiny", "--only", "gate_up", "draft k", "--rows", 1, 8, "--repeats", 1
         found = record(tmp_path, monkeypatch, "few_rows", *words)
         with pytest.raises(SystemExit):
             record(tmp_path, monkeypatch, "few_rows", "--sweep")

@@ -1,14 +1,15 @@
 """Matrix products of few rows, fused with what stands before and after them in a decoder layer; no gradients.
 
-With a few rows, a product takes as long as its weights are read. The kernels for at most FEW_ROWS rows read each weight
-once, and neither the norm before a product nor the activation or sum after it has a launch of its own. For more rows
-and on a CPU, the definitions apply: the fused small operations and the products of the platform's library.
+With a few rows, a product takes as long as its weights are read. The kernels read each weight once, and neither the
+norm before a product nor the activation or sum after it has a launch of its own. For more rows and on a CPU, the
+definitions apply: the fused small operations and the products of the platform's library.
 
 `impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows, but fast for few only) or None:
-"triton" for at most FEW_ROWS rows of up to 32 bits on a GPU, else "definition". Other names raise ValueError, and so do
-tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result depends neither on the other
-rows nor on their number, bit by bit, and calls with equal arguments have equal results. They accumulate in float32 and
-round each output once; the definitions round in between.
+"triton" on a GPU for up to `tiles.most_rows` rows of up to 32 bits, else "definition". Other names raise ValueError,
+and so do tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result does not depend on
+the other rows, bit by bit, nor on their number among 1 to FEW_ROWS, among those up to 32, and among those above. Calls
+with equal arguments have equal results. The kernels accumulate in float32 and round each output once; the definitions
+round in between.
 
 Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
 """
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.few_rows import definition
+from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, most_rows
 from fledge.kernels.implementations import IMPLS, use_triton
 
-__all__ = ["FEW_ROWS", "IMPLS", "linear_add", "norm_linear", "norm_swiglu", "plain_linear"]
-
-FEW_ROWS = 16  # the rows of a tile of the tensor cores; for more, a library's kernels lose little
+__all__ = ["FEW_ROWS", "IMPLS", "MOST_ROWS", "linear_add", "norm_linear", "norm_swiglu", "plain_linear"]
 
 
 def norm_linear(
@@ -41,7 +41,7 @@ def norm_linear(
     x * gain must therefore be less than 65,504.
     """
     _check(x_ME, weight_OE, bias_O, gain_E=gain_E)
-    if _few(impl, x_ME):
+    if _few(impl, x_ME, weight_OE):
         from fledge.kernels.few_rows.triton import product
 
         return product(x_ME, weight_OE, bias_O, gain_I=gain_E, eps=eps)
@@ -53,7 +53,7 @@ def linear_add(
 ) -> Tensor:
     """residual + x Wᵀ + b, [M, O] in the dtype of x."""
     _check(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
-    if _few(impl, x_MI):
+    if _few(impl, x_MI, weight_OI):
         from fledge.kernels.few_rows.triton import product
 
         return product(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
@@ -76,7 +76,7 @@ def norm_swiglu(
     _check(x_ME, gate_up_2FxE, bias_2F, gain_E=gain_E)
     if gate_up_2FxE.shape[0] % 2:
         raise ValueError(f"gate and up have one width, so theirs cannot be {gate_up_2FxE.shape[0]} in total")
-    if _few(impl, x_ME):
+    if _few(impl, x_ME, gate_up_2FxE):
         from fledge.kernels.few_rows.triton import product
 
         return product(x_ME, gate_up_2FxE, bias_2F, gain_I=gain_E, eps=eps, gated=True)
@@ -86,16 +86,16 @@ def norm_swiglu(
 def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """x Wᵀ + b, [M, O] in the dtype of x."""
     _check(x_MI, weight_OI, bias_O)
-    if _few(impl, x_MI):
+    if _few(impl, x_MI, weight_OI):
         from fledge.kernels.few_rows.triton import product
 
         return product(x_MI, weight_OI, bias_O)
     return definition.plain_linear(x_MI, weight_OI, bias_O)
 
 
-def _few(impl: str | None, x_MI: Tensor) -> bool:
+def _few(impl: str | None, x_MI: Tensor, weight_OI: Tensor) -> bool:
     """Whether the kernels compute a product of x."""
-    return use_triton(impl, x_MI) and (impl is not None or x_MI.shape[0] <= FEW_ROWS)
+    return use_triton(impl, x_MI) and (impl is not None or x_MI.shape[0] <= most_rows(*weight_OI.shape, x_MI.dtype))
 
 
 def _check(

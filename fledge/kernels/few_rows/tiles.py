@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+FEW_ROWS = 16  # up to this number, a row has one result with any number of rows
+MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
+PROGRAMS = 192  # that suffice for the bandwidth of an H200, with some 50 KiB of loads in flight each
 RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 
 
@@ -14,8 +17,9 @@ class Tiles:
     """How a product is divided: `rows` rows of x and `outputs` rows of the weight per program, `inputs` columns a step.
 
     All are powers of 2. For a gated product, `outputs` counts the gate and the up rows. The columns of a step are
-    divided into parts of `part` columns, 16 or more, with sums of their own, and these among the warps. `stages` - 1
-    steps are in flight at a time.
+    divided into parts of `part` columns, 16 or more, with sums of their own, and these among the warps. With one part,
+    the warps share the outputs, and from 64 outputs and 4 warps on, a Hopper GPU multiplies in groups of 4 warps, which
+    read both operands from shared memory. `stages` - 1 steps are in flight at a time.
 
     `splits` programs share the columns of a weight; a second kernel adds their sums in a fixed order. With `dependent`,
     a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
@@ -33,14 +37,24 @@ class Tiles:
     ahead: int = 512
 
 
-def tiles_for(O: int, I: int, dtype: torch.dtype) -> Tiles:
-    """The tiles of a weight [O, I]. They depend on nothing else, so that a row has one result with any number of rows.
+def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
+    """The number of rows up to which the kernels are chosen for a weight [O, I]; 0 to MOST_ROWS."""
+    return FEW_ROWS if dtype == torch.float32 else MOST_ROWS
 
-    `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model; bench/results/few_rows_sweep.json has
-    the best on an H200.
+
+def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
+    """The tiles of M rows and a weight [O, I].
+
+    They are the same for 1 to FEW_ROWS rows, for up to 32, and for more. A row has one result with any of the numbers
+    of rows that have the same tiles.
+
+    `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
+    the best for 1 and 8 rows on an H200; those for more than FEW_ROWS rows are not measured.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
+    if M > FEW_ROWS:
+        return _tiles_of_many(O, I, 32 if M <= 32 else 64)
     if O >= 65536:
         return Tiles(outputs=16, inputs=256, warps=4, stages=3)
     if O >= 12288:
@@ -50,10 +64,29 @@ def tiles_for(O: int, I: int, dtype: torch.dtype) -> Tiles:
     return Tiles(outputs=16, inputs=512, warps=4, stages=3 if O > 2048 else 8, dependent=True, ahead=256)
 
 
+def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
+    """The tiles of more than FEW_ROWS rows.
+
+    Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
+    the weights, so that the tiles are wide, and programs share the columns where there would be too few of them.
+    """
+    tiles = Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=4)
+    if O >= 12288:
+        return tiles
+    if rows == 32:
+        tiles = replace(tiles, outputs=64, inputs=128, part=128)
+    splits = max(1, min(8, PROGRAMS * tiles.outputs // O))
+    while I % (splits * tiles.inputs) and splits > 1:  # unequal shares need masks in every step
+        splits -= 1
+    return replace(tiles, splits=splits, dependent=True, ahead=256)
+
+
 def fit(tiles: Tiles, element: int, shared: int) -> Tiles:
     """The tiles with fewer stages if their buffers need more than `shared` bytes, at `element` bytes per number.
 
-    The stages do not change any result.
+    Where the warps share the outputs, products may still read the buffers of one more step. The stages do not change
+    any result.
     """
     step = element * tiles.inputs * (tiles.outputs + tiles.rows + 1)
-    return replace(tiles, stages=max(2, min(tiles.stages, 1 + (shared - RESERVED) // step)))
+    stages = (shared - RESERVED) // step + (tiles.part < tiles.inputs)
+    return replace(tiles, stages=max(2, min(tiles.stages, stages)))

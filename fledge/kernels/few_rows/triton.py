@@ -1,10 +1,13 @@
 """Products of few rows in Triton.
 
-A program computes a tile of outputs for 8 rows of x. The weights are the left operand of the tensor cores, whose tiles
-have 16 rows on the left and 8 columns on the right, so that few rows of x are padded little. The columns of a step are
-divided into parts, which are the batch of a batched product and have sums of their own: each warp then multiplies other
-columns, and its chain of dependent products is short. Loads of the next steps are under way meanwhile, such that each
-multiprocessor always waits for some 64 KiB or more.
+A program computes a tile of outputs for 8 to 64 rows of x. The weights are the left operand of the tensor cores, whose
+tiles have 16 or 64 rows on the left and 8 columns on the right, so that few rows of x are padded little. Loads of the
+next steps are under way meanwhile, such that each multiprocessor always waits for some 64 KiB or more.
+
+For up to 16 rows, the columns of a step are divided into parts, which are the batch of a batched product and have sums
+of their own: each warp then multiplies other columns, and its chain of dependent products is short. For more rows,
+these sums would need too many registers and each warp would read the rows from shared memory: one product has all
+columns of a step, and the warps share its outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.few_rows.tiles import Tiles, fit, tiles_for
+from fledge.kernels.few_rows.tiles import MOST_ROWS, Tiles, fit, tiles_for
 from fledge.kernels.implementations import can_wait
 
 FINISH = 256  # outputs of a program that adds partial sums
@@ -48,8 +51,93 @@ def _epilogue(
     tl.store(out_ptr + m.to(tl.int64)[None, :] * O + o[:, None], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# M is no constant and x always begins at a multiple of 16 bytes: one kernel serves any number of rows, so that the
-# order of its sums does not depend on it.
+@triton.jit
+def _wait(
+    w_ptr, row, first, sw,
+    I: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Fetches AHEAD columns of the weights from `first` into the L2 cache, and waits for the kernel in front."""
+    if DEPENDENT:
+        line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
+        ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (first + line)[None, :]
+        ahead = tl.where((first + line)[None, :] < I, ahead, w_ptr + row.to(tl.int64)[:, None] * sw)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _sums(
+    x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
+    I: tl.constexpr, BI: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """The sums of products [outputs, rows] over STEPS * BI columns from `first`, and those of the squares of x [rows].
+
+    Columns past I count as zeros; there are none if EVEN.
+    """
+    k = first + tl.arange(0, BI)
+    w_ptrs = w_ptr + row.to(tl.int64)[:, None] * sw + k[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, :] * I + k[:, None]
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
+    acc_RB = tl.zeros((row.shape[0], m.shape[0]), tl.float32)
+    square_IB = tl.zeros((BI, m.shape[0]), tl.float32)
+    for _ in range(STEPS):
+        if EVEN:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(m < M)[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs, mask=(k < I)[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(k < I)[:, None] & (m < M)[None, :], other=0.0)
+        if NORM:
+            gain = tl.load(gain_ptr + k) if EVEN else tl.load(gain_ptr + k, mask=k < I, other=0.0)
+            wide = x.to(tl.float32)
+            square_IB += wide * wide
+            x = (wide * gain.to(tl.float32)[:, None]).to(x.dtype)
+        acc_RB = tl.dot(w, x, acc_RB, input_precision="ieee")
+        w_ptrs += BI
+        x_ptrs += BI
+        k += BI
+    return acc_RB, tl.sum(square_IB, 0)
+
+
+@triton.jit
+def _sums_of_parts(
+    x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
+    I: tl.constexpr, BI: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """`_sums`, where each of PARTS parts of a step has sums of its own until the end."""
+    BP: tl.constexpr = BI // PARTS
+    k = first + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
+    w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
+    acc_PRB = tl.zeros((PARTS, row.shape[0], m.shape[0]), tl.float32)
+    square_PIB = tl.zeros((PARTS, BP, m.shape[0]), tl.float32)
+    for _ in range(STEPS):
+        if EVEN:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(m < M)[None, None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs, mask=(k < I)[:, None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=(k < I)[:, :, None] & (m < M)[None, None, :], other=0.0)
+        if NORM:
+            gain = tl.load(gain_ptr + k) if EVEN else tl.load(gain_ptr + k, mask=k < I, other=0.0)
+            wide = x.to(tl.float32)
+            square_PIB += wide * wide
+            x = (wide * gain.to(tl.float32)[:, :, None]).to(x.dtype)
+        acc_PRB = tl.dot(w, x, acc_PRB, input_precision="ieee")
+        w_ptrs += BI
+        x_ptrs += BI
+        k += BI
+    return tl.sum(acc_PRB, 0), tl.sum(tl.sum(square_PIB, 1), 0)
+
+
+# M is no constant and x always begins at a multiple of 16 bytes: one kernel serves any number of rows of the same
+# tiles, so that the order of its sums does not depend on it.
 @triton.jit(do_not_specialize=["M", "O"])
 def _product(
     x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, square_ptr, M, O, sw, sr, eps,
@@ -74,39 +162,16 @@ def _product(
     STEPS: tl.constexpr = (I + BI - 1) // BI
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     EVEN: tl.constexpr = SPLITS * SHARE * BI == I
-    BP: tl.constexpr = BI // PARTS
-    k = split * SHARE * BI + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
-    w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
-    x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
-    if DEPENDENT:
-        line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
-        ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (split * SHARE * BI + line)[None, :]
-        ahead = tl.where((split * SHARE * BI + line)[None, :] < I, ahead, w_ptr + row.to(tl.int64)[:, None] * sw)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    first = split * SHARE * BI
+    if PARTS == 1:
+        acc_RB, square_B = _sums(
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, SHARE, EVEN, NORM, DEPENDENT, AHEAD, LINE_ELEMENTS
         )
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc_PRB = tl.zeros((PARTS, BO, BM), tl.float32)
-    square_PIB = tl.zeros((PARTS, BP, BM), tl.float32)
-    for _ in range(SHARE):
-        if EVEN:
-            w = tl.load(w_ptrs, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=(m < M)[None, None, :], other=0.0)
-        else:
-            w = tl.load(w_ptrs, mask=(k < I)[:, None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=(k < I)[:, :, None] & (m < M)[None, None, :], other=0.0)
-        if NORM:
-            gain = tl.load(gain_ptr + k) if EVEN else tl.load(gain_ptr + k, mask=k < I, other=0.0)
-            wide = x.to(tl.float32)
-            square_PIB += wide * wide
-            x = (wide * gain.to(tl.float32)[:, :, None]).to(x.dtype)
-        acc_PRB = tl.dot(w, x, acc_PRB, input_precision="ieee")
-        w_ptrs += BI
-        x_ptrs += BI
-        k += BI
-    acc_RB = tl.sum(acc_PRB, 0)
-    square_B = tl.sum(tl.sum(square_PIB, 1), 0)
+    else:
+        acc_RB, square_B = _sums_of_parts(
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM, DEPENDENT, AHEAD,
+            LINE_ELEMENTS,
+        )  # fmt: skip
     if SPLITS == 1:
         _epilogue(
             acc_RB, square_B, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL
@@ -167,7 +232,7 @@ def product(
     (M, I), R = x_MI.shape, weight_RI.shape[0]
     if weight_RI.stride(1) != 1 and I > 1:
         raise ValueError("a product of few rows needs a weight whose rows are contiguous")
-    tiles = _tiles(R, I, x_MI.dtype, x_MI.device) if tiles is None else tiles
+    tiles = _tiles(R, I, min(M, MOST_ROWS), x_MI.dtype, x_MI.device) if tiles is None else tiles
     O = R // 2 if gated else R
     out = torch.empty(M, O, dtype=x_MI.dtype, device=x_MI.device)
     if not out.numel():
@@ -202,9 +267,9 @@ def product(
 
 
 @functools.cache
-def _tiles(O: int, I: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def _tiles(O: int, I: int, M: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """`tiles_for`, in the shared memory of the device and with what it supports."""
-    tiles = tiles_for(O, I, dtype)
+    tiles = tiles_for(O, I, dtype, M)
     tiles = replace(tiles, dependent=tiles.dependent and can_wait(device))
     if device.type != "cuda":
         return tiles
