@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def rerun(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], Any]:
+def rerun(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
     """Stands in for `rounds.capture` on the CPU."""
     results = work()
 

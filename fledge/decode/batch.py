@@ -18,6 +18,7 @@ from fledge.decode.rounds import GRAPH_SIZES, CapturedRounds, Rounds, Timer, can
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
+from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
@@ -56,11 +57,13 @@ class NoDrafter:
 
 @dataclass
 class Launched:
-    """A round that was launched for some requests: its results (`Rounds.verify_trees`) on the host and its times."""
+    """A round that was launched for some requests: its results (`Rounds.verify_trees`) on the host, its times, and the
+    bytes that it copied between the devices."""
 
     requests: Sequence[Request]
     results: Tensor
     timer: Timer
+    copied_bytes: int
 
 
 class Batch:
@@ -189,17 +192,17 @@ class Batch:
         """Starts a round of all running requests."""
         timer = Timer(self.target.device)
         if self._replays():
-            results = self._replay(timer)
+            results, copied_bytes = self._replay(timer), self.loaded.copied_bytes
         else:
             self._unload()
             processing = [r.processing for r in self.running]
             tree = self.rounds.draft_trees(max(len(r.fresh) for r in self.running))
             timer.mark()
-            results = self.rounds.verify_trees(tree, processing)
+            results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
         host.copy_(results, non_blocking=True)
         timer.mark()
-        self.launched.append(Launched(self.running, host, timer))
+        self.launched.append(Launched(self.running, host, timer, copied_bytes))
 
     def _replay(self, timer: Timer) -> Tensor:
         """Launches the graphs of a round, which are captured first if this kind of round is new."""
@@ -246,7 +249,7 @@ class Batch:
             *tokens, count, drafted = row
             request.commit(tokens[:count])
             if self.proposer.draft is not None:
-                request.done.trace.rounds.append(Round(drafted, count - 1, *times))
+                request.done.trace.rounds.append(Round(drafted, count - 1, *times, launched.copied_bytes))
             yield request
 
     def _finish_launched(self) -> Iterator[Request]:
@@ -266,7 +269,8 @@ class Joining:
         self.cache = target.new_cache([n + proposer.nodes + 2 * proposer.levels + 1 for n in sizes])
         self.draft_cache = proposer.new_cache([n + proposer.scratch + proposer.levels + 1 for n in sizes])
         try:
-            self._prefill(start)
+            with current_device(target.device):
+                self._prefill(start)
         except BaseException:
             self.free()
             raise
@@ -305,7 +309,8 @@ class Joining:
                 prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
             ]
             read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
-            batch.proposer.read(self.draft_cache, following, read)
+            with current_device(draft.device):
+                batch.proposer.read(self.draft_cache, following, read)
         if draft is None:
             return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])
