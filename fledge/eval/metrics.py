@@ -23,6 +23,12 @@ def alpha(traces: Sequence[Trace]) -> list[float]:
     return [p / n if n else 0.0 for p, n in zip(passed, reached, strict=True)]
 
 
+def bytes_per_round(traces: Sequence[Trace]) -> float:
+    """The mean bytes that a round copied between the devices of draft and target; 0 if there are no rounds."""
+    rounds = [r for t in traces for r in t.rounds]
+    return sum(r.copied_bytes for r in rounds) / len(rounds) if rounds else 0.0
+
+
 def _depth(rounds: Sequence) -> int:
     return max((r.drafted for r in rounds), default=0)
 
