@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,23 @@ def test_an_engine_goes_on_after_an_abandoned_stream(captured: list[int]) -> Non
             next(stream)
         stream.close()
         assert engine.generate(asked[0], max_new_tokens=30).tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("draft_device", "dtype", "able"),
+    [
+        ("cuda:0", "float32", True),
+        ("cuda:1", "bfloat16", True),
+        ("cpu", "float32", False),
+        ("cuda:1", "float64", False),
+    ],
+)
+def test_the_draft_may_be_on_another_gpu(draft_device: str, dtype: str, able: bool) -> None:
+    target = SimpleNamespace(implementation="native", device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    draft = SimpleNamespace(device=torch.device(draft_device), dtype=getattr(torch, dtype))
+    assert rounds.can_capture(target, SimpleNamespace(draft=draft, capturable=True)) == able
+    assert not rounds.can_capture(target, SimpleNamespace(draft=draft, capturable=False))
+    assert rounds.apart(draft, target.device) == (draft_device != "cuda:0") and not rounds.apart(None, target.device)
 
 
 @pytest.fixture
