@@ -6,7 +6,10 @@ Random weights accept nothing, so each round commits one token and the figures a
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
 of `--new` tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all
 weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's
-matrix products alone, with torch in one CUDA graph; `overhead_ms` is `ms` - `gemm_ms`.
+matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`.
+
+With `--draft-device`, the draft is on another GPU: rows have `devices` 2, `draft_ms` includes the copies between the
+two, and `bytes_per_round` is what they copy.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
 from fledge.eval.environment import environment
+from fledge.eval.metrics import bytes_per_round
 from fledge.eval.record import check_record_path, write_record
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
@@ -45,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/decode.json"))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--draft-device", default=None, help="the draft's device (default: the target's)")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--new", type=int, default=200, help="tokens after each prompt")
@@ -65,15 +70,18 @@ def main() -> None:
     }
     for case in options.case:
         draft, drafting = CASES[case]
-        engine = Engine(target, None if draft is None else random_draft(target, options.shape, draft), **drafting)
+        device = options.draft_device or options.device
+        made = None if draft is None else random_draft(target, options.shape, draft, device)
+        devices = 1 if made is None or made.device == target.device else 2
+        engine = Engine(target, made, **drafting)
         for context in options.context:
             for batch in options.batch:
-                row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": 1}
+                row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}
                 row |= measure(engine, batch, context, options.new, gbps, options.profile)
                 record["rows"].append(row)
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 write_record(options.out, record)
-        del engine
+        del engine, made
         gc.collect()
 
 
@@ -98,13 +106,13 @@ def one_word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}, unk_token="word")))
 
 
-def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, Any]) -> Draft:
-    """A draft with random weights for a target."""
+def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, Any], device: str) -> Draft:
+    """A draft with random weights for a target, on a device."""
     config = DraftConfig.for_target(
         target.shape, max_length=target.max_length, draft_vocab_size=SHAPES[shape]["draft_vocab_size"], **overrides
     )
-    with torch.device(target.device):
-        draft = Draft(config).to(target.device, target.dtype)
+    with torch.device(device):
+        draft = Draft(config).to(device, target.dtype)
     randomize(draft)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
     connect_draft(draft, target)
@@ -145,7 +153,7 @@ def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, pro
     return dict(
         ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms, verify_ms=verify_ms,
         overhead_ms=None if gemm is None else ms - gemm, tokens_per_s=sum(len(d.tokens) for d in done) / wall,
-        prefill_ms=1e3 * done[0].trace.t_prefill,
+        prefill_ms=1e3 * done[0].trace.t_prefill, bytes_per_round=bytes_per_round([d.trace for d in done]),
     )  # fmt: skip
 
 
@@ -181,7 +189,7 @@ def matrix_elements(draft: Draft) -> int:
 
 
 def gemm_ms(engine: Engine, batch: int) -> float | None:
-    """The milliseconds of a round's matrix products in one CUDA graph; None on a CPU."""
+    """The milliseconds of a round's matrix products in one CUDA graph on each device; None on a CPU."""
     if engine.target.device.type != "cuda":
         return None
     rows, drafted = passes(engine, batch)
@@ -196,6 +204,15 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
             weights = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
             products += [(p.weight, many) for p in weights]
         products.append((draft.head, head))
+    ms = 0.0
+    for device in {w.device for w, _ in products}:
+        with torch.cuda.device(device):
+            ms += products_ms([(w, m) for w, m in products if w.device == device])
+    return ms
+
+
+def products_ms(products: list[tuple[torch.Tensor, int]]) -> float:
+    """The milliseconds of the products of weights with numbers of rows, in one CUDA graph on the current device."""
     inputs = {(w.shape[1], m): torch.randn(m, w.shape[1], device=w.device, dtype=w.dtype) for w, m in products}
 
     def run() -> None:
@@ -204,8 +221,8 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
 
     with torch.inference_mode():
         run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
             run()
     graph.replay()
     return 1e3 * sorted(seconds(graph.replay, "cuda") for _ in range(20))[10]

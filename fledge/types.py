@@ -327,13 +327,15 @@ class Round:
     """One round of drafting and verification.
 
     `drafted` is the length of the longest drafted path. `accepted` is the number of accepted draft tokens, without the
-    target's own token. `t_draft` and `t_verify` are seconds.
+    target's own token. `t_draft` and `t_verify` are seconds. `copied_bytes` are those that the round copied between the
+    devices of draft and target for all requests decoded together.
     """
 
     drafted: int
     accepted: int
     t_draft: float = 0.0
     t_verify: float = 0.0
+    copied_bytes: int = 0
 
 
 @dataclass

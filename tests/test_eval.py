@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
-from fledge.eval.metrics import alpha, repeated_ngrams, tau
+from fledge.eval.metrics import alpha, bytes_per_round, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
 from fledge.eval.run import _draft_bytes, _gaps, _round_times, evaluate, near_ties
 from fledge.models.draft import Draft
@@ -28,10 +28,11 @@ from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
 
 
 def test_tau_and_alpha_are_sums_divided_once():
-    traces = [Trace([Round(3, 0), Round(3, 3)]), Trace([Round(3, 1)]), Trace()]
+    traces = [Trace([Round(3, 0), Round(3, 3, copied_bytes=60)]), Trace([Round(3, 1)]), Trace()]
     assert tau(traces) == (1 + 4 + 2) / 3
     assert alpha(traces) == [2 / 3, 1 / 2, 1.0]
-    assert tau([]) == 0.0 and alpha([]) == []
+    assert bytes_per_round(traces) == 20
+    assert tau([]) == bytes_per_round([]) == 0.0 and alpha([]) == []
 
 
 TEXTS = ["wings", "it can fly", "tries again until it can fly"]

@@ -1,25 +1,34 @@
 """Captured rounds: requests come and go, a round is launched ahead of its results, and the tokens stay the same.
 
 On the CPU, a graph is replaced by running what was captured again (`rerun`), into the tensors of the first run. What
-CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`.
+CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`, and with two GPUs by
+`test_two_gpus.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fledge.decode import batch as batches
 from fledge.decode import rounds
 from fledge.decode.engine import Engine
+from fledge.decode.sampling import BatchSampling
+from fledge.decode.state import RoundState
+from fledge.models import kv_cache
+from fledge.targets.compatibility import connect_draft
 from fledge.types import Sampling, Tree, TreeShape
 from support.amounts import RandomAmounts
 from support.decoding import prompts
 from support.targets import P_EAGLE, tiny_draft, tiny_target
-from support.trees import good_pair
+from support.trees import good_pair, proposer_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "chain": dict(depth=4),
@@ -30,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def rerun(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], Any]:
+def rerun(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
     """Stands in for `rounds.capture` on the CPU."""
     results = work()
 
@@ -130,6 +139,152 @@ def test_an_engine_goes_on_after_an_abandoned_stream(captured: list[int]) -> Non
             next(stream)
         stream.close()
         assert engine.generate(asked[0], max_new_tokens=30).tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("draft_device", "dtype", "able"),
+    [
+        ("cuda:0", "float32", True),
+        ("cuda:1", "bfloat16", True),
+        ("cpu", "float32", False),
+        ("cuda:1", "float64", False),
+    ],
+)
+def test_the_draft_may_be_on_another_gpu(draft_device: str, dtype: str, able: bool) -> None:
+    target = SimpleNamespace(implementation="native", device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    draft = SimpleNamespace(device=torch.device(draft_device), dtype=getattr(torch, dtype))
+    assert rounds.can_capture(target, SimpleNamespace(draft=draft, capturable=True)) == able
+    assert not rounds.can_capture(target, SimpleNamespace(draft=draft, capturable=False))
+    assert rounds.apart(draft, target.device) == (draft_device != "cuda:0") and not rounds.apart(None, target.device)
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies between target and draft as if they were on two devices, and spoils what each leaves on its own while the
+    other computes, so that only the copies can be read."""
+    left: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copy_into = rounds.copy_into
+
+    def cross(copies: Any, values: Any) -> None:
+        copy_into(copies, values)
+        if isinstance(values, RoundState):  # on the way to the draft
+            left[:] = [(x, x.clone()) for x in rounds.tensors_of(values)]
+            for x, _ in left:
+                x.fill_(3)
+        else:
+            vars(copies).pop("_ancestors", None)  # a graph would compute them again
+            values.token_BN.fill_(3)
+            for x, before in left:
+                x.copy_(before)
+
+    monkeypatch.setattr(rounds, "apart", lambda draft, device: draft is not None)
+    monkeypatch.setattr(rounds, "copy_into", cross)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "one pass"])
+def test_two_devices(way: str, captured: list[int], request: pytest.FixtureRequest) -> None:
+    """Copies to the draft and back change no token, with greedy, sampled and penalized requests and drafts that are
+    drawn, and each round says how many bytes it copied."""
+    target, draft, _ = good_pair(native=True)
+    if way == "one pass":
+        draft = tiny_draft(target, **P_EAGLE)
+    asked = [p for p in prompts(20, longest=14, seed=2) if len(p) > 1][:6]
+    drawn = [Sampling(temperature=1.0, seed=2, draft="sample"), Sampling(draft="sample")]
+    mixed = [Sampling(), Sampling(temperature=0.7, top_k=9, repetition_penalty=1.2)]
+    kinds = [mixed] if WAYS.get(way, {}).get("mode") else [mixed, drawn]
+    done: list[list[Any]] = []
+    for _ in range(2):
+        engine = Engine(target, draft, **WAYS.get(way, dict(depth=3)))
+        done.append([])
+        for kind in kinds:
+            done[-1] += engine.generate_all(asked, batch=3, sampling=kind * 3, max_new_tokens=20)
+        done[-1].append(engine.generate(asked[0], max_new_tokens=20))
+        request.getfixturevalue("two_devices")
+    one, two = done
+    assert [c.tokens for c in one] == [c.tokens for c in two]
+    assert [[r.accepted for r in c.trace.rounds] for c in one] == [[r.accepted for r in c.trace.rounds] for c in two]
+    assert not any(r.copied_bytes for c in one for r in c.trace.rounds)
+    rows, (layers, width) = engine.drafting.depth + 1, (3, 32)
+    if way == "shape":
+        rows = 3
+    there, tree = 8 * (rows * (layers * width + 2) + 2), 8 * engine.drafting.verified  # in float64
+    if WAYS.get(way, {}).get("mode"):
+        tree *= 2  # with parents
+    assert {r.copied_bytes for r in two[-1].trace.rounds} == {there + tree}
+
+
+def test_bytes_of_rounds_without_graphs(two_devices: None) -> None:
+    """Decoded directly, a round copies the rows that were committed last, and no more."""
+    target, draft, asked = good_pair(native=True)
+    found = Engine(target, draft, depth=4).generate(asked[0], max_new_tokens=20).trace.rounds
+    fresh = [1, *(r.accepted + 1 for r in found)]
+    assert [r.copied_bytes for r in found] == [
+        8 * (rows * (3 * 32 + 2) + 2 + 5) for rows in fresh[: len(found)]
+    ]  # fmt: skip
+
+
+class OneDevice(TorchDispatchMode):
+    """Asserts that all tensors of all operations are on a device."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, found)) if isinstance(x, torch.Tensor)]
+        assert all(x.device == self.device for x in tensors), f"{operation} is not on {self.device} only"
+        return found
+
+
+DRAWN: dict[str, Any] = dict(temperature=1.0, top_k=5, draft="sample")
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("chain", {}), ("chain", DRAWN), ("chain, unstable", {}), ("tree", {}), ("one pass", {}), ("one pass", DRAWN),
+    ],
+)  # fmt: skip
+def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft, which is on a device without values, and the target compute no operation with tensors of both."""
+    target = tiny_target(native=True)
+    draft = tiny_draft(target, draft_vocab_size=100, **(P_EAGLE if way == "one pass" else {}))
+    ids_W = draft.target_ids()
+    draft.to("meta")
+    layers = connect_draft(draft, target)
+    proposer = proposer_of(draft, **WAYS.get(way, dict(depth=3)))
+    attention, copy_to = kv_cache.tree_attention, rounds.copy_to
+
+    def to_values(values: Any, device: torch.device) -> Any:
+        """Copies to the target, which would be of no values, as chains of token 1."""
+        if device.type == "meta":
+            return copy_to(values, device)
+        ones = {f.name: getattr(values, f.name) for f in fields(values)}
+        ones = {name: torch.ones(x.shape, dtype=x.dtype) for name, x in ones.items() if isinstance(x, torch.Tensor)}
+        if "parent_BN" in ones:
+            ones["parent_BN"] = ones["parent_BN"].cumsum(1) - 2
+        return replace(values, **ones)
+
+    def capture(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+        with OneDevice(device):
+            return work, work()
+
+    # the definition reads lengths on the host
+    monkeypatch.setattr(
+        kv_cache, "tree_attention", lambda q, *a, **k: q * 1 if q.device.type == "meta" else attention(q, *a, **k)
+    )
+    monkeypatch.setattr(rounds, "warm_up", lambda work, device: work())
+    monkeypatch.setattr(rounds, "capture", capture)
+    monkeypatch.setattr(rounds, "copy_to", to_values)
+    monkeypatch.setattr(rounds.Rounds, "target_ids_W", ids_W)
+    with torch.inference_mode():
+        cache, spare = target.new_cache([50, 50]), (target.new_cache([40]), proposer.new_cache([40]))
+        state = RoundState.first(torch.ones(2).long(), torch.ones(2, len(layers), 32), torch.ones(2).long())
+        sampling = BatchSampling.of([Sampling(**options)] * 2, [0, 1], "cpu")
+        of = rounds.Rounds(target, proposer, layers, cache, state.rows(proposer.levels + 1), sampling)
+        made = rounds.CapturedRounds(of, 4, spare, None)
+    assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.shape[0] == 4
 
 
 def test_processors_are_called_without_graphs(captured: list[int]) -> None:

@@ -291,6 +291,7 @@ RECORD = {
     "tau": 2.345, "alpha": [0.75, 0.5], "tokens_per_s": 12345.0, "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
     "identical": 100, "near_ties": 0, "different": 0, "batch_noise": None, "prompts": 100, "repeated_8grams": 0.12,
     "not_looping": 90, "tau_not_looping": 2.2, "round": None, "batch": 4,
+    "bytes_per_round": 0.0,
 }  # fmt: skip
 
 
@@ -301,6 +302,12 @@ def tabled(record: dict, width: int, monkeypatch) -> list[str]:
     print_table(record, ResultPrinter())
     monkeypatch.undo()
     return said.getvalue().splitlines()
+
+
+def test_bytes_between_devices_are_shown_if_there_are_some(monkeypatch):
+    shown = "197.3 KB a round between the devices of draft and target."
+    assert shown in tabled(RECORD | {"bytes_per_round": 197_256.0}, 120, monkeypatch)
+    assert not any("KB a round" in line for line in tabled(RECORD, 120, monkeypatch))
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 80, 120])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
@@ -289,6 +290,34 @@ def test_decoding_gives_the_same_features_and_logits_as_one_pass():
     last, none = target.prefill([tokens.tolist()], target.new_cache())
     assert none == [] and last.shape == (1, 100)
     torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_on_several_devices(monkeypatch):
+    """States, logits and features are returned on the embedding's device wherever the layers are. That device is here
+    one without values, and a hook in place of accelerate's moves what the first layer reads."""
+    target = tiny_target()
+    model = target.model.model
+    # transformers' masks ask for values
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    model.embed_tokens.to("meta"), model.rotary_emb.to("meta")
+    target.embedding = model.embed_tokens.weight
+
+    def move(module, args, kwargs):
+        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), (args, kwargs))
+
+    for layer in target.layers:
+        layer.register_forward_pre_hook(move, with_kwargs=True)
+    layers, cache = (1, 4, 6), TargetCache()
+    with torch.inference_mode():
+        logits_BV, features = target.prefill([[5, 6, 7], [8, 9]], cache, layers)
+        found = [logits_BV, *vars(features[1]).values()]
+        root_BN = torch.tensor([[5, 6], [7, 8]], device="meta")
+        for tree in (Tree.chain(root_BN), Tree(root_BN, torch.tensor([[-1, 0], [-1, 0]], device="meta"), 1)):
+            logits_BNV, features = target.verify(tree, cache, layers)
+            cache.keep(None, torch.tensor([1, 1]))
+            found += [logits_BNV, *vars(features).values()]
+    assert [x.shape[-1] for x in found] == [400, 32, 32] * 3
+    assert {x.device.type for x in found} == {"meta"} and cache.layers[0].keys.device.type == "cpu"
 
 
 def test_no_hook_is_left_behind():

@@ -19,6 +19,7 @@ from fledge.decode.rounds import CapturedRounds, Rounds, Timer, can_capture, gra
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
+from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
@@ -60,14 +61,15 @@ class NoDrafter:
 
 @dataclass
 class Launched:
-    """A round that was launched for some requests: what it drafts, its results (`Rounds.verify_trees`) on the host and
-    its times. `typical`: whether these are what such a round takes."""
+    """A round that was launched for some requests: what it drafts, its results (`Rounds.verify_trees`) on the host, its
+    times, and the bytes that it copied between the devices. `typical`: whether such a round usually takes as long."""
 
     requests: Sequence[Request]
     amount: Amount
     results: Tensor
     timer: Timer
     typical: bool
+    copied_bytes: int
 
 
 class Batch:
@@ -218,7 +220,8 @@ class Batch:
     def _read_along(self, state: RoundState) -> RoundState:
         """Has the draft read all tokens of a state but the last of each request. Returns the state after that."""
         paused, self.unread = not self.proposer.levels, 1
-        state, right_B, made_B = self.proposer.read_along(state)
+        with current_device(self.proposer.draft.device):
+            state, right_B, made_B = self.proposer.read_along(state)
         if paused:
             right, made = torch.stack([right_B, made_B]).tolist()
             self.chooser.add_guesses(sum(right), sum(made), max(made))
@@ -239,18 +242,18 @@ class Batch:
         self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
         timer = Timer(self.target.device)
         if self._replays():
-            results = self._replay(timer)
+            results, copied_bytes = self._replay(timer), self.loaded.copied_bytes
         else:
             self._unload()
             processing = [r.processing for r in self.running]
             rows = max(len(r.fresh) for r in self.running) if self.proposer.levels else None
             tree = self.rounds.draft_trees(rows)
             timer.mark()
-            results = self.rounds.verify_trees(tree, processing)
+            results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
         host.copy_(results, non_blocking=True)
         timer.mark()
-        self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical))
+        self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
 
     def _replay(self, timer: Timer) -> Tensor:
         """Launches the graphs of a round, which are captured first if this kind of round is new."""
@@ -300,7 +303,7 @@ class Batch:
             *tokens, count, drafted = row
             request.commit(tokens[:count])
             if self.proposer.draft is not None:
-                request.done.trace.rounds.append(Round(drafted, count - 1, *times))
+                request.done.trace.rounds.append(Round(drafted, count - 1, *times, launched.copied_bytes))
             yield request
 
     def _finish_launched(self) -> Iterator[Request]:
@@ -321,7 +324,8 @@ class Joining:
         self.cache = target.new_cache([n + nodes + 2 * levels + 1 for n in sizes])
         self.draft_cache = proposer.new_cache([n + proposer.scratch + levels + 1 for n in sizes])
         try:
-            self._prefill(start)
+            with current_device(target.device):
+                self._prefill(start)
         except BaseException:
             self.free()
             raise
@@ -360,7 +364,8 @@ class Joining:
                 prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
             ]
             read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
-            batch.proposer.read(self.draft_cache, following, read)
+            with current_device(draft.device):
+                batch.proposer.read(self.draft_cache, following, read)
         if draft is None:
             return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])

@@ -1,14 +1,20 @@
 """Rounds of drafting and verification on the device: computed directly, or replayed as CUDA graphs.
 
 Both run the same functions. Replayed, the host launches two graphs per round and reads the committed tokens later.
+
+The draft may be on another device than the target. A round then copies what the target committed last (`RoundState`) to
+the draft's device, and the trees back; nothing else travels. torch makes each copy wait for both devices' current
+streams and these for the copy, so that the host waits for none. Per request, a round copies mainly the target's hidden
+states, R x A x D numbers, and, where drafted tokens are drawn, their distributions, K x W numbers of 8 bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +22,12 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
-from fledge.kernels.implementations import best_impl
+from fledge.kernels.implementations import best_impl, current_device
 from fledge.models.draft import Draft
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
+
+Values = TypeVar("Values", RoundState, BatchSampling, Tree)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
 
@@ -62,11 +70,12 @@ class Drafter(Protocol):
 
 
 class Timer:
-    """Measures the seconds of drafting and of verification, with CUDA events on a GPU. Drafting starts when the timer
-    is created, and ends at the first `mark`; verification ends at the second."""
+    """Measures the seconds of drafting and of verification, with events of the current stream of a GPU, the target's.
+    Drafting starts when the timer is created, and ends at the first `mark`; verification ends at the second. Drafting
+    on another device includes the copies to that device and back."""
 
     def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.marks: list[Any] = []
         self.mark()
 
@@ -74,7 +83,7 @@ class Timer:
         """Records the current time."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self.marks.append(event)
         else:
             self.marks.append(time.perf_counter())
@@ -88,12 +97,41 @@ class Timer:
         return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3
 
 
+def apart(draft: Draft | None, device: torch.device) -> bool:
+    """Whether there is a draft and it is on another device."""
+    return draft is not None and draft.device != device
+
+
+def tensors_of(values: Values) -> list[Tensor]:
+    """The tensors of a dataclass, in the order of its fields."""
+    return [x for x in (getattr(values, f.name) for f in fields(values)) if isinstance(x, Tensor)]
+
+
+def copy_to(values: Values, device: torch.device) -> Values:
+    """A dataclass with contiguous copies of its tensors on a device."""
+    given = {f.name: getattr(values, f.name) for f in fields(values)}
+    to = dict(copy=True, memory_format=torch.contiguous_format)
+    return replace(values, **{name: x.to(device, **to) for name, x in given.items() if isinstance(x, Tensor)})
+
+
+def copy_into(copies: Values, values: Values) -> None:
+    """Copies the tensors of a dataclass into those that `copy_to` returned. The host does not wait for it on GPUs."""
+    for copy, x in zip(tensors_of(copies), tensors_of(values), strict=True):
+        copy.copy_(x, non_blocking=True)
+
+
+def bytes_of(*values: RoundState | Tree) -> int:
+    """The bytes of all tensors of dataclasses."""
+    return sum(x.numel() * x.element_size() for each in values for x in tensors_of(each))
+
+
 @dataclass
 class Rounds:
-    """What the rounds of B requests read and change, all on the target's device.
+    """What the rounds of B requests read and change: the drafter's on the draft's device, all else on the target's.
 
     `layers` are the target layers that the draft reads; None without a draft. `state` are the tokens committed last,
     `sampling` the requests' options, and `seen_BV` the tokens of each prefix (bool), if some options penalize them.
+    `copied_bytes` are those that the last round copied between the devices.
     """
 
     target: DecodingTarget
@@ -103,27 +141,40 @@ class Rounds:
     state: RoundState
     sampling: BatchSampling
     seen_BV: Tensor | None = None
+    copied_bytes: int = 0
 
     def tensors(self) -> list[Tensor]:
-        """All tensors with one entry for each request that a round reads and changes, or reads."""
+        """All tensors with one entry for each request that a verification reads and changes, or reads."""
         seen = [] if self.seen_BV is None else [self.seen_BV]
-        drafter = self.drafter.tensors()
-        return [*vars(self.state).values(), *self.cache.tensors(), *self.sampling.tensors(), *seen, *drafter]
+        return [*vars(self.state).values(), *self.cache.tensors(), *self.sampling.tensors(), *seen]
+
+    @functools.cached_property
+    def target_ids_W(self) -> Tensor:
+        """The target's ids of the draft's tokens, int64, on the target's device."""
+        return self.drafter.draft.target_ids().to(self.state.token_BR.device)
 
     @torch.inference_mode()
     def draft_trees(self, rows: int | None = None) -> Tree:
         """The trees that are verified next. `rows` is the most tokens of a request that the draft has not read; None
         allows for all rows of the state."""
+        draft, device = self.drafter.draft, self.state.token_BR.device
         state = self.state if rows is None else self.state.rows(rows)
-        return self.drafter.propose(state).to(self.state.token_BR.device)
+        with current_device(device if draft is None else draft.device):
+            tree = self.drafter.propose(state)
+        self.copied_bytes = bytes_of(state, tree) if self.drafter.levels and apart(draft, device) else 0
+        return tree.to(device)
 
     @torch.inference_mode()
     def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
         """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, R + 2]: R tokens to commit, the
         number of valid ones, and the number of drafted ones."""
+        with current_device(self.state.token_BR.device):
+            return self._verify(tree, processing)
+
+    def _verify(self, tree: Tree, processing: Sequence[Processing | None]) -> Tensor:
         draft, state = self.drafter.draft, self.state
         logits_BNV, features = self.target.verify(tree, self.cache, self.layers)
-        ids_W = None if tree.q_BKW is None else draft.target_ids().to(logits_BNV.device)
+        ids_W = None if tree.q_BKW is None else self.target_ids_W
         verdict = verify(tree, logits_BNV, state.length_B, self.sampling, ids_W, self.seen_BV, processing)
         self.cache.keep(None if tree.parent_BN is None else verdict.path_BR, verdict.count_B)
         if self.seen_BV is not None:
@@ -139,103 +190,175 @@ class Rounds:
 
 
 def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
-    """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on one GPU in a dtype
-    that the kernels support, and drafting does not ask the device when to end."""
+    """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on GPUs in a dtype that
+    the kernels support, and drafting does not ask the device when to end."""
     native = target.implementation == "native" and best_impl(target.device, target.dtype) == "triton"
-    return native and drafter.capturable and (drafter.draft is None or drafter.draft.device == target.device)
+    draft = drafter.draft
+    return native and drafter.capturable and (draft is None or best_impl(draft.device, draft.dtype) == "triton")
 
 
 def graph_memory() -> Any:
-    """A new memory pool for graphs that are replayed one after the other. It ends with its last graph."""
+    """A new memory pool for graphs that are replayed one after the other, with a part on each device. It ends with its
+    last graph."""
     return torch.cuda.graph_pool_handle()
 
 
-def warm_up(work: Callable[[], Any], device: torch.device) -> None:
-    """Runs what will be captured, so that kernels are compiled and libraries initialised."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream(device).wait_stream(side)
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU that graphs are captured on. It is one stream, since graphs share memory only then."""
+    return torch.cuda.Stream(device)
 
 
-def capture(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], Any]:
-    """Captures the kernels of `work` as a CUDA graph. Returns its replay, and what `work` returned, whose tensors each
-    replay computes anew."""
+def warm_up(work: Callable[[], Any], device: torch.device) -> Any:
+    """Runs on a GPU what will be captured, so that kernels are compiled and libraries initialised, and returns its
+    results."""
+    side, current = side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.device(device), torch.cuda.stream(side):
+        results = work()
+    current.wait_stream(side)
+    return results
+
+
+def capture(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Captures the kernels of `work`, all on one GPU, as a CUDA graph. Returns its replay on that GPU's current stream,
+    and what `work` returned, whose tensors each replay computes anew."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory, stream=side_stream(device)):
         results = work()
     return graph.replay, results
 
 
+class Places:
+    """Tensors with an entry for each of `size` places, at the addresses that graphs read and write.
+
+    Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody. `lengths`
+    are those of the tensors that count a sequence's tokens.
+    """
+
+    def __init__(self, size: int, device: torch.device, tensors: Sequence[Tensor], lengths: Sequence[Tensor]):
+        self.size, self.tensors, self.lengths = size, tensors, lengths
+        self.idle = [x.clone() for x in tensors]
+        self.active_B = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        """Makes all places places without a request."""
+        for mine, idle in zip(self.tensors, self.idle, strict=True):
+            mine.copy_(idle)
+        self.active_B.zero_()
+
+    def load(self, theirs: Sequence[Tensor], requests: int) -> None:
+        """Takes the values of requests from such tensors of theirs, for the first places."""
+        self.reset()
+        for mine, x in zip(self.tensors, theirs, strict=True):
+            mine[:requests].copy_(x)
+        self.active_B[:requests] = 1
+
+    def store(self, theirs: Sequence[Tensor], requests: int) -> None:
+        """Gives the first places' values back to their requests."""
+        for mine, x in zip(self.tensors, theirs, strict=True):
+            x.copy_(mine[:requests])
+
+    def keep(self, changed: Sequence[Tensor]) -> None:
+        """Takes the values of tensors that a round made in place of these. Places without a request start again."""
+        for mine, x in zip(self.tensors, changed, strict=True):
+            if x is not mine:
+                mine.copy_(x)
+        if self.size > 1:
+            for length_B in self.lengths:
+                length_B *= self.active_B
+
+
 class CapturedRounds:
-    """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification.
+    """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification, each on its own device.
 
     `draft` and `verify` replay them, and `results` are those of the last replay (`Rounds.verify_trees`). The graphs
-    read and change tensors of their own: `load` copies those of other rounds there, and `store` copies them back.
-    Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody.
+    read and change tensors of their own (`Places`): `load` copies those of other rounds there, and `store` copies them
+    back. Where the devices differ, `draft` also copies the state to the draft's device before its graph, and the trees
+    to the target's device after it, `copied_bytes` in all.
     """
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any):
         """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
         is that of the graphs (`graph_memory`)."""
-        target, drafter, device = rounds.target, rounds.drafter, rounds.state.token_BR.device
+        target, drafter, device = rounds.target, rounds.drafter.idle(spare[1], size), rounds.state.token_BR.device
+        draft_device = device if drafter.draft is None else drafter.draft.device
         cache = spare[0].repeated(size)
         seen_BV = None if rounds.seen_BV is None else rounds.seen_BV.new_zeros(size, rounds.seen_BV.shape[1])
         state, sampling = rounds.state.idle(size), rounds.sampling.idle(size)
-        self.rounds = Rounds(target, drafter.idle(spare[1], size), rounds.layers, cache, state, sampling, seen_BV)
-        self.rounds.drafter.set_sampling(self.rounds.sampling)
-        self.size, self.active_B = size, torch.zeros(size, dtype=torch.int64, device=device)
-        self.static = self.rounds.tensors()
-        self.idle = [x.clone() for x in self.static]
+        self.apart = drafter.levels > 0 and apart(drafter.draft, device)
+        self.rounds = Rounds(target, drafter, rounds.layers, cache, state, sampling, seen_BV)
+        self.state, drawing = state, sampling  # as drafting reads them
+        if self.apart:
+            self.state, drawing = copy_to(state, draft_device), copy_to(sampling, draft_device)
+        drafter.set_sampling(drawing)
+        self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
+        own = drawing.tensors() if self.apart else []
+        self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
         for _ in range(2):
-            warm_up(lambda: self._verify(self._draft()), device)
+            tree = self._to_target(warm_up(self._draft, draft_device))
+            warm_up(lambda tree=tree: self._verify(tree), device)
             self._reset()  # a place without a request has no slots for a second round
         if drafter.levels:
-            self.draft, tree = capture(self._draft, memory)
-            self.verify, self.results = capture(lambda: self._verify(tree), memory)
+            self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
+            self.tree = self._to_target(self.drafted)
+            self.verify, self.results = capture(lambda: self._verify(self.tree), memory, device)
         else:
-            self.draft = lambda: None
-            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory)
+            self.replay_draft = lambda: None
+            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory, device)
+        self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
+
+    @torch.inference_mode()
+    def _to_target(self, tree: Tree) -> Tree:
+        """Trees on the target's device: the same, or copies."""
+        return copy_to(tree, self.rounds.state.token_BR.device) if self.apart else tree
 
     @torch.inference_mode()
     def _reset(self) -> None:
-        """Makes all places places without a request."""
-        for mine, idle in zip(self.static, self.idle, strict=True):
-            mine.copy_(idle)
-        self.active_B.zero_()
+        self.verifying.reset()
+        self.drafting.reset()
 
+    @torch.inference_mode()
     def _draft(self) -> Tree:
-        return self.rounds.draft_trees()
+        drafter = self.rounds.drafter
+        tree = drafter.propose(self.state)
+        if drafter.levels:
+            own, kept = drafter.tensors(), self.drafting.tensors
+            self.drafting.keep([*own, *kept[len(own) :]])
+            drafter.bind(kept[: len(own)])
+        return tree
 
     @torch.inference_mode()
     def _verify(self, tree: Tree) -> Tensor:
         rounds = self.rounds
         results = rounds.verify_trees(tree)
-        state, drafter = rounds.state, rounds.drafter
-        if self.size > 1:  # places without a request start again
-            for length_B in (state.length_B, rounds.cache.length_B, *drafter.lengths()):
-                length_B *= self.active_B
-        for kept, changed in zip(self.static, rounds.tensors(), strict=True):
-            if kept is not changed:
-                kept.copy_(changed)
-        n = len(vars(state))
-        rounds.state = RoundState(*self.static[:n])
-        drafter.bind(self.static[len(self.static) - len(drafter.tensors()) :])
+        self.verifying.keep(rounds.tensors())
+        rounds.state = RoundState(*self.verifying.tensors[: len(vars(rounds.state))])
         return results
+
+    @torch.inference_mode()
+    def draft(self) -> None:
+        """Launches the drafting of the trees that `verify` verifies."""
+        if self.apart:
+            copy_into(self.state, self.rounds.state)
+        self.replay_draft()
+        if self.apart:
+            copy_into(self.tree, self.drafted)
 
     @torch.inference_mode()
     def load(self, rounds: Rounds) -> None:
         """Takes the requests of other rounds with the same flags of sampling."""
-        B = rounds.state.count_B.numel()
-        self._reset()
-        for mine, theirs in zip(self.static, rounds.tensors(), strict=True):
-            mine[:B].copy_(theirs)
-        self.active_B[:B] = 1
+        requests = rounds.state.count_B.numel()
+        self.verifying.load(rounds.tensors(), requests)
+        self.drafting.load(self._read_by_draft(rounds), requests)
 
     @torch.inference_mode()
     def store(self, rounds: Rounds) -> None:
         """Gives the requests that were loaded back to their rounds, with what changed."""
-        B = rounds.state.count_B.numel()
-        for mine, theirs in zip(self.static, rounds.tensors(), strict=True):
-            theirs.copy_(mine[:B])
+        requests = rounds.state.count_B.numel()
+        self.verifying.store(rounds.tensors(), requests)
+        self.drafting.store(self._read_by_draft(rounds), requests)
+
+    def _read_by_draft(self, rounds: Rounds) -> list[Tensor]:
+        """The tensors of rounds that `drafting` has places for."""
+        return [*rounds.drafter.tensors(), *(rounds.sampling.tensors() if self.apart else [])]

@@ -29,6 +29,12 @@ def paused(traces: Sequence[Trace]) -> float:
     return sum(not r.drafted for r in rounds) / len(rounds) if rounds else 0.0
 
 
+def bytes_per_round(traces: Sequence[Trace]) -> float:
+    """The mean bytes that a round copied between the devices of draft and target; 0 if there are no rounds."""
+    rounds = [r for t in traces for r in t.rounds]
+    return sum(r.copied_bytes for r in rounds) / len(rounds) if rounds else 0.0
+
+
 def _depth(rounds: Sequence) -> int:
     return max((r.drafted for r in rounds), default=0)
 

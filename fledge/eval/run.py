@@ -14,7 +14,7 @@ from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
-from fledge.eval.metrics import alpha, paused, repeated_ngrams, tau
+from fledge.eval.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt
 from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
@@ -91,6 +91,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "round": (
             _round_times(engine, with_draft, without, fast / slow, comparison.seconds[name]) if batch == 1 else None
         ),
+        "bytes_per_round": bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
         **engine.drafting.record(),

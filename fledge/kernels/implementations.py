@@ -1,8 +1,9 @@
-"""Which implementation of the decoding kernels suits a device and dtype."""
+"""Which implementation of the decoding kernels suits a device and dtype, and on which device they are launched."""
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def use_triton(impl: str | None, x: torch.Tensor) -> bool:
     if chosen == "triton" and best_impl("cuda", x.dtype) != "triton":
         raise ValueError(f"the implementation 'triton' has no {str(x.dtype).removeprefix('torch.')}; use 'definition'")
     return chosen == "triton"
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, where Triton launches its kernels whatever the device of their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

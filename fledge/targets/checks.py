@@ -51,7 +51,7 @@ def logits_problem(target: TransformersTarget) -> str:
     ValueError if its logits are NaN or infinite."""
     *_, tokens = _documents(target)
     last_TD = target.run_decoder(tokens, torch.arange(7, device=target.device), ()).last_TD
-    own = target.model(input_ids=tokens[None], use_cache=False).logits[0]
+    own = target.model(input_ids=tokens[None], use_cache=False).logits[0].to(target.device)
     target.check_numbers(own)
     if nearly_equal(target.logits(last_TD), own):
         return ""

@@ -36,6 +36,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     those for `max_length`. An "sdpa" attention is replaced by `targets.attention`. On a CPU, linear layers compute by
     `kernels.linear`. The last two change speed and rounding only.
 
+    The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
+    embedding's, where tokens are expected and where hidden states and logits are returned.
+
     `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported.
     """
 
@@ -179,7 +182,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
         """See `TrainingTarget.logits`. Applies the head, and the scalings in the config."""
-        logits = self.head(last_ND)
+        logits = self.head(last_ND.to(self.head_weight.device)).to(last_ND.device)
         if scale := getattr(self.config, "logits_scaling", None):  # Granite
             logits = logits / scale
         if scale := getattr(self.config, "logit_scale", None):  # Cohere
@@ -219,11 +222,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             for hook in hooks:
                 hook.remove()
 
-    @staticmethod
-    def _features(states: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
+    def _features(self, states: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
         """Captured states as features, with batch and sequence flattened to one axis."""
-        last = states["last"].flatten(0, 1)
-        aux = [states[i].flatten(0, 1) for i in layers]
+        last, *aux = (states[i].flatten(0, 1).to(self.device) for i in ("last", *layers))
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
     # -- decoding -----------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         inputs: dict[str, Any] = {}
         if self._keeps_logits:
             last = [n - 1 for n in ends]
-            inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(last, device=self.device)
+            inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(last)  # on the CPU, for any layer's device
         with self._capture(layers) as states, without_cudnn_sdpa(self.device):
             logits = self.run(ids, cache, **inputs)
         index = [ends.index(n) - len(ends) if self._keeps_logits else n - 1 for n in lengths]
@@ -277,15 +278,18 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         if isinstance(cache, RecurrentCache):
             if self._keeps_logits:
                 inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
-            return cache.run(self.model, token_BN, **inputs)
-        return self.model(input_ids=token_BN, past_key_values=cache, use_cache=True, **inputs).logits
+            return cache.run(self.model, token_BN, **inputs).to(self.device)
+        return self.model(input_ids=token_BN, past_key_values=cache, use_cache=True, **inputs).logits.to(self.device)
 
     def _positions_and_masks(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
         """The model's inputs for tree nodes after the sequences in the cache: positions, and an attention mask, or a
         dict of masks if the layers are of several kinds (full and sliding-window attention)."""
         ancestors, lengths = tree.ancestors(), cache.lengths
         B, N = tree.token_BN.shape
-        node_BN = cache.allocate(N) if B > 1 else torch.arange(lengths[0], lengths[0] + N, device=self.device)[None]
+        if B > 1:
+            node_BN = cache.allocate(N).to(self.device)
+        else:
+            node_BN = torch.arange(lengths[0], lengths[0] + N, device=self.device)[None]
         depth_BN = ancestors.sum(-1) - 1
         key_position = torch.arange(max(lengths) + N, device=self.device).expand(B, -1)
         past = (key_position < node_BN[:, :1])[:, None].expand(-1, N, -1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache
 from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu
+from fledge.kernels.implementations import current_device
 from fledge.targets.native.weights import LayerWeights, layer_weights, layer_windows
 from fledge.types import Features
 
@@ -66,6 +67,13 @@ class NativeDecoder:
 
         With `last_rows` (int64 [S]), the final states are those of these rows only, [S, D].
         """
+        with current_device(self.embedding.device):
+            return self._features(token_M, position_M, attend, layers, last_rows)
+
+    def _features(
+        self, token_M: Tensor, position_M: Tensor, attend: RowAttention, layers: Sequence[int],
+        last_rows: Tensor | None,
+    ) -> Features:  # fmt: skip
         rotation, aux = self.rotation(position_M), []
         x_MD = nn.functional.embedding(token_M, self.embedding)
         for i, w in enumerate(self.layers):

@@ -28,12 +28,12 @@ def native_problem(model: nn.Module, config: Any) -> str:
         return f"{kind.__name__} is not one of the supported architectures ({known})"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, and the native MLP computes silu"
-    for name, module in model.named_modules():
-        if problem := _problem_of(module, kind.__module__):
-            return f"{name or 'the model'} {problem}"
     parameters = list(model.parameters())
     if len({p.device for p in parameters}) > 1:
         return "its weights are on several devices"
+    for name, module in model.named_modules():
+        if problem := _problem_of(module, kind.__module__):
+            return f"{name or 'the model'} {problem}"
     if parameters[0].device.type == "meta":
         return "its weights are on the meta device, which holds no values"
     if len({p.dtype for p in parameters}) > 1 or not parameters[0].dtype.is_floating_point:

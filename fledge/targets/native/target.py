@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.few_rows import plain_linear
+from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.targets.native.attention import CachedRows, PackedRows
@@ -49,7 +50,8 @@ class NativeTarget(TransformersTarget):
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
         """See `TrainingTarget.logits`."""
-        return plain_linear(last_ND, self.head.weight, self.head.bias)
+        with current_device(self.device):
+            return plain_linear(last_ND, self.head.weight, self.head.bias)
 
     # -- decoding -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,149 @@
+"""Target and draft on two GPUs, and a target whose layers are on two: the tokens are those of one GPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fledge.decode import batch as batches
+from fledge.decode import rounds
+from fledge.decode.engine import Engine, load
+from fledge.models.draft import Draft
+from fledge.targets.loading import target_of
+from fledge.targets.transformers import TransformersTarget
+from fledge.types import Sampling, TreeShape
+from support.decoding import prompts
+from support.targets import P_EAGLE, tiny_draft, tiny_target_directory, tiny_tokenizer
+from support.trees import good_pair
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs"),
+]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": dict(depth=4),
+    "chain, unstable": dict(depth=4, stable=False),
+    "confident": dict(depth=4, confidence=0.2),
+    "tree": dict(mode="tree", nodes=12, width=4, depth=4),
+    "shape": dict(mode="tree", shape=TreeShape((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))),
+    "one pass": dict(depth=3),
+}
+
+
+def pair(way: str, target_gpu: str, draft_gpu: str, implementation: str = "native") -> tuple[TransformersTarget, Draft]:
+    """A target and a draft in float32."""
+    made, draft, _ = good_pair()
+    target = target_of(
+        copy.deepcopy(made.model).to(target_gpu, torch.float32), made.tokenizer, implementation=implementation
+    )
+    if way == "one pass":
+        draft = tiny_draft(made, **P_EAGLE)
+    return target, copy.deepcopy(draft).to(draft_gpu, torch.float32)
+
+
+def completions(engine: Engine, way: str, batch: int) -> list[Any]:
+    """Nine requests of different lengths, greedy, then several kinds of sampling."""
+    asked = [p for p in prompts(20, longest=14, seed=2) if len(p) > 1][:9]
+    mixed = [Sampling(), Sampling(temperature=1.0, seed=2), Sampling(temperature=0.7, top_k=9, repetition_penalty=1.2)]
+    kinds = [[Sampling()] * 9, mixed * 3]
+    if not WAYS[way].get("mode"):
+        kinds.append([Sampling(temperature=1.0, seed=5, draft="sample")] * 9)
+    new = [25, 7, 40]
+    return [
+        done
+        for kind in kinds
+        for limit in new
+        for done in engine.generate_all(asked, sampling=kind, max_new_tokens=limit, batch=batch)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.parametrize("gpus", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")], ids=["0 and 1", "1 and 0"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_gpus_give_the_tokens_of_one(
+    way: str, batch: int, gpus: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With requests that join and leave; a round is launched before the last one's results are read, and nothing in it
+    waits for a GPU."""
+    ahead: list[int] = []
+
+    def checked(launch: Any) -> Any:
+        def run(*given: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*given)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    class Captured(rounds.CapturedRounds):
+        def __init__(self, *given: Any):
+            super().__init__(*given)
+            self.verify = checked(self.verify)
+
+        draft = checked(rounds.CapturedRounds.draft)
+
+    commit = batches.Batch._commit
+    monkeypatch.setattr(batches, "CapturedRounds", Captured)
+    monkeypatch.setattr(batches.Batch, "_commit", lambda self: ahead.append(len(self.launched)) or commit(self))
+    one = Engine(*pair(way, gpus[0], gpus[0]), **WAYS[way])
+    two = Engine(*pair(way, *gpus), **WAYS[way])
+    expected, found = completions(one, way, batch), completions(two, way, batch)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [[r.accepted for r in c.trace.rounds] for c in found] == [
+        [r.accepted for r in c.trace.rounds] for c in expected
+    ]
+    if way != "confident":  # which asks the GPU when to end
+        assert max(ahead) == 2 and {len(b.graphs) > 0 for b in two._idle_batches[True]} == {True}
+    assert all(r.copied_bytes > 0 for c in found for r in c.trace.rounds)
+    assert not any(r.copied_bytes for c in expected for r in c.trace.rounds)
+
+
+@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("way", WAYS)
+def test_rounds_without_graphs(way: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "can_capture", lambda *given: False)
+    expected, found = (
+        completions(Engine(*pair(way, "cuda:0", gpu, implementation), **WAYS[way]), way, 4)
+        for gpu in ("cuda:0", "cuda:1")
+    )
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+
+
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    """Without a draft, the second GPU gives the tokens of the first."""
+    expected, found = (
+        Engine(pair("chain", gpu, gpu)[0]).generate([5, 6, 7], max_new_tokens=30).tokens for gpu in ("cuda:0", "cuda:1")
+    )
+    assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.parametrize("draft_gpu", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("way", ["chain", "tree", "one pass"])
+def test_a_target_on_two_gpus(way: str, draft_gpu: str, tmp_path: Path) -> None:
+    """A model that transformers loaded with a device_map drafts and decodes as on one GPU."""
+    pytest.importorskip("accelerate", reason="transformers needs accelerate for a device_map")
+    path = tiny_target_directory(tmp_path)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{i}": int(i >= 3) for i in range(8)}
+    split = AutoModelForCausalLM.from_pretrained(path, device_map=places, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to("cuda:0")
+    assert split.model.layers[7].mlp.up_proj.weight.device == torch.device("cuda:1")
+    two, one = target_of(split, tiny_tokenizer()), target_of(whole, tiny_tokenizer(), implementation="transformers")
+    assert two.implementation == "transformers, since its weights are on several devices"
+    assert load(split, tokenizer=tiny_tokenizer()).target.device == torch.device("cuda:0")
+    draft = tiny_draft(one, **(P_EAGLE if way == "one pass" else {}))
+    expected = completions(Engine(one, copy.deepcopy(draft).to("cuda:0"), **WAYS[way]), way, 4)
+    found = completions(Engine(two, copy.deepcopy(draft).to(draft_gpu), **WAYS[way]), way, 4)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    two.check_logits()
