@@ -5,7 +5,8 @@
 Each time is of one of 32 calls in a CUDA graph, which read 32 different pools or rows, as the layers of a network do.
 `bytes` counts what a call has to move: for attention the keys, values, queries and results. `move_us` is the time in
 which this GPU copies as many (read and written) bytes of a large tensor. B is the number of sequences, S that of new
-rows of each, and M = B S. On a CPU, the definitions run, without a graph.
+rows of each, and M = B S. The new rows are a chain ("attention") or a random tree ("tree"), whose mask is packed once a
+pass ("mask"). On a CPU, the definitions run, without a graph.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from torch import Tensor
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
-from fledge.kernels.tree_attention import tree_attention
+from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, tree_attention
+from fledge.types import Tree
 
 CALLS = 32
-BATCHES = (1, 1), (1, 8), (1, 60), (8, 8)  # (B, S)
+CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
 ROWS = 1, 8, 60
 
 
@@ -40,7 +42,9 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     rate = copied_bytes_per_second(options.device)
     record = {"environment": environment(options.device, "bfloat16"), "copy_gb_per_s": rate / 1e9, "rows": []}
-    cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in BATCHES]
+    cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
+    cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
+    cases += [(mask_calls, B, S, None) for B, S in TREES]
     cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls) for M in ROWS]
     for make, B, S, length in cases:
         calls, moved = make(SHAPES[options.shape], B, S, length)
@@ -58,15 +62,37 @@ def main() -> None:
 
 def attention_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Callable[[], Tensor]], int]:
     """Attention of B sequences with `length` slots and S new rows, a causal chain."""
+    return attention(shape, VisibleChain(torch.arange(S).expand(B, S), S), length)
+
+
+def tree_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Callable[[], Tensor]], int]:
+    """The same for a random tree of S nodes."""
+    return attention(shape, Visible(random_trees(B, S)), length)
+
+
+def attention(shape: dict, visible: Visible | VisibleChain, length: int) -> tuple[list[Callable[[], Tensor]], int]:
     H, G, d = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    B, S, _ = visible.shape
     room = length + S
-    start = torch.arange(B, dtype=torch.int64) * room
-    lengths, visible = torch.full((B,), length, dtype=torch.int64), torch.ones(B, S, S, dtype=torch.bool).tril()
+    start, lengths = torch.arange(B, dtype=torch.int64) * room, torch.full((B,), length, dtype=torch.int64)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
     calls = []
     for _ in range(CALLS):
         q, keys, values = torch.randn(B, S, H, d), torch.randn(G, B * room, d), torch.randn(G, B * room, d)
-        calls.append(lambda q=q, k=keys, v=values: tree_attention(q, k, v, start, lengths, visible))
+        calls.append(lambda q=q, k=keys, v=values: tree_attention(q, k, v, start, lengths, visible, counters=counters))
     return calls, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
+
+
+def random_trees(B: int, S: int) -> Tensor:
+    """The ancestors of the nodes of trees in which each node's parent is any node before it, bool [B, S, S]."""
+    parents = [torch.randint(s, (B,)) if s else torch.full((B,), -1) for s in range(S)]
+    return Tree(torch.zeros(B, S, dtype=torch.int64), torch.stack(parents, 1), S - 1).ancestors()
+
+
+def mask_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
+    """Packing of the masks of trees."""
+    calls = [lambda mask=random_trees(B, S): pack_bits(mask) for _ in range(CALLS)]
+    return calls, B * S * (S + 8 * (-(-S // 64)))
 
 
 def norm_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:

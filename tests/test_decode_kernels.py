@@ -8,7 +8,15 @@ from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
-from fledge.kernels.tree_attention import best_impl, tree_attention, tree_attention_reference
+from fledge.kernels.tree_attention import (
+    COUNTERS,
+    Visible,
+    VisibleChain,
+    best_impl,
+    pack_bits,
+    tree_attention,
+    tree_attention_reference,
+)
 from support.devices import distance, needs_triton
 
 needs_triton()
@@ -33,7 +41,7 @@ class Case:
 
     def __init__(
         self, lengths: list[int], S: int, H: int, G: int, d: int, dtype: torch.dtype, J: int | None = None,
-        integers: torch.dtype = torch.int64, layout: str = "GPd", seed: int = 0,
+        integers: torch.dtype = torch.int64, layout: str = "GPd", seed: int = 0, chain: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         B, J = len(lengths), S if J is None else J
@@ -42,7 +50,10 @@ class Case:
         P = int(ends[-1]) + gap
         length = torch.tensor(lengths)
         start = ends - length - J
-        visible = chain_or_tree(B, S, J, generator)
+        visible, self.last = chain_or_tree(B, S, J, generator), None
+        if chain:
+            self.last = torch.randint(J, (B, S), generator=generator).to(DEVICE, integers)
+            visible = VisibleChain(self.last.cpu(), J).mask_BSJ
         used = torch.zeros(P, dtype=torch.bool)
         for b in range(B):
             used[start[b] : start[b] + length[b]] = True
@@ -63,9 +74,8 @@ class Case:
         self.position = (length[:, None] + visible.sum(-1) - 1).to(DEVICE, integers)
 
     def ours(self, impl: str = "triton", **options) -> Tensor:
-        return tree_attention(
-            self.q, self.keys, self.values, self.start, self.length, self.visible, impl=impl, **options
-        )
+        visible = Visible(self.visible) if self.last is None else VisibleChain(self.last, self.visible.shape[2])
+        return tree_attention(self.q, self.keys, self.values, self.start, self.length, visible, impl=impl, **options)
 
     def exact(self, window: int | None = None, scale: float | None = None) -> Tensor:
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
@@ -74,9 +84,9 @@ class Case:
             q, keys, values, self.start, self.length, self.visible, scale, window, self.position
         )
 
-    def check(self, impl: str = "triton", **options) -> None:
+    def check(self, impl: str = "triton", counters: Tensor | None = None, **options) -> None:
         positions = {"position_BS": self.position} if options.get("window") else {}
-        found = self.ours(impl, **options, **positions)
+        found = self.ours(impl, counters=counters, **options, **positions)
         assert found.shape == self.q.shape and found.dtype == self.q.dtype and found.is_contiguous()
         assert distance(found, self.exact(**options)) <= TOLERANCE.get(self.q.dtype, 1e-12)
 
@@ -98,6 +108,51 @@ def test_attention(lengths, S, H, G, d, options, window, dtype) -> None:
     Case(lengths, S, H, G, d, dtype, **options).check(window=window)
 
 
+@pytest.mark.parametrize("J", [1, 31, 32, 33, 63, 64, 65, 130])
+def test_words_of_masks(J: int) -> None:
+    """Bit by bit; rows and entries may be strided."""
+    generator = torch.Generator().manual_seed(J)
+    for B, S in ((1, 1), (2, 3), (1, 40)):
+        mask = torch.rand(B, S, J, generator=generator) < 0.5
+        mask[0, 0] = True
+        wide = torch.cat((mask, mask), 2).to(DEVICE)[..., :J]
+        for strided in (wide, wide.transpose(1, 2).contiguous().transpose(1, 2), wide[:, :1].expand(B, 2, J)):
+            words = pack_bits(strided, impl="triton")
+            assert words.shape == (*strided.shape[:2], -(-J // 64)) and words.dtype == torch.int64
+            assert torch.equal(words, pack_bits(strided, impl="definition"))
+            for row, packed in zip(strided.flatten(0, 1).tolist(), words.flatten(0, 1).tolist(), strict=True):
+                assert sum(bit << j for j, bit in enumerate(row)) == sum(
+                    w % 2**64 << 64 * k for k, w in enumerate(packed)
+                )
+
+
+@pytest.mark.parametrize("S", [31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("window", [None, 16])
+def test_new_slots_across_words(S: int, window: int | None) -> None:
+    """Blocks of slots begin anywhere in a word, before the first one, and in the last; for few and for many rows."""
+    for length in (0, 1, 64, 95):
+        for dtype in (torch.float32, HALF):
+            Case([length], S, 2, 1, 16, dtype).check(window=window)
+    Case([40], 2, 2, 1, 16, torch.float32, J=S + 70).check(window=window)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_chains(window: int | None, integers: torch.dtype) -> None:
+    """Rows that see the new slots up to one; the rows' stride may be 0."""
+    for lengths, S, J in (([0], 1, 1), ([63, 130, 0], 3, 9), ([40], 33, 70), ([65, 3], 70, 70)):
+        case = Case(lengths, S, 4, 2, 16, HALF, J=J, integers=integers, chain=True)
+        case.check(window=window)
+        found = case.ours("definition", window=window, position_BS=case.position)
+        assert distance(found, case.exact(window)) <= TOLERANCE[HALF]
+    case = Case([50, 9], 5, 2, 2, 16, torch.float32, integers=integers, chain=True)
+    case.last = torch.arange(5, device=DEVICE, dtype=integers).expand(2, 5)
+    case.visible = torch.ones(2, 5, 5, dtype=torch.bool, device=DEVICE).tril()
+    for x in (case.keys, case.values):  # all new slots are seen now
+        x[x == POISON] = 1.0
+    case.check()
+
+
 @pytest.mark.parametrize(("lengths", "S", "H", "G", "d", "options"), SMALL)
 @pytest.mark.parametrize("window", [None, 1, 16, 1000])
 def test_the_definition_with_torchs_attention(lengths, S, H, G, d, options, window) -> None:
@@ -111,6 +166,19 @@ def test_shares(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_processors", lambda device: processors)
     for window in (None, 1, 40):
         Case([200, 7], 2, 2, 1, 16, torch.float32).check(window=window, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_calls_share_counters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters are zeros after calls with several numbers of programs and shares, whose results are those of calls
+    with counters of their own, bit by bit."""
+    monkeypatch.setattr(kernels, "_processors", lambda device: 30)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+    for lengths, S, H in (([500], 3, 2), ([300, 7, 0], 40, 4), ([500], 3, 2), ([70], 1, 2)):
+        case = Case(lengths, S, H, 2, 16, dtype)
+        case.check(counters=counters)
+        assert not counters.any()
+        assert torch.equal(case.ours(counters=counters), case.ours())
 
 
 def test_the_number_of_shares() -> None:
@@ -152,6 +220,8 @@ def test_attention_refuses() -> None:
     with pytest.raises(ValueError, match="has no float64"):
         Case([3], 2, 4, 2, 16, torch.float64).ours()
     case = Case([3], 2, 4, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="counters must be"):
+        case.ours(counters=torch.zeros(3, dtype=torch.int32))
     case.keys = case.keys.half()
     with pytest.raises(ValueError, match="one dtype"):
         case.ours()
@@ -166,10 +236,24 @@ def test_attention_refuses() -> None:
 def test_attention_on_a_gpu(lengths: list[int], S: int, window: int | None) -> None:
     for H, G, d in ((4, 4, 64), (6, 2, 80), (7, 1, 96), (32, 8, 128), (28, 4, 128)):
         Case(lengths, S, H, G, d, torch.bfloat16).check(window=window)
+    for H, G in ((4, 2), (32, 8)):
+        Case(lengths, S, H, G, 128, torch.bfloat16, J=S + 9, chain=True).check(window=window)
     Case(lengths, S, 4, 2, 256, torch.bfloat16, layout="PGd").check(window=window)
     Case(lengths, S, 8, 2, 128, torch.float16, J=70, layout="wide").check(window=window)
     for d in (128, 256):
         Case(lengths, S, 8, 2, d, torch.float32, layout="PGd").check(window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [1, 8, 60])
+def test_equal_calls_have_equal_results(S: int) -> None:
+    """Many calls with the same counters, whose shares are done in any order."""
+    case = Case([9000, 300], S, 32, 8, 128, torch.bfloat16)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+    case.check(counters=counters)
+    found = case.ours(counters=counters)
+    assert all(torch.equal(case.ours(counters=counters), found) for _ in range(500))
+    assert not counters.any()
 
 
 def table(M: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -294,12 +378,14 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
     length = torch.zeros(B, dtype=torch.int64, device=DEVICE)
     visible = torch.zeros(B, S, S, dtype=torch.bool, device=DEVICE)
     position, slot = (torch.zeros(B, S, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 
     def call() -> Tensor:
         q = rope_to_cache(qkv, cos, sin, H, G, d, keys, values, slot.view(-1))
         return tree_attention(
-            q.view(B, S, H, d), keys, values, start, length, visible, window=window, position_BS=position
-        )
+            q.view(B, S, H, d), keys, values, start, length, Visible(visible), window=window, position_BS=position,
+            counters=counters,
+        )  # fmt: skip
 
     def set_inputs(lengths: list[int]) -> None:
         length.copy_(torch.tensor(lengths))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
+from fledge.kernels.tree_attention import Visible
 from fledge.models import kv_cache
 from fledge.models.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows
 
@@ -44,7 +45,7 @@ def numbers_of(cache: KVCache) -> list[list[int]]:
 
 
 def tree_rows(cache: KVCache, n: int) -> TreeRows:
-    return TreeRows(cache, n, torch.ones(len(cache.segments), n, n, dtype=torch.bool))
+    return TreeRows(cache, n, Visible(torch.ones(len(cache.segments), n, n, dtype=torch.bool)))
 
 
 def filled(pool: SlotPool, sizes: Sequence[int], counts: Sequence[int], first: int = 0) -> KVCache:
@@ -270,7 +271,7 @@ def test_nodes_attend_to_their_paths(window: int | None) -> None:
     visible_BNN = torch.tensor([[[m in path for m in range(N)] for path in of] for of in paths])
     position_BN = cache.length_B[:, None] + visible_BNN.sum(-1) - 1
     q, k, v = random_rows(2 * N)
-    rows = TreeRows(cache, N, visible_BNN, position_BN)
+    rows = TreeRows(cache, N, Visible(visible_BNN), position_BN)
     rows.write(0, k, v)
     found = rows.read(0, q, window=window)
     for b, n in itertools.product(range(2), range(N)):
@@ -283,11 +284,11 @@ def test_later_rows_attend_to_earlier_ones_behind_the_committed() -> None:
     """Rows of a second pass, none of which were committed before, see those of the first that they are told to see."""
     cache = filled(new_pool(), [12, 12], [0, 0])
     q, k, v = random_rows(4)
-    TreeRows(cache, 2, torch.ones(2, 2, 2, dtype=torch.bool)).write(0, k, v)
+    TreeRows(cache, 2, Visible(torch.ones(2, 2, 2, dtype=torch.bool))).write(0, k, v)
     more = random_rows(5)
     q, k2, v2 = (x[:2] for x in more)
     seen = torch.tensor([[[True, False, True]], [[False, True, True]]])
-    found = TreeRows(cache, 1, seen, slot_Bn=cache.next_slots(3)[:, 2:]).attend(0, q, k2, v2)
+    found = TreeRows(cache, 1, Visible(seen), slot_Bn=cache.next_slots(3)[:, 2:]).attend(0, q, k2, v2)
     for b, first in ((0, 0), (1, 3)):
         keys, values = torch.stack([k[first], k2[b]]), torch.stack([v[first], v2[b]])
         torch.testing.assert_close(found[b], attention(q[b], keys, values, D**-0.5))

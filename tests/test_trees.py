@@ -18,6 +18,7 @@ from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.shapes import DynamicTree
 from fledge.decode.state import RoundState
+from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import KVCache, TreeRows
 from fledge.targets.cache import TargetCache
@@ -455,9 +456,9 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
     ]
 
 
-def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible_BSJ: Tensor, **options: Any) -> None:
+def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible: Any, **options: Any) -> None:
     drafts = "slot_Bn" in options  # the pass over committed tokens stays correct
-    begin(rows, cache, n, torch.ones_like(visible_BSJ) if drafts else visible_BSJ, **options)
+    begin(rows, cache, n, Visible(torch.ones_like(visible.mask_BSJ)) if drafts else visible, **options)
 
 
 def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, *given: Any, **options: Any) -> Tensor:

@@ -23,6 +23,7 @@ from fledge.decode.state import RoundState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.implementations import best_impl
 from fledge.kernels.transfer import to_device
+from fledge.kernels.tree_attention import Visible, VisibleChain
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.models.layers import EAGER, Compute
@@ -131,8 +132,8 @@ class Source:
         (B, n), cache = token_Bn.shape, self.cache
         row = torch.arange(n, device=token_Bn.device)
         # a layer that computes all rows, and the last one, which computes those asked for
-        every = TreeRows(cache, n, (row <= row[:, None]).expand(B, n, n))
-        asked = TreeRows(cache, n, row <= asked_BS[..., None])
+        every = TreeRows(cache, n, VisibleChain(row.expand(B, n), n))
+        asked = TreeRows(cache, n, VisibleChain(asked_BS, n))
         last = len(self.draft.blocks) - 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class StepSource(Source):
         # of all nodes that will be expanded, computed together
         self.slot_BJ = self.cache.next_slots(self.expanded)
         self.position_BJ = self.slot_BJ - self.cache.start_B[:, None]
-        self.ones_BJ = torch.ones_like(self.slot_BJ, dtype=torch.bool)
+        self.place_J = torch.arange(self.expanded, device=self.slot_BJ.device)
         return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
@@ -211,10 +212,12 @@ class StepSource(Source):
 
     def expand(self, front: Front) -> Tensor:
         B, F = front.token_BF.shape
-        seen_BFJ, end = front.seen_BFJ, self.scratch + F
-        if seen_BFJ is None:
-            seen_BFJ = self.ones_BJ[:, None, :end].expand(B, F, end)
-        rows = TreeRows(self.cache, F, seen_BFJ, slot_Bn=self.slot_BJ[:, self.scratch : end])
+        end = self.scratch + F
+        if front.seen_BFJ is None:
+            visible = VisibleChain(self.place_J[end - 1 : end].expand(B, F), end)
+        else:
+            visible = Visible(front.seen_BFJ)
+        rows = TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end])
         position_BF = self.position_BJ[:, self.level, None].expand(B, F)
         hidden = self.fed_back
         if front.above_BF is not None:

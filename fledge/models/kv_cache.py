@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.attention import causal_attention
-from fledge.kernels.tree_attention import tree_attention
+from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, tree_attention
 
 MIN_SLOTS = 256  # slots of a new pool
 
@@ -21,11 +21,14 @@ class SlotPool:
     without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
     infinite values. The pool grows when segments do not fit; its buffer is then another tensor. Its memory is freed
     with its last segment.
+
+    `counters` are those of `tree_attention` for the sequences of the pool, whose passes come one after the other.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
         self._shape = layers, 2, kv_heads, 0, head_dim
         self.buffer = torch.zeros(self._shape, device=device, dtype=dtype)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
 
     @property
@@ -162,37 +165,42 @@ class CacheRows:
 class TreeRows(CacheRows):
     """n rows of each sequence after its committed tokens. Does not synchronize.
 
-    Each row sees the committed tokens, and those of the J slots after them that `visible_BSJ` (bool) says. The S
-    queries are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions, needed
-    with windows only. `slot_Bn` are the rows' slots (int64) if they are not the next ones, as for nodes of a tree
-    behind those of earlier passes.
+    Each row sees the committed tokens, and those of the J slots after them that `visible` [B, S, J] says. The S queries
+    are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions, needed with
+    windows only. `slot_Bn` are the rows' slots (int64) if they are not the next ones, as for nodes of a tree behind
+    those of earlier passes.
     """
 
     def __init__(
-        self, cache: KVCache, n: int, visible_BSJ: Tensor, position_BS: Tensor | None = None,
+        self, cache: KVCache, n: int, visible: Visible | VisibleChain, position_BS: Tensor | None = None,
         slot_Bn: Tensor | None = None,
     ):  # fmt: skip
-        self.cache, self.visible_BSJ, self.position_BS = cache, visible_BSJ, position_BS
+        self.cache, self.visible, self.position_BS = cache, visible, position_BS
         self.slot_M = (cache.next_slots(n) if slot_Bn is None else slot_Bn).flatten()
+        self._in_window: dict[int, Visible] = {}  # `visible` without the rows before a window
 
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """See `CacheRows.read`. The queries are those of `visible_BSJ`."""
-        cache, visible_BSJ = self.cache, self._visible_in(window)
+        """See `CacheRows.read`. The queries are those of `visible`."""
+        cache, visible = self.cache, self._visible_in(window)
         out = tree_attention(
-            q_QHd.view(*visible_BSJ.shape[:2], *q_QHd.shape[1:]), *cache.pool.buffer[layer], cache.start_B,
-            cache.length_B, visible_BSJ, scale=scale, window=window, position_BS=self.position_BS,
+            q_QHd.view(*visible.shape[:2], *q_QHd.shape[1:]), *cache.pool.buffer[layer], cache.start_B,
+            cache.length_B, visible, scale=scale, window=window, position_BS=self.position_BS,
+            counters=cache.pool.counters,
         )  # fmt: skip
         return out.flatten(0, 1)
 
-    def _visible_in(self, window: int | None) -> Tensor:
-        """`visible_BSJ` without the rows before a window, of which there are some only if a path is longer than it. All
+    def _visible_in(self, window: int | None) -> Visible | VisibleChain:
+        """`visible` without the rows before a window, of which there are some only if a path is longer than it. All
         rows must then be queries."""
-        if window is None or self.visible_BSJ.shape[2] <= window:
-            return self.visible_BSJ
-        position_BS = self.position_BS
-        return self.visible_BSJ & (position_BS[:, None] > position_BS[..., None] - window)
+        if window is None or self.visible.shape[2] <= window:
+            return self.visible
+        if window not in self._in_window:
+            position_BS = self.position_BS
+            recent_BSS = position_BS[:, None] > position_BS[..., None] - window
+            self._in_window[window] = Visible(self.visible.mask_BSJ & recent_BSS)
+        return self._in_window[window]
 
 
 class PromptRows(CacheRows):

@@ -13,12 +13,25 @@ alone, so that a CUDA graph of a call may be replayed with other values.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fledge.kernels.implementations import IMPLS, best_impl, use_triton
 from fledge.kernels.tree_attention.definition import tree_attention_reference, tree_attention_torch
+from fledge.kernels.tree_attention.visible import Visible, VisibleChain, pack_bits
 
-__all__ = ["IMPLS", "best_impl", "tree_attention", "tree_attention_reference"]
+__all__ = [
+    "COUNTERS",
+    "IMPLS",
+    "Visible",
+    "VisibleChain",
+    "best_impl",
+    "pack_bits",
+    "tree_attention",
+    "tree_attention_reference",
+]
+
+COUNTERS = 1024  # integers that the kernels count programs in; see `tree_attention`
 
 
 def tree_attention(
@@ -27,29 +40,33 @@ def tree_attention(
     values_GPd: Tensor,
     start_B: Tensor,
     length_B: Tensor,
-    visible_BSJ: Tensor,
+    visible: Visible | VisibleChain,
     *,
     scale: float | None = None,
     window: int | None = None,
     position_BS: Tensor | None = None,
+    counters: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Attention of S new rows of each of B sequences; returns [B, S, H, d] in the dtype of q.
 
     `keys_GPd` and `values_GPd` are the pool of one layer in the dtype of q, possibly strided views, and already hold
-    the new rows. `start_B`, `length_B` and `position_BS` are int32 or int64, `visible_BSJ` is bool. H / G consecutive
-    query heads share a key head. `scale` is d^-1/2 unless given. Slots that a row does not see may hold any finite
-    number. Every row must see at least one slot. There are no gradients.
+    the new rows. `start_B`, `length_B` and `position_BS` are int32 or int64. H / G consecutive query heads share a key
+    head. `scale` is d^-1/2 unless given. Slots that a row does not see may hold any finite number. Every row must see
+    at least one slot. There are no gradients.
+
+    `counters` are COUNTERS zeros, int32, which are zeros again after the call; None: new ones, which a kernel has to
+    fill. Calls one after the other on a stream may share them, but not calls that may run at the same time.
 
     `impl` is "definition" (plain torch; reads the lengths on the host), "triton" (a GPU or Triton's interpreter;
     bfloat16, float16 and float32; heads of at most 256), or None for `best_impl`. Raises ValueError for another name,
     for shapes or dtypes that do not belong together, and for a window without positions.
     """
-    (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible_BSJ.shape[-1]
-    if H % G or keys_GPd.shape != (G, P, d) or values_GPd.shape != (G, P, d) or visible_BSJ.shape != (B, S, J):
+    (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible.shape[2]
+    if H % G or keys_GPd.shape != (G, P, d) or values_GPd.shape != (G, P, d) or visible.shape != (B, S, J):
         raise ValueError(
             f"attention of queries {tuple(q_BSHd.shape)} to keys {tuple(keys_GPd.shape)} and values "
-            f"{tuple(values_GPd.shape)} with visibility {tuple(visible_BSJ.shape)}: the shapes must be [B, S, H, d], "
+            f"{tuple(values_GPd.shape)} with visibility {visible.shape}: the shapes must be [B, S, H, d], "
             "[G, P, d] twice and [B, S, J], where G divides H"
         )
     if not q_BSHd.dtype == keys_GPd.dtype == values_GPd.dtype:
@@ -58,10 +75,12 @@ def tree_attention(
         )
     if window is not None and (window < 1 or position_BS is None):
         raise ValueError(f"a window ({window}) must be at least 1, and needs the positions of the rows")
+    if counters is not None and (counters.shape != (COUNTERS,) or counters.dtype != torch.int32):
+        raise ValueError(f"the counters must be {COUNTERS} int32, not {tuple(counters.shape)} {counters.dtype}")
     scale = d**-0.5 if scale is None else scale
-    arguments = (q_BSHd, keys_GPd, values_GPd, start_B, length_B, visible_BSJ, scale, window, position_BS)
+    arguments = (q_BSHd, keys_GPd, values_GPd, start_B, length_B)
     if use_triton(impl, q_BSHd):
         from fledge.kernels.tree_attention.triton import tree_attention_triton
 
-        return tree_attention_triton(*arguments)
-    return tree_attention_torch(*arguments)
+        return tree_attention_triton(*arguments, visible, scale, window, position_BS, counters)
+    return tree_attention_torch(*arguments, visible.mask_BSJ, scale, window, position_BS)

@@ -9,6 +9,12 @@ from torch.nn import functional as F
 from fledge.kernels.precision import at_least_float32
 
 
+def pack_bits_torch(mask_BSJ: Tensor) -> Tensor:
+    """The definition of `pack_bits`."""
+    words_BSWb = F.pad(mask_BSJ, (0, -mask_BSJ.shape[2] % 64)).unflatten(2, (-1, 64))
+    return (words_BSWb.long() << torch.arange(64, device=mask_BSJ.device)).sum(-1)
+
+
 def seen_slots(length: int, visible_SJ: Tensor, window: int | None, position_S: Tensor | None) -> Tensor:
     """Which of a sequence's length + J slots each row reads, bool [S, length + J]."""
     slot = torch.arange(length, device=visible_SJ.device)

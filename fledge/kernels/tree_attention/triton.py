@@ -3,7 +3,8 @@
 One program handles a sequence, a key head, a block of rows and a share of the slots. Its rows are the S x H / G query
 rows that read the key head: row r is new row r // group and head r % group of the group. Each program reads the lengths
 from the device, takes an equal share of the blocks of slots, and writes the softmax of its share with its log2-sum-exp2
-to a workspace; a second kernel combines the shares. With one share, the first kernel writes the result itself.
+to a workspace; the program that is done last combines the shares. A single share is the result, and programs for which
+no blocks are left end at once.
 """
 
 from __future__ import annotations
@@ -14,18 +15,29 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.implementations import dependent_launch
+from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain
 
 LOG2E = 1.4426950408889634
 WAVES = 2  # programs per processor that the shares are chosen for; one for large blocks of rows, which fill it
 MOST_SPLITS = 64
+PACKED_ROWS = 16  # rows of a program that packs a mask
+TALL = tl.constexpr(64)  # rows of a block from which its products limit the time, not its reads
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 
 
 @triton.jit
+def _word(words_ptr, row_s, sws, S, k, W):
+    """Word k of rows of a mask: the slots before the new ones are seen, those after them are not."""
+    rows = tl.where((k >= 0) & (k < W), S, 0)
+    word = tl.load(words_ptr + row_s.to(tl.int64) * sws + k, mask=row_s < rows, other=0)
+    return tl.where(k < 0, -1, word).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
 def _read_slots(
-    acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, inside, position,
-    first, length, J, begin, end, scale2,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position,
+    first, length, S, J, begin, end, scale2,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
     MASKED: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax update by the slots [begin, end) of a sequence, a multiple of BN.
@@ -40,19 +52,23 @@ def _read_slots(
             slot = at + n
             held = (slot < length + J)[:, None] & (d < D)[None, :]
             k, v = tl.load(k_at, mask=held, other=0.0), tl.load(v_at, mask=held, other=0.0)
+            if CHAIN:
+                seen = slot[None, :] <= last[:, None]
+            else:
+                new = at - length  # the first slot as a new slot; negative in the prefix
+                word, W, shift = new >> 6, (J + 63) // 64, (new & 63).to(tl.uint64)
+                low = _word(visible_ptr, row_s, svs, S, word, W)
+                high = _word(visible_ptr, row_s, svs, S, word + 1, W)
+                bits = (low >> shift) | ((high << 1) << (63 - shift))
+                seen = ((bits[:, None] >> n.to(tl.uint64)[None, :]) & 1) != 0
+            if WINDOW > 0:
+                seen &= (slot >= length)[None, :] | (slot[None, :] > position[:, None] - WINDOW)
         elif D < BD:
             k, v = tl.load(k_at, mask=(d < D)[None, :], other=0.0), tl.load(v_at, mask=(d < D)[None, :], other=0.0)
         else:
             k, v = tl.load(k_at), tl.load(v_at)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         if MASKED:
-            j = slot - length
-            new = inside[:, None] & ((j >= 0) & (j < J))[None, :]
-            seen = tl.load(visible_ptr + row_s[:, None] * svs + j[None, :], mask=new, other=0) != 0
-            if WINDOW > 0:
-                seen = seen | ((slot < length)[None, :] & (slot[None, :] > position[:, None] - WINDOW))
-            else:
-                seen = seen | (slot < length)[None, :]
             s = tl.where(seen, s, float("-inf"))
         largest = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(largest == float("-inf"), 0.0, largest) if MASKED else largest  # -inf: no slot seen so far
@@ -64,14 +80,43 @@ def _read_slots(
     return acc, m, total
 
 
+@triton.jit
+def _combine(
+    partial_ptr, lse_ptr, first_row, used, inside,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of `used` shares of BM rows each; the weights are the shares' sums of exponentials.
+
+    The shares are added in their order, whichever was done last, so that equal calls have equal results.
+    """
+    r, d = tl.arange(0, BM), tl.arange(0, BD)
+    acc = tl.zeros([BM, BD], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    for at in tl.range(0, used, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # without dependent loads, so that they are under way together
+            row = first_row + (at + i) * BM + r
+            held = inside & (row < first_row + used * BM)
+            lse = tl.load(lse_ptr + row, mask=held, other=float("-inf"))
+            tile = held[:, None] & (d < D)[None, :]
+            part = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=tile, other=0.0)
+            largest = tl.maximum(m, lse)
+            safe = tl.where(largest == float("-inf"), 0.0, largest)
+            shrink, weight = tl.exp2(m - safe), tl.exp2(lse - safe)
+            acc = acc * shrink[:, None] + weight[:, None] * part
+            total = total * shrink + weight
+            m = largest
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
 @triton.jit(
-    do_not_specialize=["S", "J", "splits", "svb", "svs", "spb"],
-    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "visible_ptr", "position_ptr"],
+    do_not_specialize=["S", "J", "svb", "svs", "spb"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "visible_ptr", "position_ptr", "counter_ptr"],
 )
 def _attend(
-    q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr,
-    S, J, splits, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
+    S, J, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
@@ -79,22 +124,19 @@ def _attend(
         tl.extra.cuda.gdc_launch_dependents()
     split, g, b = tl.program_id(0), tl.program_id(1) % G, tl.program_id(2).to(tl.int64)
     group: tl.constexpr = H // G
-    # with a pipeline in the masked loops, ptxas serializes the warp group's products of all loops (C7515)
-    masked_stages: tl.constexpr = 1 if BM >= 64 else 2
-    row = tl.program_id(1) // G * BM + tl.arange(0, BM)
+    r = tl.arange(0, BM)
+    row = tl.program_id(1) // G * BM + r
     d = tl.arange(0, BD)
     row_s, row_h = row // group, g * group + row % group
     inside = row_s < S
     tile = inside[:, None] & (d < D)[None, :]
+    first, length = tl.load(start_ptr + b).to(tl.int64), tl.load(length_ptr + b).to(tl.int32)
     q_at = q_ptr + b * sqb + row_s[:, None].to(tl.int64) * sqs + row_h[:, None] * sqh + d[None, :]
     q = tl.load(q_at, mask=tile, other=0.0)
-    first, length = tl.load(start_ptr + b).to(tl.int64), tl.load(length_ptr + b).to(tl.int32)
-    k_ptr += g.to(tl.int64) * skg
-    v_ptr += g.to(tl.int64) * svg
     visible_ptr += b * svb
-    acc = tl.zeros([BM, BD], tl.float32)
-    m = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    last = row
+    if CHAIN:
+        last = length + tl.load(visible_ptr + row_s.to(tl.int64) * svs, mask=inside, other=0).to(tl.int32)
     # the blocks of slots that the rows read start at lo; from `seen_by_all` on, all rows read all of the prefix
     prefix_end = length // BN * BN  # end of the blocks that are wholly in the prefix
     position, lo = row, 0
@@ -102,67 +144,75 @@ def _attend(
         position = tl.load(position_ptr + b * spb + row_s, mask=inside, other=0).to(tl.int32)
         lowest = tl.min(tl.where(inside, position, 2147483647))
         lo = tl.minimum(tl.maximum(lowest - WINDOW + 1, 0) // BN * BN, prefix_end)
-    share = tl.cdiv(tl.cdiv(length + J - lo, BN), splits) * BN
-    begin = lo + split * share
-    end = tl.minimum(begin + share, tl.cdiv(length + J, BN) * BN)
-    clear = begin
-    if WINDOW > 0:
-        highest = tl.max(tl.where(inside, position, 0))
-        seen_by_all = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BN) * BN
-        clear = tl.maximum(begin, tl.minimum(seen_by_all, end))
+    blocks = tl.cdiv(length + J - lo, BN)
+    share = tl.cdiv(blocks, tl.num_programs(0))
+    used = tl.cdiv(blocks, share)
+    if split >= used:
+        return
+    begin = lo + split * share * BN
+    end = lo + tl.minimum((split + 1) * share, blocks) * BN
+    k_ptr += g.to(tl.int64) * skg
+    v_ptr += g.to(tl.int64) * svg
+    acc = tl.zeros([BM, BD], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if BM < TALL:  # the reads limit the time: one pipeline, and a mask that costs nothing
         acc, m, total = _read_slots(
-            acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, inside, position, first, length, J,
-            begin, clear, scale2, D, BD, BN, WINDOW, True, masked_stages,
+            acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S, J,
+            begin, end, scale2, D, BD, BN, WINDOW, CHAIN, True, None,
         )  # fmt: skip
-    mixed = tl.maximum(clear, tl.minimum(prefix_end, end))
-    acc, m, total = _read_slots(
-        acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, inside, position, first, length, J,
-        clear, mixed, scale2, D, BD, BN, WINDOW, False, masked_stages,
-    )  # fmt: skip
-    acc, m, total = _read_slots(
-        acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, inside, position, first, length, J,
-        mixed, end, scale2, D, BD, BN, WINDOW, True, masked_stages,
-    )  # fmt: skip
+    else:  # with a pipeline in the masked loops, ptxas serializes the warp group's products of all loops (C7515)
+        clear = begin
+        if WINDOW > 0:
+            highest = tl.max(tl.where(inside, position, 0))
+            seen_by_all = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BN) * BN
+            clear = tl.maximum(begin, tl.minimum(seen_by_all, end))
+            acc, m, total = _read_slots(
+                acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S,
+                J, begin, clear, scale2, D, BD, BN, WINDOW, CHAIN, True, 1,
+            )  # fmt: skip
+        mixed = tl.maximum(clear, tl.minimum(prefix_end, end))
+        acc, m, total = _read_slots(
+            acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S, J,
+            clear, mixed, scale2, D, BD, BN, WINDOW, CHAIN, False, 1,
+        )  # fmt: skip
+        acc, m, total = _read_slots(
+            acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S, J,
+            mixed, end, scale2, D, BD, BN, WINDOW, CHAIN, True, 1,
+        )  # fmt: skip
     found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_row = (b * S + row_s) * H + row_h
-    if SHARED:
-        part = out_row * splits + split
+    out_at = out_ptr + ((b * S + row_s) * H + row_h)[:, None] * D + d[None, :]
+    if used == 1:
+        tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
+    else:
+        shared = b * tl.num_programs(1) + tl.program_id(1)  # the shares of the same rows have one counter
+        first_row = shared * tl.num_programs(0) * BM
         lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        part = first_row + split * BM + r
         tl.store(partial_ptr + part[:, None] * D + d[None, :], found, mask=tile)
         tl.store(lse_ptr + part, lse, mask=inside)
-    else:
-        tl.store(out_ptr + out_row[:, None] * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=tile)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine(
-    partial_ptr, lse_ptr, out_ptr, splits,
-    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """The weighted mean of the shares of one row and head; the weights are the shares' sums of exponentials."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, BS), tl.arange(0, BD)
-    lse = tl.load(lse_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
-    held = (lse > float("-inf"))[:, None] & (d < D)[None, :]  # a share without slots costs no reading
-    part = tl.load(partial_ptr + (row * splits + split)[:, None] * D + d[None, :], mask=held, other=0.0)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    found = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row * D + d, found.to(out_ptr.dtype.element_ty), mask=d < D)
+        # One thread adds to the counter. The barrier orders the stores of all threads before that, and the release
+        # makes them visible to whoever acquires the counter later: the program that finds all others counted sees their
+        # shares, and so do its other threads, because a barrier hands them what the counter was.
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + shared, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(counter_ptr + shared, 0)
+            found = _combine(partial_ptr, lse_ptr, first_row, used, inside, D, BD, BM, 4 if BM < TALL else 2)
+            tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
 
 
 def tree_attention_triton(
-    q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor, visible_BSJ: Tensor,
-    scale: float, window: int | None = None, position_BS: Tensor | None = None,
+    q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor,
+    visible: Visible | VisibleChain, scale: float, window: int | None = None, position_BS: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tree_attention_reference` on a GPU or in Triton's interpreter, without any synchronization with the host.
+    """`tree_attention` on a GPU or in Triton's interpreter, without any synchronization with the host.
 
-    The kernels are compiled for each head shape, dtype, window and block of rows, not for each length. Raises
-    ValueError for heads of more than 256, for tensors whose heads are not contiguous, and for pools whose slots are
-    2^24 or more elements apart (offsets within a block are int32).
+    The kernel is compiled for each head shape, dtype, window, kind of visibility and block of rows, not for each
+    length. Raises ValueError for heads of more than 256, for tensors whose heads are not contiguous, and for pools
+    whose slots are 2^24 or more elements apart (offsets within a block are int32).
     """
-    (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible_BSJ.shape[-1]
+    (B, S, H, d), (G, P, _), J = q_BSHd.shape, keys_GPd.shape, visible.shape[2]
     if d > 256 or not q_BSHd.stride(3) == keys_GPd.stride(2) == values_GPd.stride(2) == 1:
         raise ValueError(f"attention 'triton' needs heads of at most 256 that are contiguous, not heads of {d}")
     if max(keys_GPd.stride(1), values_GPd.stride(1)) >= 2**24:
@@ -170,32 +220,55 @@ def tree_attention_triton(
     out = q_BSHd.new_empty((B, S, H, d))
     if not out.numel():
         return out
-    # a bool's bytes are 0 and 1; rows may be strided, their J entries may not
-    visible = (visible_BSJ if visible_BSJ.stride(2) == 1 else visible_BSJ.contiguous()).view(torch.uint8)
+    chain = isinstance(visible, VisibleChain)
+    seen = visible.last_BS if chain else visible.words_BSW
     position = length_B if window is None else position_BS  # unused without a window
     if window is not None and position.stride(1) != 1:
         position = position.contiguous()
     rows = S * (H // G)
     tiles = _tiles(q_BSHd, rows)
-    blocks = triton.cdiv(rows, tiles["BM"])
-    waves = 1 if tiles["BM"] >= 64 else WAVES
-    splits = split_count(B * G * blocks, P, tiles["BN"], waves * _processors(q_BSHd.device))
-    partial, lse = out, out  # unused with one share
-    if splits > 1:
-        partial, lse = (out.new_empty(n, dtype=torch.float32) for n in (B * S * H * splits * d, B * S * H * splits))
-    BD, dependent = _block_width(d), dependent_launch(q_BSHd.device)
-    _attend[(splits, blocks * G, B)](
-        q_BSHd, keys_GPd, values_GPd, start_B.contiguous(), length_B.contiguous(), visible, position, out, partial, lse,
-        S, J, splits, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
-        *visible.stride()[:2], 0 if window is None else position.stride(0),
-        H=H, G=G, D=d, BD=BD, WINDOW=window or 0, SHARED=splits > 1, **tiles, **dependent,
+    programs = B * G * triton.cdiv(rows, tiles["BM"])
+    waves = 1 if tiles["BM"] >= TALL else WAVES
+    # at most COUNTERS programs, so that there are counters for them where there are shares
+    splits = split_count(programs, P, tiles["BN"], min(waves * _processors(q_BSHd.device), COUNTERS))
+    stored = programs * splits * tiles["BM"] if splits > 1 else 0  # rows of shares
+    partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
+    if counters is None:
+        counters = out.new_zeros(COUNTERS if stored else 0, dtype=torch.int32)
+    _attend[(splits, programs // B, B)](
+        q_BSHd, keys_GPd, values_GPd, start_B.contiguous(), length_B.contiguous(), seen, position, out, partial, lse,
+        counters, S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
+        *seen.stride()[:2], 0 if window is None else position.stride(0),
+        H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, **tiles, **dependent_launch(out.device),
     )  # fmt: skip
-    if splits > 1:
-        _combine[(B * S * H,)](
-            partial, lse, out, splits, D=d, BD=BD, BS=triton.next_power_of_2(splits),
-            num_warps=4 if BD <= 128 else 8, **dependent,
-        )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["S", "J", "smb", "sms"], do_not_specialize_on_alignment=["mask_ptr"])
+def _pack_bits(mask_ptr, words_ptr, S, J, smb, sms, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """One word of BLOCK rows of a sequence."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k, b, W = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    s, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 64)
+    j = k * 64 + bit
+    inside = (s < S)[:, None] & (j < J)[None, :]
+    mask = tl.load(mask_ptr + b * smb + s.to(tl.int64)[:, None] * sms + j[None, :], mask=inside, other=0)
+    words = tl.sum(mask.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
+    tl.store(words_ptr + (b * S + s) * W + k, words, mask=s < S)
+
+
+def pack_bits_triton(mask_BSJ: Tensor) -> Tensor:
+    """`pack_bits` in one kernel. Rows may be strided; their entries are copied if they are."""
+    (B, S, J), W = mask_BSJ.shape, triton.cdiv(mask_BSJ.shape[2], 64)
+    mask = (mask_BSJ if mask_BSJ.stride(2) == 1 else mask_BSJ.contiguous()).view(torch.uint8)  # bytes 0 and 1
+    words = torch.empty(B, S, W, dtype=torch.int64, device=mask.device)
+    if words.numel():
+        _pack_bits[(W, triton.cdiv(S, PACKED_ROWS), B)](
+            mask, words, S, J, *mask.stride()[:2], BLOCK=PACKED_ROWS, num_warps=4, **dependent_launch(mask.device)
+        )
+    return words
 
 
 def split_count(programs: int, slots: int, block: int, target: int) -> int:

@@ -1,0 +1,55 @@
+"""Which of the new slots each new row sees."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.implementations import best_impl
+from fledge.kernels.tree_attention.definition import pack_bits_torch
+
+
+class Visible:
+    """The new slots that S rows of each of B sequences see: those of J whose entry of `mask_BSJ` (bool) is True.
+
+    The calls of all layers share one such object, so that the mask is packed once.
+    """
+
+    def __init__(self, mask_BSJ: Tensor):
+        self.mask_BSJ = mask_BSJ
+        self.shape = tuple(mask_BSJ.shape)
+
+    @functools.cached_property
+    def words_BSW(self) -> Tensor:
+        """`pack_bits` of the mask."""
+        return pack_bits(self.mask_BSJ)
+
+
+class VisibleChain:
+    """The new slots that rows of chains see: of J slots, row s of sequence b sees those up to `last_BS[b, s]` (int32 or
+    int64, at least 0)."""
+
+    def __init__(self, last_BS: Tensor, J: int):
+        self.last_BS = last_BS
+        self.shape = (*last_BS.shape, J)
+
+    @functools.cached_property
+    def mask_BSJ(self) -> Tensor:
+        """The same as a mask, bool."""
+        return torch.arange(self.shape[2], device=self.last_BS.device) <= self.last_BS[..., None]
+
+
+def pack_bits(mask_BSJ: Tensor, *, impl: str | None = None) -> Tensor:
+    """A mask (bool) as int64 words [B, S, ceil(J / 64)]: entry j is bit j % 64 of word j // 64, and the bits after the
+    last entry are 0.
+
+    `impl` is "definition" (plain torch), "triton" (one kernel; a GPU or Triton's interpreter), or None: "triton" on a
+    GPU.
+    """
+    if (best_impl(mask_BSJ.device, torch.float32) if impl is None else impl) == "triton":
+        from fledge.kernels.tree_attention.triton import pack_bits_triton
+
+        return pack_bits_triton(mask_BSJ)
+    return pack_bits_torch(mask_BSJ)
