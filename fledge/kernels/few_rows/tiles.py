@@ -8,7 +8,6 @@ import torch
 
 FEW_ROWS = 16  # up to this number, a row has one result with any number of rows
 MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
-PROGRAMS = 192  # that suffice for the bandwidth of an H200, with some 50 KiB of loads in flight each
 RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 
 
@@ -39,7 +38,9 @@ class Tiles:
 
 def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
     """The number of rows up to which the kernels are chosen for a weight [O, I]; 0 to MOST_ROWS."""
-    return FEW_ROWS if dtype == torch.float32 else MOST_ROWS
+    if dtype == torch.float32:
+        return FEW_ROWS
+    return 32 if 4096 < O < 12288 else MOST_ROWS  # cuBLAS is faster there with 64 rows
 
 
 def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
@@ -49,7 +50,7 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
     of rows that have the same tiles.
 
     `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
-    the best for 1 and 8 rows on an H200; those for more than FEW_ROWS rows are not measured.
+    the best for 1 and 8 rows on an H200, bench/results/many_rows_sweep.json those for 32 and 64.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
@@ -70,15 +71,14 @@ def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
     Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
     the weights, so that the tiles are wide, and programs share the columns where there would be too few of them.
     """
-    tiles = Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=4)
+    if O >= 32000:
+        return Tiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
     if O >= 12288:
-        return tiles
-    if rows == 32:
-        tiles = replace(tiles, outputs=64, inputs=128, part=128)
-    splits = max(1, min(8, PROGRAMS * tiles.outputs // O))
-    while I % (splits * tiles.inputs) and splits > 1:  # unequal shares need masks in every step
-        splits -= 1
-    return replace(tiles, splits=splits, dependent=True, ahead=256)
+        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=4)
+    tiles = Tiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=4, dependent=True, ahead=256)
+    if O > 4096 and I <= 4096:
+        tiles = replace(tiles, outputs=128, warps=8)
+    return replace(tiles, splits=1 if I % (2 * tiles.inputs) else 2)  # unequal shares need masks in every step
 
 
 def fit(tiles: Tiles, element: int, shared: int) -> Tiles:

@@ -18,7 +18,6 @@ from fledge.kernels.implementations import dependent_launch
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain
 
 LOG2E = 1.4426950408889634
-WAVES = 2  # programs per processor that the shares are chosen for; one for large blocks of rows, which fill it
 MOST_SPLITS = 64
 PACKED_ROWS = 16  # rows of a program that packs a mask
 TALL = tl.constexpr(64)  # rows of a block from which its products limit the time, not its reads
@@ -228,9 +227,8 @@ def tree_attention_triton(
     rows = S * (H // G)
     tiles = _tiles(q_BSHd, rows)
     programs = B * G * triton.cdiv(rows, tiles["BM"])
-    waves = 1 if tiles["BM"] >= TALL else WAVES
-    # at most COUNTERS programs, so that there are counters for them where there are shares
-    splits = split_count(programs, P, tiles["BN"], min(waves * _processors(q_BSHd.device), COUNTERS))
+    # one program per processor, and at most COUNTERS, so that there are counters for them where there are shares
+    splits = split_count(programs, P, tiles["BN"], min(_processors(q_BSHd.device), COUNTERS))
     stored = programs * splits * tiles["BM"] if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
     if counters is None:
@@ -295,7 +293,7 @@ def _tiles(q: Tensor, rows: int) -> dict[str, int]:
     if q.dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
         return dict(BM=16, BN=32, num_warps=8, num_stages=1)
     wide = q.shape[-1] > 128
-    BM = min(max(triton.next_power_of_2(rows), 16), 64 if wide else 128)
+    BM = min(max(triton.next_power_of_2(rows), 16), 64)
     deep = q.is_cuda and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin >= LARGE
-    warps = 8 if BM >= 64 else 4  # of 64 rows, four warps would spill registers
-    return dict(BM=BM, BN=32 if wide else 64, num_warps=warps, num_stages=3 if deep else 2)
+    BN = 32 if wide or BM >= 64 else 64  # of 64 rows and 64 slots, four warps would spill registers
+    return dict(BM=BM, BN=BN, num_warps=8 if wide and BM >= 64 else 4, num_stages=3 if deep else 2)
