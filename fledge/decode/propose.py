@@ -198,13 +198,13 @@ class Drafting:
         source = (
             OnePassSource(draft, shape.levels)
             if one_pass
-            else StepSource(draft, shape.nodes, shape.expanded, self.stable)
+            else StepSource(draft, shape.nodes, shape.expanded, shape.levels, self.stable)
         )
         return Proposer(source, shape)
 
     def _shape(self, draft: Draft) -> Shape:
         if not self.tree:
-            return Chain(self.depth, self.confidence)
+            return Chain(self.depth, self.confidence, draft.device)
         if self.shape is None:
             return DynamicTree(self.depth, self.nodes, self.width)
         return FixedTree(self.shape, draft)

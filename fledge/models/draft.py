@@ -1,4 +1,4 @@
-"""The draft model of all methods in `fledge.methods`. Training and decoding call the same code."""
+"""The draft model of all methods in `fledge.methods`. Training calls it; `models/draft_decoder.py` decodes with it."""
 
 from __future__ import annotations
 
@@ -110,10 +110,15 @@ class Draft(nn.Module):
 
     def embed(self, token_S: Tensor) -> Tensor:
         """The embeddings [S, E] of target token ids."""
+        return nn.functional.embedding(token_S, self.embedding)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding's weight, [V, E]: the draft's parameter, or the target's weight."""
         if self.embed_tokens is not None:
-            return self.embed_tokens(token_S)
+            return self.embed_tokens.weight
         assert "embedding" in self._shared, "share_target_weights was not called"
-        return nn.functional.embedding(token_S, self._shared["embedding"])
+        return self._shared["embedding"]
 
     @property
     def head(self) -> Tensor:

@@ -16,7 +16,7 @@ from fledge.config import DraftConfig
 from fledge.kernels.gradients import GradientSums
 from fledge.kernels.linear import SharedProducts, linear, linear_products
 from fledge.kernels.mlp import swiglu
-from fledge.kernels.rope import apply_rope, rope_frequencies
+from fledge.kernels.rope import apply_rope, cos_sin, rope_frequencies
 
 # attend(q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; k and v are None if the layer computes queries only
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -96,13 +96,9 @@ class Rotary(nn.Module):
 
     def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
         """(cos, sin) at the positions, each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        if compute.uses_triton:
-            from fledge.kernels.elementwise import cos_sin
-
-            return cos_sin(position_S, self.frequencies, self.scale, dtype)
-        angle = position_S[:, None].float() * self.frequencies
-        angle = torch.cat((angle, angle), dim=-1)[:, None]
-        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+        impl = "triton" if compute.uses_triton else "definition"
+        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype, impl=impl)
+        return cos[:, None], sin[:, None]
 
     def _apply(self, fn, recurse: bool = True):
         frequencies = self.frequencies
