@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.kernels.transfer import to_device
-from fledge.models.decode_layer import CachedRows
+from fledge.models.decode_layer import CachedRows, Rotation
 from fledge.models.draft import Draft
 from fledge.models.draft_decoder import DraftDecoder
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
@@ -108,11 +108,6 @@ class Source:
         counted from 0 below the root; -1 for nodes that were not expanded."""
         raise NotImplementedError
 
-    def _inputs(self, state: RoundState) -> Tensor:
-        """The draft's input states of the fresh slots, [B, R, E]."""
-        aux = state.aux_BRAD.to(self.draft.dtype)
-        return self.decoder.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
-
     def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
         """The last layer's output at S of the next n slots of each request, [B S, E]. A slot sees those before it."""
         n, cache, count_n = token_Bn.shape[1], self.cache, self._counts(token_Bn.shape[1])
@@ -176,7 +171,8 @@ class StepSource(Source):
         if not self.stable:
             state = self._keep_drafted(state)
         last_B1 = state.count_B[:, None] - 1
-        out_BE = self._run(state.token_BR, self._inputs(state), last_B1)
+        fused_ME = self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
+        out_BE = self._run(state.token_BR, fused_ME.unflatten(0, state.token_BR.shape), last_B1)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
         # of all nodes that will be expanded, and of all their levels
@@ -184,9 +180,11 @@ class StepSource(Source):
         self.rotations = self._rotations(position_BJ[:, : self.levels - 1])
         return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
 
-    def _rotations(self, position_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at the positions of the levels, each [B, L, rotated]."""
-        return tuple(x.unflatten(0, position_BL.shape) for x in self.decoder.rotation(position_BL.flatten()))
+    def _rotations(self, position_BL: Tensor) -> list[Rotation]:
+        """cos and sin at the positions of each level, each [B, rotated]."""
+        B, L = position_BL.shape
+        cos_sin = self.decoder.rotation(position_BL.T.flatten())
+        return list(zip(*(x.view(L, B, x.shape[1]).unbind() for x in cos_sin), strict=True))
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
         """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
@@ -210,7 +208,9 @@ class StepSource(Source):
         if seen_BFJ is None:
             seen_BFJ = self.all_J[:end].expand(B, F, end)
         rows = TreeRows(self.cache, F, seen_BFJ, slot_Bn=self.slot_BJ[:, self.scratch : end])
-        rotation = tuple(x[:, self.level, None].expand(B, F, -1).flatten(0, 1) for x in self.rotations)
+        rotation = self.rotations[self.level]
+        if F > 1:
+            rotation = tuple(x[:, None].expand(B, F, -1).flatten(0, 1) for x in rotation)
         hidden = self.fed_back
         if front.above_BF is not None:
             hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
@@ -240,11 +240,14 @@ class OnePassSource(Source):
 
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        (B, R), K = state.token_BR.shape, self.depth
-        mask_token, mask_state = self.decoder.mask_inputs()
+        (B, R), K, draft = state.token_BR.shape, self.depth, self.draft
+        # one product for the states of the fresh slots and the mask's
+        aux_BRAD = state.aux_BRAD.to(draft.dtype)
+        fused_ME = self.decoder.fuse(torch.cat([aux_BRAD.flatten(0, 1), draft.mask_states]))
+        state_BRE, mask_state = fused_ME[:-1].unflatten(0, (B, R)), fused_ME[-1]
         known_Bn = self._counts(R + K - 1) < state.count_B[:, None]
-        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), mask_token)
-        state_BnE = torch.where(known_Bn[..., None], _widened(self._inputs(state), K - 1), mask_state)
+        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), draft.config.mask_token_id)
+        state_BnE = torch.where(known_Bn[..., None], _widened(state_BRE, K - 1), mask_state)
         asked_BK = state.count_B[:, None] - 1 + self._counts(K)
         out = self._run(token_Bn, state_BnE, asked_BK)
         self.cache.keep(None, state.count_B)

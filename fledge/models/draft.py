@@ -151,8 +151,12 @@ class Draft(nn.Module):
     def mask_inputs(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
         """The inputs of a one-pass draft at depths from 1 on: the mask token, int64 [1], and the fused mask state
         [1, E]. They are the same at every depth."""
-        states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
-        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states, compute)
+        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(self.mask_states, compute)
+
+    @property
+    def mask_states(self) -> Tensor:
+        """What a one-pass draft reads in place of the target's hidden states where they are unknown, [1, A, D]."""
+        return self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
 
     def step(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, position_T: Tensor, attend: LayerAttend,

@@ -45,10 +45,6 @@ class DraftDecoder:
         """See `Draft.fuse`."""
         return self.draft.fuse(aux_TAD, self.compute)
 
-    def mask_inputs(self) -> tuple[Tensor, Tensor]:
-        """See `Draft.mask_inputs`."""
-        return self.draft.mask_inputs(self.compute)
-
     def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32."""
         rotary = self.draft.rotary
