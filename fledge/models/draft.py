@@ -15,7 +15,7 @@ from fledge.kernels.linear import linear, linear_products
 from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 
-# attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller provides the earlier keys and
+# attend(layer index, q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; the caller provides the earlier keys and
 # values. k and v are None if the layer computes queries only.
 LayerAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -160,22 +160,21 @@ class Draft(nn.Module):
 
     def step(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, position_T: Tensor, attend: LayerAttend,
-        compute: Compute = EAGER, *, query_rows: Tensor | None = None,
+        compute: Compute = EAGER,
     ) -> Tensor:  # fmt: skip
-        """One draft step of T slots: the last layer's output, [S, E]. Arguments as in `forward`."""
-        return self(token_T, state_TE, position_T, attend, compute, query_rows=query_rows).state_SE
+        """One draft step of T slots: the last layer's output, [T, E]. Arguments as in `forward`."""
+        return self(token_T, state_TE, position_T, attend, compute).state_SE
 
     def forward(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, position_T: Tensor, attend: LayerAttend,
-        compute: Compute = EAGER, *, query_rows: Tensor | None = None, first: int = 0, part: Part = "all",
+        compute: Compute = EAGER, *, first: int = 0, part: Part = "all",
     ) -> LayersOutput:  # fmt: skip
         """Runs the decoder layers for T slots.
 
         Slot t reads token x_{t+1} (its id, or its row of a `shared_embedding`) and an input state: `fuse` at step 0,
-        later the state fed back by `split_output`. A single row of tokens and states is used at all positions. The last
-        layer computes the outputs of `query_rows` only (int64 [S]; None: all T slots). `part` "keys" computes only keys
-        and values in the last layer, and "queries" only its output. `first` is the index of the layer that `state_TE`
-        is the input of.
+        later the state fed back by `split_output`. A single row of tokens and states is used at all positions. `part`
+        "keys" computes only keys and values in the last layer, and "queries" only its output. `first` is the index of
+        the layer that `state_TE` is the input of.
         """
         rotation = self.rotary(position_T, self.dtype, compute)
         blocks, keys = self.blocks, []
@@ -186,7 +185,7 @@ class Draft(nn.Module):
             if part == "keys" and not last and compute.recompute:
                 # the first pass over the whole row then keeps only each layer's input for the backward pass
                 run = partial(checkpoint, layer, use_reentrant=False)
-            options = dict(query_rows=query_rows, part=part) if last else {}
+            options = dict(part=part) if last else {}
             out, k, v = run(input_TE, embedding, rotation, partial(attend, i), compute, **options)
             if k is not None:
                 keys.append((k, v))
