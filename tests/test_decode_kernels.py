@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.kernels.decode_layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
 from fledge.kernels.tree_attention import (
     COUNTERS,
     Visible,
@@ -290,6 +290,24 @@ def test_add_rms_norm(M: int, E: int, dtype: torch.dtype) -> None:
             assert a.dtype == b.dtype and distance(a, b) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("M", "E"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", ["", "token", "token and state"])
+def test_join_embedding(normed: str, M: int, E: int, dtype: torch.dtype) -> None:
+    wide, embedding = randn(M, 2 * E, dtype=dtype), randn(70, E, dtype=dtype, seed=1)
+    gains = [randn(E, dtype=dtype, seed=i) if name in normed else None for i, name in enumerate(("token", "state"), 2)]
+    token, state = torch.arange(M, device=DEVICE) * 37 % 70, wide[:, E:]  # rows may be strided
+    wider = [None if gain is None else gain.double() for gain in gains]
+    norms = [x if g is None else add_rms_norm(x, None, g, 1e-5)[0] for x, g in zip(
+        (embedding.double()[token], state.double()), wider, strict=True
+    )]  # fmt: skip
+    for impl in ("triton", "definition"):
+        found = join_embedding(token, state, embedding, *gains, 1e-5, impl=impl)
+        assert found.dtype == dtype and distance(found, torch.cat(norms, -1)) <= TOLERANCE[dtype]
+    if not normed:
+        assert torch.equal(found, torch.cat((embedding[token], state), -1))
+
+
 @pytest.mark.parametrize(("M", "width"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul_fused(M: int, width: int, dtype: torch.dtype) -> None:
@@ -361,6 +379,10 @@ def test_the_layer_refuses() -> None:
         rope_to_cache(torch.ones(2, 24), cos, cos, 2, 1, 8, keys, keys, slot)
     with pytest.raises(ValueError, match="even number of at most 8"):
         rope_to_cache(torch.ones(2, 32), torch.ones(2, 10), torch.ones(2, 10), 2, 1, 8, keys, keys, slot)
+    with pytest.raises(ValueError, match=r"do not belong with states \(2, 8\), embeddings \(9, 4\)"):
+        join_embedding(slot, cos, torch.ones(9, 4))
+    with pytest.raises(ValueError, match=r"gain \(4,\)"):
+        join_embedding(slot, cos, torch.ones(9, 8), torch.ones(4))
     with pytest.raises(ValueError, match="must be one of"):
         add_rms_norm(torch.ones(1, 8), None, torch.ones(8), 1e-6, impl="flex")
 

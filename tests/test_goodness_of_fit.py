@@ -110,7 +110,7 @@ class TableSource:
 
     def __init__(self, sampling: BatchSampling, prefix_B: Tensor, length_B: Tensor):
         self.sampling, self.prefix_B = sampling, prefix_B
-        self.draft, self.cache = self, SimpleNamespace(length_B=length_B)
+        self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
 
     def logits(self) -> Tensor:
         return tables()[1][self.prefix_B][:, None]

@@ -24,12 +24,18 @@ def new_pool() -> SlotPool:
     return SlotPool(LAYERS, G, D, torch.device("cpu"), torch.float64)
 
 
+def write(rows: CacheRows, layer: int, k_MGd: Tensor, v_MGd: Tensor) -> None:
+    """Writes the rows' keys and values to their slots."""
+    for buffer, new in zip(rows.cache.pool.buffer[layer], (k_MGd, v_MGd), strict=True):
+        buffer.index_copy_(1, rows.slot_M, new.transpose(0, 1))
+
+
 @torch.inference_mode()
 def write_numbers(rows: CacheRows, numbers: Sequence[int]) -> None:
     """Writes rows whose keys are a number and whose values are its negative, plus a half in the second layer."""
     for layer in range(LAYERS):
         keys_MGd = (torch.tensor(numbers).double() + layer / 2)[:, None, None].expand(-1, G, D)
-        rows.write(layer, keys_MGd, -keys_MGd)
+        write(rows, layer, keys_MGd, -keys_MGd)
 
 
 def numbers_of(cache: KVCache) -> list[list[int]]:
@@ -243,7 +249,7 @@ def test_prompts_attend_to_what_was_before(window: int | None) -> None:
     given: list[list[tuple[Tensor, ...]]] = [[], [], []]
     for counts in ([4, 1, 7], [5, 9, 0], [0, 4, 0]):
         rows, (q, k, v) = PromptRows(cache, counts), random_rows(sum(counts))
-        rows.write(1, k, v)
+        write(rows, 1, k, v)
         found, at = rows.read(1, q, scale=0.7, window=window), 0
         for b, count in enumerate(counts):
             for i in range(at, at + count):
@@ -266,13 +272,13 @@ def test_nodes_attend_to_their_paths(window: int | None) -> None:
             paths[b].append([*(paths[b][parent] if n else []), n])
     lengths, N = [4, 1], 6
     cache = KVCache(new_pool(), [20, 20])
-    PromptRows(cache, lengths).write(0, k_P, v_P)
+    write(PromptRows(cache, lengths), 0, k_P, v_P)
     cache.keep(None, torch.tensor(lengths))
     visible_BNN = torch.tensor([[[m in path for m in range(N)] for path in of] for of in paths])
     position_BN = cache.length_B[:, None] + visible_BNN.sum(-1) - 1
     q, k, v = random_rows(2 * N)
     rows = TreeRows(cache, N, Visible(visible_BNN), position_BN)
-    rows.write(0, k, v)
+    write(rows, 0, k, v)
     found = rows.read(0, q, window=window)
     for b, n in itertools.product(range(2), range(N)):
         before, nodes = slice(4 * b, 4 * b + lengths[b]), [N * b + m for m in paths[b][n]]
@@ -284,11 +290,13 @@ def test_later_rows_attend_to_earlier_ones_behind_the_committed() -> None:
     """Rows of a second pass, none of which were committed before, see those of the first that they are told to see."""
     cache = filled(new_pool(), [12, 12], [0, 0])
     q, k, v = random_rows(4)
-    TreeRows(cache, 2, Visible(torch.ones(2, 2, 2, dtype=torch.bool))).write(0, k, v)
+    write(TreeRows(cache, 2, Visible(torch.ones(2, 2, 2, dtype=torch.bool))), 0, k, v)
     more = random_rows(5)
     q, k2, v2 = (x[:2] for x in more)
     seen = torch.tensor([[[True, False, True]], [[False, True, True]]])
-    found = TreeRows(cache, 1, Visible(seen), slot_Bn=cache.next_slots(3)[:, 2:]).attend(0, q, k2, v2)
+    rows = TreeRows(cache, 1, Visible(seen), slot_Bn=cache.next_slots(3)[:, 2:])
+    write(rows, 0, k2, v2)
+    found = rows.read(0, q)
     for b, first in ((0, 0), (1, 3)):
         keys, values = torch.stack([k[first], k2[b]]), torch.stack([v[first], v2[b]])
         torch.testing.assert_close(found[b], attention(q[b], keys, values, D**-0.5))

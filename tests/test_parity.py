@@ -21,7 +21,7 @@ from torch import Tensor
 from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
 from fledge.models.draft import Draft
-from fledge.models.layers import Compute
+from fledge.models.draft_decoder import DraftDecoder
 from fledge.targets import transformers as transformers_target
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
@@ -69,25 +69,22 @@ def training_values(
     return found
 
 
-class ScriptedDraft:
-    """A draft that chooses the tokens of a script, and records its outputs and logits."""
+class ScriptedDecoder(DraftDecoder):
+    """A decoder that chooses the tokens of a script, and records its outputs and logits."""
 
-    def __init__(self, draft: Draft):
-        self.draft, self.script, self.outs, self.said = draft, [], [], []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.draft, name)
+    script: Sequence[int] = ()
 
     def play(self, script: Sequence[int]) -> None:
         self.script, self.outs, self.said = list(script), [], []
 
     def step(self, *args, **kwargs) -> Tensor:
-        self.outs.append(self.draft.step(*args, **kwargs))
+        self.outs.append(super().step(*args, **kwargs))
         return self.outs[-1]
 
-    def logits(self, hidden: Tensor, compute: Compute) -> Tensor:
-        self.said.append(self.draft.logits(hidden, compute))
-        return self.said[-1]
+    def predict(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        fed_back, logits = super().predict(out)
+        self.said.append(logits)
+        return fed_back, logits
 
     def to_target(self, chosen: Tensor) -> Tensor:
         return torch.full_like(chosen, self.script.pop(0))
@@ -127,8 +124,8 @@ def decoding_values(
     `stride` slots to the draft's cache. Leaves out steps whose token or teacher lies beyond the document."""
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
-    scripted = ScriptedDraft(draft)
-    proposer = proposer_of(scripted, depth=steps)
+    proposer = proposer_of(draft, depth=steps)
+    proposer.source.decoder = scripted = ScriptedDecoder(draft)
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         scripted.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])

@@ -27,7 +27,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree, TreeShape, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
-from support.mutations import AlteredDraft, replace_function
+from support.mutations import replace_function
 from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, exact_target, read_alone, tiny_draft, tiny_target
 from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of
 
@@ -457,13 +457,12 @@ def test_breaking_it_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: 
 
 
 def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible: Any, **options: Any) -> None:
-    drafts = "slot_Bn" in options  # the pass over committed tokens stays correct
+    drafts = isinstance(visible, Visible) and visible.mask_BSJ.shape[1] == n  # not the pass over committed tokens
     begin(rows, cache, n, Visible(torch.ones_like(visible.mask_BSJ)) if drafts else visible, **options)
 
 
-def a_level_too_deep(step: Any, token: Tensor, hidden: Tensor, position: Tensor, *given: Any, **options: Any) -> Tensor:
-    deeper = 0 if "query_rows" in options else 1  # the pass over committed tokens stays correct
-    return step(token, hidden, position + deeper, *given, **options)
+def a_level_too_deep(rotations: Any, source: sources.StepSource, position_BL: Tensor) -> tuple[Tensor, Tensor]:
+    return rotations(source, position_BL + 1)
 
 
 def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
@@ -476,7 +475,7 @@ def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, sc
 
 DRAFTING = [
     (TreeRows, "__init__", see_uncles),
-    (Draft, "step", a_level_too_deep),
+    (sources.StepSource, "_rotations", a_level_too_deep),
     (sources, "rows_of", read_the_first_ones_state),
     (DynamicTree, "children", forget_the_score_so_far),
 ]
@@ -486,14 +485,11 @@ DRAFTING = [
 def test_a_mistake_in_drafting_is_noticed(owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair()
     slots = slots_of(target, [*asked[0], 5, 6])
-    proposer, drafter = proposer_of(draft, mode="tree", depth=4, nodes=40, width=4), draft
-    if owner is Draft:
-        proposer.source.draft = AlteredDraft(draft, step=wrong)
-    else:
-        replace_function(monkeypatch, owner, name, wrong)
+    proposer = proposer_of(draft, mode="tree", depth=4, nodes=40, width=4)
+    replace_function(monkeypatch, owner, name, wrong)
     tree = propose_one(proposer, *slots)
     monkeypatch.undo()
-    assert paths_of(tree) != tree_by_force(drafter, *slots, 4, 40, 4)
+    assert paths_of(tree) != tree_by_force(draft, *slots, 4, 40, 4)
 
 
 @pytest.mark.gpu

@@ -230,7 +230,7 @@ class GivenLogits:
 
     def __init__(self, logits_BKW: Tensor, sampling: BatchSampling | None, length_B: Tensor):
         self.logits_BKW, self.sampling, self.level = logits_BKW, sampling, 0
-        self.draft, self.cache = self, SimpleNamespace(length_B=length_B)
+        self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
@@ -244,7 +244,7 @@ def grown(
     sampling: BatchSampling | None, logits_BKW: Tensor, length_B: Tensor, confidence: float
 ) -> tuple[Tree, Tensor]:
     source = GivenLogits(logits_BKW, sampling, length_B)
-    return Chain(logits_BKW.shape[1], confidence).grow(source, length_B, logits_BKW[:, :1])
+    return Chain(logits_BKW.shape[1], confidence, logits_BKW.device).grow(source, length_B, logits_BKW[:, :1])
 
 
 def test_nothing_asks_for_a_value() -> None:

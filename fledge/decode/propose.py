@@ -281,7 +281,8 @@ class Drafting:
         if draft.family.one_pass:
             source = OnePassSource(draft, self.deepest)
         else:
-            source = StepSource(draft, self.verified, max(s.expanded for s in shapes.values()), self.stable)
+            expanded = max(s.expanded for s in shapes.values())
+            source = StepSource(draft, self.verified, expanded, self.deepest, self.stable)
         return Proposer(source, shapes | ({NOTHING: NoTree()} if self.automatic else {}))
 
     def chooser(self) -> AmountChooser | None:
@@ -290,7 +291,7 @@ class Drafting:
 
     def _shape(self, draft: Draft, amount: Amount) -> Shape:
         if not self.tree:
-            return Chain(amount.depth, self.confidence)
+            return Chain(amount.depth, self.confidence, draft.device)
         if self.shape is None:
             return DynamicTree(amount.depth, amount.nodes, self.width)
         return FixedTree(self.shape, draft)

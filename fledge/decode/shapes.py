@@ -16,6 +16,7 @@ from fledge.decode.sources import Front, Source, rows_of
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
+from fledge.models.draft_decoder import DraftDecoder
 from fledge.types import Tree, TreeShape
 
 
@@ -42,18 +43,21 @@ class Chain(Shape):
     stays lossless. A sequential source then waits for the device at each step; otherwise nothing waits.
     """
 
-    def __init__(self, depth: int, confidence: float = 0.0):
+    def __init__(self, depth: int, confidence: float = 0.0, device: torch.device | str = "cpu"):
         self.depth, self.confidence = depth, confidence
         self.levels, self.nodes, self.expanded = depth, depth + 1, depth - 1
         self.ends_early = confidence > 0
+        # node n was the n-th to be expanded, but for the last of each chain, which was not
+        self.slot_N = torch.arange(-1, depth, device=device)
+        self.whole_slot_N = self.slot_N.where(self.slot_N < depth - 1, -1)
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        draft, B = source.draft, root_B.numel()
+        decoder, B = source.decoder, root_B.numel()
         tokens, qs, chances = [root_B], [], []
         logits_BW = logits_B1W[:, 0]
         for k in range(self.depth):
             choice_B, q_BW = self._choose(logits_BW, source, k)
-            tokens.append(draft.to_target(choice_B))
+            tokens.append(decoder.to_target(choice_B))
             qs.append(q_BW)
             if self.confidence:
                 chance_B = logits_BW.softmax(-1).gather(1, choice_B[:, None])[:, 0]
@@ -63,14 +67,11 @@ class Chain(Shape):
             if k + 1 < self.depth:
                 logits_BW = source.expand(Front(tokens[-1][:, None]))[:, 0]
         token_BN = torch.stack(tokens, dim=1)
-        N, node_N = len(tokens), torch.arange(len(tokens), device=root_B.device)
-        count_B = None
+        N, count_B, slot_BN = len(tokens), None, self.whole_slot_N.expand(B, -1)
         if self.confidence:
             likely = [chance_B >= self.confidence for chance_B in chances[: N - 2]]
             count_B = 2 + sum(likely, torch.zeros_like(root_B))
-        # node n was the n-th to be expanded, but for the last of each chain, which was not
-        last_B1 = node_N[-1:].expand(B, 1) if count_B is None else count_B[:, None] - 1
-        slot_BN = torch.where(node_N < last_B1, node_N - 1, -1)
+            slot_BN = torch.where(self.slot_N[:N] < count_B[:, None] - 2, self.slot_N[:N], -1)
         q_BKW = None if qs[0] is None else torch.stack(qs, dim=1)
         return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
@@ -103,7 +104,7 @@ class DynamicTree(Shape):
         self.levels, self.expanded = depth, (depth - 1) * width
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        draft, w = source.draft, min(self.width, logits_B1W.shape[-1])
+        decoder, w = source.decoder, min(self.width, logits_B1W.shape[-1])
         B, device = root_B.numel(), root_B.device
         score, token = self.children(logits_B1W, torch.zeros(B, 1, device=device))
         scored, drafted, parents = [score], [token], [token.new_full((B, w), -1)]
@@ -115,7 +116,7 @@ class DynamicTree(Shape):
         own = torch.eye(w, dtype=torch.bool, device=device).expand(B, w, w)
         for _ in range(1, self.depth):
             seen = torch.cat([rows_of(seen, above), own], dim=2)
-            logits = source.expand(Front(draft.to_target(drafted[-1].gather(1, front)), above, seen))
+            logits = source.expand(Front(decoder.to_target(drafted[-1].gather(1, front)), above, seen))
             expanded.append(places)
             score, token = self.children(logits, scored[-1].gather(1, front))
             parents.append(places.repeat_interleave(w, dim=1))
@@ -124,7 +125,7 @@ class DynamicTree(Shape):
             drafted.append(token)
             front = score.topk(w).indices
             places, above = before + front, front // w
-        tree, place_BN = best_of(draft, root_B, scored, drafted, parents, self.nodes, self.depth)
+        tree, place_BN = best_of(decoder, root_B, scored, drafted, parents, self.nodes, self.depth)
         slot_BP = torch.full((B, sum(s.shape[1] for s in scored) + 1), -1, device=device)  # the last is the root's
         if expanded:
             slots = torch.arange(len(expanded) * w, device=device).expand(B, -1)
@@ -140,8 +141,8 @@ class DynamicTree(Shape):
 
 
 def best_of(
-    draft: Draft, root_B: Tensor, scores: Sequence[Tensor], tokens: Sequence[Tensor], parents: Sequence[Tensor],
-    nodes: int, levels: int,
+    decoder: DraftDecoder, root_B: Tensor, scores: Sequence[Tensor], tokens: Sequence[Tensor],
+    parents: Sequence[Tensor], nodes: int, levels: int,
 ) -> tuple[Tree, Tensor]:  # fmt: skip
     """The trees of the best `nodes` - 1 scored nodes, and the places of their nodes among all, int64 [B, N] (the root's
     is -1).
@@ -157,7 +158,7 @@ def best_of(
     none = best.new_full((best.shape[0], 1), -1)
     parent = parent_BP.gather(1, best)
     parent = torch.where(parent < 0, 0, node.gather(1, parent.clamp_min(0)))
-    token_BN = torch.cat([root_B[:, None], draft.to_target(token_BP.gather(1, best))], dim=1)
+    token_BN = torch.cat([root_B[:, None], decoder.to_target(token_BP.gather(1, best))], dim=1)
     return Tree(token_BN, torch.cat([none, parent], dim=1), levels), torch.cat([none, best], dim=1)
 
 
@@ -220,5 +221,5 @@ class FixedTree(Shape):
                 seen_BFJ = level.seen_FJ.expand(B, -1, -1)
                 logits = source.expand(Front(token_BN[:, level.parents], level.above.expand(B, F), seen_BFJ))
             likeliest = logits.topk(level.ranks).indices.expand(B, F, -1)
-            token_BN[:, level.nodes] = source.draft.to_target(likeliest[:, level.parent, level.rank])
+            token_BN[:, level.nodes] = source.decoder.to_target(likeliest[:, level.parent, level.rank])
         return Tree(token_BN, self.parent_N.expand(B, -1), len(self.places)), self.slot_N.expand(B, -1)

@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.implementations import best_impl
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import Visible, VisibleChain
+from fledge.models.decode_layer import CachedRows, Rotation
 from fledge.models.draft import Draft
+from fledge.models.draft_decoder import DraftDecoder
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
-from fledge.models.layers import EAGER, Compute
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Source:
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
     def __init__(self, draft: Draft):
-        self.draft = draft
+        self.draft, self.decoder = draft, DraftDecoder(draft)
         config = draft.config
         shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.pool = SlotPool(*shape, draft.device, draft.dtype)
         self.cache = KVCache(self.pool)
         self.sampling: BatchSampling | None = None
-        self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
+        self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
 
     @torch.inference_mode()
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
@@ -69,9 +69,8 @@ class Source:
         position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
         flat, count_B = torch.tensor([token for each in tokens for token in each]), torch.tensor(counts)
         flat, position, count_B = to_device([flat, position, count_B], draft.device)
-        state = draft.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]), self.compute)
-        computed = draft(flat, state, position, rows.attend, self.compute, part="keys")
-        rows.write(len(draft.blocks) - 1, *computed.keys[-1])  # the last layer did not attend
+        state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
+        self.decoder.read(flat, state, self.decoder.rotation(position), rows)
         cache.keep(None, count_B)
 
     def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:
@@ -79,8 +78,7 @@ class Source:
         rows of the state (int64): int64 [B, S]."""
         out = self._run(state.token_BR, self._inputs(state), asked_BS)
         self.cache.keep(None, state.count_B)
-        logits = self.draft.logits(self.draft.split_output(out, self.compute)[1], self.compute)
-        return self.draft.to_target(argmax_rows(logits)).unflatten(0, asked_BS.shape)
+        return self.decoder.to_target(argmax_rows(self.decoder.predict(out)[1])).unflatten(0, asked_BS.shape)
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""
@@ -125,26 +123,29 @@ class Source:
     def _inputs(self, state: RoundState) -> Tensor:
         """The draft's input states of the fresh slots, [B, R, E]."""
         aux = state.aux_BRAD.to(self.draft.dtype)
-        return self.draft.fuse(aux.flatten(0, 1), self.compute).unflatten(0, aux.shape[:2])
+        return self.decoder.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
 
     def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
         """The last layer's output at S of the next n slots of each request, [B S, E]. A slot sees those before it."""
-        (B, n), cache = token_Bn.shape, self.cache
-        row = torch.arange(n, device=token_Bn.device)
-        # a layer that computes all rows, and the last one, which computes those asked for
-        every = TreeRows(cache, n, VisibleChain(row.expand(B, n), n))
-        asked = TreeRows(cache, n, VisibleChain(asked_BS, n))
-        last = len(self.draft.blocks) - 1
+        n, cache, count_n = token_Bn.shape[1], self.cache, self._counts(token_Bn.shape[1])
+        position_Bn, slot_Bn = self._next(n)
+        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=slot_Bn), asked_BS)
+        if len(self.decoder.layers) > 1:  # the layers before the last one compute all rows
+            every = VisibleChain(count_n.expand(token_Bn.shape[0], n), n)
+            attend = CachedRows(TreeRows(cache, n, every, slot_Bn=slot_Bn))
+        rotation = self.decoder.rotation(position_Bn.flatten())
+        return self.decoder.step(token_Bn.flatten(), state_BnE.flatten(0, 1), rotation, attend, asked)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return (asked if layer == last else every).attend(layer, q, k, v)
+    def _next(self, n: int) -> tuple[Tensor, Tensor]:
+        """The positions and slots of the n tokens after the committed ones of each sequence, int64 [B, n] each."""
+        position_Bn = self.cache.length_B[:, None] + self._counts(n)
+        return position_Bn, position_Bn + self.cache.start_B[:, None]
 
-        position_Bn = cache.length_B[:, None] + row
-        first_B1 = torch.arange(0, B * n, n, device=row.device)[:, None]
-        return self.draft.step(
-            token_Bn.flatten(), state_BnE.flatten(0, 1), position_Bn.flatten(), attend, self.compute,
-            query_rows=(first_B1 + asked_BS).flatten(),
-        )  # fmt: skip
+    def _counts(self, n: int) -> Tensor:
+        """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
+        if self.count_N.numel() < n:
+            self.count_N = torch.arange(n, device=self.count_N.device)
+        return self.count_N[:n]
 
 
 class StepSource(Source):
@@ -152,10 +153,11 @@ class StepSource(Source):
 
     sequential = True
 
-    def __init__(self, draft: Draft, nodes: int, expanded: int, stable: bool = True):
-        """`nodes` are the most nodes of a tree, and `expanded` the most that are expanded below its root."""
+    def __init__(self, draft: Draft, nodes: int, expanded: int, levels: int, stable: bool = True):
+        """`nodes` are the most nodes of a tree, `expanded` the most that are expanded below its root, and `levels` the
+        most levels below it."""
         super().__init__(draft)
-        self.expanded, self.stable = expanded, stable
+        self.expanded, self.levels, self.stable = expanded, levels, stable
         self.slot_BN = torch.empty(0, nodes, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
 
     def append(self, cache: KVCache) -> None:
@@ -188,23 +190,28 @@ class StepSource(Source):
         out_BE = self._run(state.token_BR, self._inputs(state), last_B1)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
-        # of all nodes that will be expanded, computed together
-        self.slot_BJ = self.cache.next_slots(self.expanded)
-        self.position_BJ = self.slot_BJ - self.cache.start_B[:, None]
-        self.place_J = torch.arange(self.expanded, device=self.slot_BJ.device)
+        # of all nodes that will be expanded, and of all their levels
+        position_BJ, self.slot_BJ = self._next(self.expanded)
+        self.rotations = self._rotations(position_BJ[:, : self.levels - 1])
         return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
+
+    def _rotations(self, position_BL: Tensor) -> list[Rotation]:
+        """cos and sin at the positions of each level, each [B, rotated]."""
+        B, L = position_BL.shape
+        cos_sin = self.decoder.rotation(position_BL.T.flatten())
+        return list(zip(*(x.view(L, B, x.shape[1]).unbind() for x in cos_sin), strict=True))
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
         """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
         last one, and the one before it if its node was not expanded."""
         path_BK, last_B1 = state.path_BR[:, 1:], state.count_B[:, None] - 1
         slot_BK = self.slot_BN.gather(1, path_BK) if path_BK.shape[1] else path_BK
-        place_K = torch.arange(path_BK.shape[1], device=path_BK.device)
+        place_K = self._counts(path_BK.shape[1])
         kept_B = ((slot_BK >= 0) & (place_K < last_B1)).sum(1)  # a node that was not expanded ends its path
         if path_BK.shape[1]:
             self.cache.keep(torch.where(place_K < kept_B[:, None], slot_BK, place_K), kept_B)
         R = min(2, state.token_BR.shape[1])
-        rest_BR = (kept_B[:, None] + torch.arange(R, device=kept_B.device)).clamp_max(state.token_BR.shape[1] - 1)
+        rest_BR = (kept_B[:, None] + self._counts(R)).clamp_max(state.token_BR.shape[1] - 1)
         aux_BRAD = state.aux_BRAD.gather(1, rest_BR[..., None, None].expand(-1, -1, *state.aux_BRAD.shape[2:]))
         return replace(
             state, token_BR=state.token_BR.gather(1, rest_BR), aux_BRAD=aux_BRAD, count_B=state.count_B - kept_B
@@ -214,15 +221,17 @@ class StepSource(Source):
         B, F = front.token_BF.shape
         end = self.scratch + F
         if front.seen_BFJ is None:
-            visible = VisibleChain(self.place_J[end - 1 : end].expand(B, F), end)
+            visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end)
         else:
             visible = Visible(front.seen_BFJ)
         rows = TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end])
-        position_BF = self.position_BJ[:, self.level, None].expand(B, F)
+        rotation = self.rotations[self.level]
+        if F > 1:
+            rotation = tuple(x[:, None].expand(B, F, -1).flatten(0, 1) for x in rotation)
         hidden = self.fed_back
         if front.above_BF is not None:
             hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
-        out = self.draft.step(front.token_BF.flatten(), hidden, position_BF.flatten(), rows.attend, self.compute)
+        out = self.decoder.step(front.token_BF.flatten(), hidden, rotation, CachedRows(rows))
         self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
 
@@ -231,8 +240,8 @@ class StepSource(Source):
             self.slot_BN = F.pad(slot_BN, (0, self.slot_BN.shape[1] - slot_BN.shape[1]), value=-1)
 
     def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
-        self.fed_back, head_input = self.draft.split_output(out_ME, self.compute)
-        return self.draft.logits(head_input, self.compute).unflatten(0, (requests, -1))
+        self.fed_back, logits_MW = self.decoder.predict(out_ME)
+        return logits_MW.unflatten(0, (requests, -1))
 
 
 class OnePassSource(Source):
@@ -252,14 +261,17 @@ class OnePassSource(Source):
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         (B, R), K, draft = state.token_BR.shape, self.depth, self.draft
-        mask_token, mask_state = draft.mask_inputs(self.compute)
-        known_Bn = torch.arange(R + K - 1, device=draft.device) < state.count_B[:, None]
-        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), mask_token)
-        state_BnE = torch.where(known_Bn[..., None], _widened(self._inputs(state), K - 1), mask_state)
-        asked_BK = state.count_B[:, None] - 1 + torch.arange(K, device=draft.device)
+        # one product for the states of the fresh slots and the mask's
+        aux_BRAD = state.aux_BRAD.to(draft.dtype)
+        fused_ME = self.decoder.fuse(torch.cat([aux_BRAD.flatten(0, 1), draft.mask_states]))
+        state_BRE, mask_state = fused_ME[:-1].unflatten(0, (B, R)), fused_ME[-1]
+        known_Bn = self._counts(R + K - 1) < state.count_B[:, None]
+        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), draft.config.mask_token_id)
+        state_BnE = torch.where(known_Bn[..., None], _widened(state_BRE, K - 1), mask_state)
+        asked_BK = state.count_B[:, None] - 1 + self._counts(K)
         out = self._run(token_Bn, state_BnE, asked_BK)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = draft.logits(draft.split_output(out, self.compute)[1], self.compute).unflatten(0, (B, K))
+        self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (B, K))
         self.level = 0
         return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
 

@@ -98,10 +98,12 @@ def _cos_sin(position_ptr, frequency_ptr, cos_ptr, sin_ptr, scale, R: tl.constex
     tl.store(sin_ptr + s * R + r, (tl.sin(angle) * scale).to(sin_ptr.dtype.element_ty), mask=r < R)
 
 
-def cos_sin(position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, times `scale`: each [S, 1, 2F], where both halves are equal."""
+def cos_sin_triton(
+    position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`cos_sin` of `fledge.kernels.rope`, one program per position."""
     position_S, S, R = position_S.contiguous(), position_S.numel(), 2 * frequency_F.numel()
-    cos, sin = torch.empty(2, S, 1, R, dtype=dtype, device=position_S.device)
+    cos, sin = torch.empty(2, S, R, dtype=dtype, device=position_S.device)
     if S:
         _cos_sin[(S,)](position_S, frequency_F, cos, sin, scale, R=R, BR=triton.next_power_of_2(R))
     return cos, sin

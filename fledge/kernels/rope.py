@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import RopeConfig
+from fledge.kernels.implementations import best_impl
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -89,6 +90,23 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
     if rope.factor <= 1.0:
         return 1.0
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+
+
+def cos_sin(
+    position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype, *, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position times frequency, times `scale`: each [S, 2F] with equal halves.
+
+    Computed in float32 and returned in `dtype`. `impl` is "definition", "triton" (one kernel; a GPU or Triton's
+    interpreter) or None for `best_impl`.
+    """
+    if (best_impl(position_S.device, dtype) if impl is None else impl) == "triton":
+        from fledge.kernels.elementwise import cos_sin_triton
+
+        return cos_sin_triton(position_S, frequency_F, scale, dtype)
+    angle = position_S[:, None].float() * frequency_F
+    angle = torch.cat((angle, angle), dim=-1)
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The draft model of all methods in `fledge.methods`. Training and decoding call the same code."""
+"""The draft model of all methods in `fledge.methods`. Training calls it; `models/draft_decoder.py` decodes with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fledge.kernels.linear import linear, linear_products
 from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 
-# attend(layer index, q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; the caller provides the earlier keys and
+# attend(layer index, q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; the caller provides the earlier keys and
 # values. k and v are None if the layer computes queries only.
 LayerAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -110,10 +110,15 @@ class Draft(nn.Module):
 
     def embed(self, token_S: Tensor) -> Tensor:
         """The embeddings [S, E] of target token ids."""
+        return nn.functional.embedding(token_S, self.embedding)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding's weight, [V, E]: the draft's parameter, or the target's weight."""
         if self.embed_tokens is not None:
-            return self.embed_tokens(token_S)
+            return self.embed_tokens.weight
         assert "embedding" in self._shared, "share_target_weights was not called"
-        return nn.functional.embedding(token_S, self._shared["embedding"])
+        return self._shared["embedding"]
 
     @property
     def head(self) -> Tensor:
@@ -146,27 +151,30 @@ class Draft(nn.Module):
     def mask_inputs(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
         """The inputs of a one-pass draft at depths from 1 on: the mask token, int64 [1], and the fused mask state
         [1, E]. They are the same at every depth."""
-        states = self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
-        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(states, compute)
+        return torch.full((1,), self.config.mask_token_id, device=self.device), self.fuse(self.mask_states, compute)
+
+    @property
+    def mask_states(self) -> Tensor:
+        """What a one-pass draft reads in place of the target's hidden states where they are unknown, [1, A, D]."""
+        return self.mask_hidden.view(1, self.config.num_aux_hidden_states, -1)
 
     def step(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, position_T: Tensor, attend: LayerAttend,
-        compute: Compute = EAGER, *, query_rows: Tensor | None = None,
+        compute: Compute = EAGER,
     ) -> Tensor:  # fmt: skip
-        """One draft step of T slots: the last layer's output, [S, E]. Arguments as in `forward`."""
-        return self(token_T, state_TE, position_T, attend, compute, query_rows=query_rows).state_SE
+        """One draft step of T slots: the last layer's output, [T, E]. Arguments as in `forward`."""
+        return self(token_T, state_TE, position_T, attend, compute).state_SE
 
     def forward(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, position_T: Tensor, attend: LayerAttend,
-        compute: Compute = EAGER, *, query_rows: Tensor | None = None, first: int = 0, part: Part = "all",
+        compute: Compute = EAGER, *, first: int = 0, part: Part = "all",
     ) -> LayersOutput:  # fmt: skip
         """Runs the decoder layers for T slots.
 
         Slot t reads token x_{t+1} (its id, or its row of a `shared_embedding`) and an input state: `fuse` at step 0,
-        later the state fed back by `split_output`. A single row of tokens and states is used at all positions. The last
-        layer computes the outputs of `query_rows` only (int64 [S]; None: all T slots). `part` "keys" computes only keys
-        and values in the last layer, and "queries" only its output. `first` is the index of the layer that `state_TE`
-        is the input of.
+        later the state fed back by `split_output`. A single row of tokens and states is used at all positions. `part`
+        "keys" computes only keys and values in the last layer, and "queries" only its output. `first` is the index of
+        the layer that `state_TE` is the input of.
         """
         rotation = self.rotary(position_T, self.dtype, compute)
         blocks, keys = self.blocks, []
@@ -177,7 +185,7 @@ class Draft(nn.Module):
             if part == "keys" and not last and compute.recompute:
                 # the first pass over the whole row then keeps only each layer's input for the backward pass
                 run = partial(checkpoint, layer, use_reentrant=False)
-            options = dict(query_rows=query_rows, part=part) if last else {}
+            options = dict(part=part) if last else {}
             out, k, v = run(input_TE, embedding, rotation, partial(attend, i), compute, **options)
             if k is not None:
                 keys.append((k, v))

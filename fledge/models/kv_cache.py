@@ -139,27 +139,18 @@ class KVCache:
 class CacheRows:
     """Rows of a pass over the sequences of a cache: where their keys and values go, `slot_M`, and what they see.
 
-    M rows are grouped by sequence. `attend` may be called for fewer rows (queries) than there are keys.
+    M rows are grouped by sequence. There may be fewer queries than rows.
     """
 
     cache: KVCache
     slot_M: Tensor
 
-    def write(self, layer: int, k_MGd: Tensor, v_MGd: Tensor) -> None:
-        """Writes the rows' keys and values to their slots."""
-        for buffer, new in zip(self.cache.pool.buffer[layer], (k_MGd, v_MGd), strict=True):
-            buffer.index_copy_(1, self.slot_M, new.transpose(0, 1))
-
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """The attention of Q queries to the slots that they see, [Q, H, d]. `scale` None is d^-1/2."""
+        """The attention of Q queries to the slots that they see, [Q, H, d]. `scale` None is d^-1/2. The slots already
+        hold the rows' keys and values."""
         raise NotImplementedError
-
-    def attend(self, layer: int, q_QHd: Tensor, k_MGd: Tensor, v_MGd: Tensor) -> Tensor:
-        """`write`, then `read`."""
-        self.write(layer, k_MGd, v_MGd)
-        return self.read(layer, q_QHd)
 
 
 class TreeRows(CacheRows):

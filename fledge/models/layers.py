@@ -1,5 +1,4 @@
-"""The decoder layer of a draft. The caller provides the attention function, since training and decoding differ in
-it."""
+"""The decoder layer of a draft, as training runs it. The caller provides the attention function."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from fledge.config import DraftConfig
 from fledge.kernels.gradients import GradientSums
 from fledge.kernels.linear import SharedProducts, linear, linear_products
 from fledge.kernels.mlp import swiglu
-from fledge.kernels.rope import apply_rope, rope_frequencies
+from fledge.kernels.rope import apply_rope, cos_sin, rope_frequencies
 
-# attend(q [S, H, d], k [T, G, d], v [T, G, d]) -> [S, H, d]; k and v are None if the layer computes queries only
+# attend(q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; k and v are None if the layer computes queries only
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 Part = Literal["all", "keys", "queries"]
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
@@ -96,13 +95,9 @@ class Rotary(nn.Module):
 
     def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
         """(cos, sin) at the positions, each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        if compute.uses_triton:
-            from fledge.kernels.elementwise import cos_sin
-
-            return cos_sin(position_S, self.frequencies, self.scale, dtype)
-        angle = position_S[:, None].float() * self.frequencies
-        angle = torch.cat((angle, angle), dim=-1)[:, None]
-        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+        impl = "triton" if compute.uses_triton else "definition"
+        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype, impl=impl)
+        return cos[:, None], sin[:, None]
 
     def _apply(self, fn, recurse: bool = True):
         frequencies = self.frequencies
@@ -163,25 +158,21 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor | FusedInput, residual: Tensor, rotation: Rotation, attend: Attend, compute: Compute = EAGER,
-        *, query_rows: Tensor | None = None, part: Part = "all",
+        *, part: Part = "all",
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """Returns (residual + output [S, E], keys [T, G, d], values [T, G, d]).
+        """Returns (residual + output [T, E], keys [T, G, d], values [T, G, d]).
 
-        `x` is [T, width], or [1, width] for the same input at all T positions; `residual` is [T, E]. `query_rows`
-        (int64 [S]) are the rows whose output is computed; None: all. `part` "keys" computes keys and values only, and
-        the output is None. "queries" computes the output only, and keys and values are None.
+        `x` is [T, width], or [1, width] for the same input at all T positions; `residual` is [T, E]. `part` "keys"
+        computes keys and values only, and the output is None. "queries" computes the output only, and keys and values
+        are None.
         """
         if part == "keys":
             return None, *self._keys_values(x, rotation, compute)
         if part == "queries":
             q, k, v = self._queries(x, rotation, compute), None, None
-        elif query_rows is None:
+        else:
             q, k, v = self._products(x, compute, self.q_proj, self.k_proj, self.v_proj)
             q, (k, v) = self._as_queries(q, rotation, compute), self._as_keys_values(k, v, rotation, compute)
-        else:
-            k, v = self._keys_values(x, rotation, compute)
-            residual = residual[query_rows]
-            q = self._queries(x[query_rows], (rotation[0][query_rows], rotation[1][query_rows]), compute)
         attended = attend(q, k, v)
         return self.o_proj(attended.flatten(1), compute, residual.expand(attended.shape[0], -1)), k, v
 
@@ -265,14 +256,14 @@ class Layer(nn.Module):
 
     def forward(
         self, state_TE: Tensor, embedding: Tensor | EmbeddingRows | None, rotation: Rotation, attend: Attend,
-        compute: Compute = EAGER, *, query_rows: Tensor | None = None, part: Part = "all",
+        compute: Compute = EAGER, *, part: Part = "all",
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """Returns (output state [S, E], keys [T, G, d], values [T, G, d]) from the input state [T, E].
+        """Returns (output state [T, E], keys [T, G, d], values [T, G, d]) from the input state [T, E].
 
-        `embedding` [T, E] is for the first layer only. `query_rows` and `part` are as in `Attention.forward`.
+        `embedding` [T, E] is for the first layer only. `part` is as in `Attention.forward`.
         """
         x, residual = self._inputs(state_TE, embedding, compute)
-        h, k, v = self.self_attn(x, residual, rotation, attend, compute, query_rows=query_rows, part=part)
+        h, k, v = self.self_attn(x, residual, rotation, attend, compute, part=part)
         if h is None:
             return None, k, v
         normed, h = self.post_attention_layernorm.with_input(h, compute)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fledge.kernels.decode_layer import definition
 from fledge.kernels.implementations import IMPLS, best_impl, use_triton
 
-__all__ = ["IMPLS", "add_rms_norm", "best_impl", "rope_to_cache", "silu_mul_fused"]
+__all__ = ["IMPLS", "add_rms_norm", "best_impl", "join_embedding", "rope_to_cache", "silu_mul_fused"]
 
 
 def add_rms_norm(
@@ -31,6 +31,37 @@ def add_rms_norm(
 
         return add_rms_norm_triton(x_ME, residual_ME, weight_E, eps)
     return definition.add_rms_norm(x_ME, residual_ME, weight_E, eps)
+
+
+def join_embedding(
+    token_M: Tensor,
+    state_ME: Tensor,
+    embedding_VE: Tensor,
+    token_gain_E: Tensor | None = None,
+    state_gain_E: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """[embedding of the token ; state] of each row, [M, 2E] in the dtype of the states: the input of a draft.
+
+    With `token_gain_E` or `state_gain_E`, the embedding or the state is normalised (RMSNorm with this gain). `token_M`
+    is int64. Raises ValueError if the shapes do not belong together.
+    """
+    (M, E), V = state_ME.shape, embedding_VE.shape[0]
+    gains = [x for x in (token_gain_E, state_gain_E) if x is not None]
+    if token_M.shape != (M,) or embedding_VE.shape != (V, E) or any(x.shape != (E,) for x in gains):
+        shapes = "".join(f", gain {tuple(x.shape)}" for x in gains)
+        raise ValueError(
+            f"tokens {tuple(token_M.shape)} do not belong with states {tuple(state_ME.shape)}, embeddings "
+            f"{tuple(embedding_VE.shape)}{shapes}"
+        )
+    arguments = (token_M, state_ME, embedding_VE, token_gain_E, state_gain_E, eps)
+    if use_triton(impl, state_ME):
+        from fledge.kernels.decode_layer.triton import join_embedding_triton
+
+        return join_embedding_triton(*arguments)
+    return definition.join_embedding(*arguments)
 
 
 def rope_to_cache(

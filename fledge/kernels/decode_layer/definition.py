@@ -21,6 +21,14 @@ def add_rms_norm(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps
     return _rms_norm(sum_ME, weight_E, eps).to(x_ME.dtype), sum_ME
 
 
+def join_embedding(
+    token_M: Tensor, state_ME: Tensor, embedding_VE: Tensor, token_gain_E: Tensor | None, state_gain_E: Tensor | None,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    parts = (F.embedding(token_M, embedding_VE), token_gain_E), (state_ME, state_gain_E)
+    return torch.cat([x if gain is None else F.rms_norm(x, gain.shape, gain, eps) for x, gain in parts], -1)
+
+
 def rope_to_cache(
     qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,

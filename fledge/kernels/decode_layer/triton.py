@@ -52,6 +52,45 @@ def add_rms_norm_triton(
 
 
 @triton.jit
+def _join_embedding(
+    token_ptr, state_ptr, embedding_ptr, token_gain_ptr, state_gain_ptr, out_ptr, ss, se, eps,
+    E: tl.constexpr, BE: tl.constexpr, TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, is_state, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BE)
+    if is_state == 0:
+        token = tl.load(token_ptr + row).to(tl.int64)
+        x = tl.load(embedding_ptr + token * se + e, mask=e < E, other=0.0).to(tl.float32)
+        if TOKEN_NORM:
+            x *= tl.load(token_gain_ptr + e, mask=e < E, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(x * x, 0) / E + eps)
+    else:
+        x = tl.load(state_ptr + row * ss + e, mask=e < E, other=0.0).to(tl.float32)
+        if STATE_NORM:
+            x *= tl.load(state_gain_ptr + e, mask=e < E, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(x * x, 0) / E + eps)
+    tl.store(out_ptr + (2 * row + is_state) * E + e, x.to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+def join_embedding_triton(
+    token_M: Tensor, state_ME: Tensor, embedding_VE: Tensor, token_gain_E: Tensor | None, state_gain_E: Tensor | None,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """`join_embedding` with two programs per row; E is at most 16,384, and rows may be strided."""
+    (M, E), state, embedding = state_ME.shape, _rows(state_ME), _rows(embedding_VE)
+    token_gain, state_gain = (None if x is None else x.contiguous() for x in (token_gain_E, state_gain_E))
+    out = torch.empty(M, 2 * E, dtype=state.dtype, device=state.device)
+    if M:
+        BE = triton.next_power_of_2(E)
+        _join_embedding[(M, 2)](
+            token_M.contiguous(), state, embedding, token_gain, state_gain, out, state.stride(0), embedding.stride(0),
+            eps, E=E, BE=BE, TOKEN_NORM=token_gain is not None, STATE_NORM=state_gain is not None,
+            num_warps=4 if BE <= 1024 else 8 if BE <= 4096 else 16, **dependent_launch(state.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _store_head(
     ptr, a, b, rest,
     D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,

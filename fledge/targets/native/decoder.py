@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache
-from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu
+from fledge.kernels.decode_layer import add_rms_norm
+from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.implementations import current_device
-from fledge.targets.native.weights import LayerWeights, layer_weights, layer_windows
+from fledge.kernels.rope import cos_sin
+from fledge.models.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.types import Features
 
 
 class RowAttention(Protocol):
-    """The attention of the rows of a pass, see `attention.py`."""
+    """The attention of the rows of a pass: `PackedRows`, or `CachedRows` of `models/decode_layer.py`."""
 
-    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
         """The heads' outputs [M, H d] from the fused projections of M rows, [M, (H + 2 G) d], before RoPE and before
-        the norms of queries and keys. `rotation` is (cos, sin), each [M, rotated]."""
+        the norms of queries and keys."""
         ...
 
 
@@ -29,35 +30,25 @@ class NativeDecoder:
 
     def __init__(self, model: nn.Module, config):
         decoder = model.model
-        windows = layer_windows(decoder.layers, config)
-        self.embedding: Tensor = decoder.embed_tokens.weight
-        self.layers = [layer_weights(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
-        self.norm: Tensor = decoder.norm.weight
-        self.eps = float(config.rms_norm_eps)
         attention = decoder.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.scale: float = attention.scaling
+        shape = LayerShape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+            eps=float(config.rms_norm_eps),
+        )
+        windows = _windows(decoder.layers, config)
+        self.shape = shape
+        self.layers = [layer_weights(layer, shape, at) for layer, at in zip(decoder.layers, windows, strict=True)]
+        self.embedding: Tensor = decoder.embed_tokens.weight
+        self.norm: Tensor = decoder.norm.weight
         self.frequencies: Tensor = decoder.rotary_emb.inv_freq.float()
         self.rope_scale: float = decoder.rotary_emb.attention_scaling
 
-    def rotation(self, position_M: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32 as transformers does."""
-        angle = position_M[:, None].float() * self.frequencies
-        angle = torch.cat((angle, angle), dim=-1)
-        dtype = self.embedding.dtype
-        return (angle.cos() * self.rope_scale).to(dtype), (angle.sin() * self.rope_scale).to(dtype)
-
-    def queries(
-        self, qkv_MO: Tensor, weights: LayerWeights, rotation: tuple[Tensor, Tensor], keys_GPd: Tensor,
-        values_GPd: Tensor, slot_M: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """The queries [M, H, d] of fused projections, after RoPE. Writes keys and values to the slots `slot_M`."""
-        return rope_to_cache(
-            qkv_MO, *rotation, self.heads, self.kv_heads, self.head_dim, keys_GPd, values_GPd, slot_M, weights.q_norm,
-            weights.k_norm, self.eps,
-        )  # fmt: skip
+        return cos_sin(position_M, self.frequencies, self.rope_scale, self.embedding.dtype)
 
     def __call__(
         self, token_M: Tensor, position_M: Tensor, attend: RowAttention, layers: Sequence[int] = (),
@@ -79,12 +70,17 @@ class NativeDecoder:
         for i, w in enumerate(self.layers):
             if i in layers:
                 aux.append(x_MD)
-            attended = attend(i, norm_linear(x_MD, w.input_norm, self.eps, w.qkv, w.qkv_bias), w, rotation)
-            x_MD = linear_add(attended, w.out, x_MD, w.out_bias)
-            activated = norm_swiglu(x_MD, w.post_norm, self.eps, w.gate_up, w.gate_up_bias)
-            x_MD = linear_add(activated, w.down, x_MD, w.down_bias)
+            qkv_MO = norm_linear(x_MD, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias)
+            x_MD = layer_output(attend(i, qkv_MO, w, rotation), x_MD, w)
         if len(self.layers) in layers:
             aux.append(x_MD)
-        last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.eps)
+        last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.shape.eps)
         none = x_MD.new_empty(token_M.numel(), 0, x_MD.shape[1])
         return Features(torch.stack(aux, dim=1) if aux else none, last)
+
+
+def _windows(layers: Sequence[nn.Module], config: Any) -> list[int | None]:
+    """The sliding window of each decoder layer. Qwen's attention modules have their own; Mistral and Phi-3 use the
+    config's in all layers; Llama has none, whatever its config says."""
+    everywhere = config.sliding_window if config.model_type in ("mistral", "phi3") else None
+    return [getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers]

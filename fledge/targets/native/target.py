@@ -13,8 +13,9 @@ from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import Visible, VisibleChain
+from fledge.models.decode_layer import CachedRows
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
-from fledge.targets.native.attention import CachedRows, PackedRows
+from fledge.targets.native.attention import PackedRows
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
 from fledge.targets.transformers import TransformersTarget
@@ -46,7 +47,7 @@ class NativeTarget(TransformersTarget):
     def _run_documents(
         self, token_T: Tensor, position_T: Tensor, documents: Sequence[tuple[int, int]], layers: Sequence[int]
     ) -> Features:
-        return self.native(token_T, position_T, PackedRows(self.native, documents), layers)
+        return self.native(token_T, position_T, PackedRows(documents), layers)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class NativeTarget(TransformersTarget):
     def pool(self) -> SlotPool:
         """The slots of all caches."""
         n = self.native
-        return SlotPool(len(n.layers), n.kv_heads, n.head_dim, self.device, self.dtype)
+        return SlotPool(len(n.layers), n.shape.kv_heads, n.shape.head_dim, self.device, self.dtype)
 
     def new_cache(self, sizes: Sequence[int] = ()) -> KVCache:
         """See `DecodingTarget.new_cache`."""
@@ -78,9 +79,9 @@ class NativeTarget(TransformersTarget):
         token, position, count_B = to_device([token, position, count_B], self.device)
         last_B = count_B.cumsum(0) - 1
         if layers is None:
-            features = self.native(token, position, CachedRows(self.native, rows), (), last_B)
+            features = self.native(token, position, CachedRows(rows), (), last_B)
         else:
-            features = self.native(token, position, CachedRows(self.native, rows), layers)
+            features = self.native(token, position, CachedRows(rows), layers)
         cache.keep(None, count_B)
         if layers is None:
             return self.logits(features.last_TD), []
@@ -94,6 +95,6 @@ class NativeTarget(TransformersTarget):
         depth_BN = tree.depths()
         visible = VisibleChain(depth_BN, N) if tree.parent_BN is None else Visible(tree.ancestors())
         position_BN = cache.length_B[:, None] + depth_BN
-        attend = CachedRows(self.native, TreeRows(cache, N, visible, position_BN))
+        attend = CachedRows(TreeRows(cache, N, visible, position_BN))
         features = self.native(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
         return self.logits(features.last_TD).view(B, N, -1), None if layers is None else features

@@ -1,0 +1,160 @@
+"""A decoder layer in decoding, of targets and drafts alike: fused operations for few rows, without gradients.
+
+A layer is a projection to queries, keys and values (`norm_linear`, or `plain_linear` of an input that has its norms),
+the attention (`CachedRows`), and `layer_output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fledge.kernels.decode_layer import rope_to_cache
+from fledge.kernels.few_rows import linear_add, norm_swiglu
+from fledge.models.kv_cache import CacheRows
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [M, rotated]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """H query heads and G key-value heads of d dimensions, the factor of attention scores, and the epsilon of norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one decoder layer. `qkv` is [(H + 2 G) d, I], `gate_up` [2 F, E]. Biases are None where the model
+    has none, and so is `input_norm` where the input has no norm. `q_norm` and `k_norm` [d] are Qwen3's. `window` is the
+    layer's sliding window in tokens; None without."""
+
+    shape: LayerShape
+    input_norm: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    window: int | None
+
+    def without_queries(self) -> LayerWeights:
+        """The same with a projection to keys and values only."""
+        queries = self.shape.heads * self.shape.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias[queries:]
+        return replace(self, shape=replace(self.shape, heads=0), qkv=self.qkv[queries:], qkv_bias=bias)
+
+
+def layer_weights(layer: nn.Module, shape: LayerShape, window: int | None = None) -> LayerWeights:
+    """The weights of a decoder layer whose modules have Llama's names: a draft's, or one of transformers.
+
+    Projections that read the same input are joined into one matrix, and the layer's parameters become views of it, so
+    that there is one copy: the layer still computes and can be trained, and the joined matrix follows its parameters.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    with torch.inference_mode(False), torch.no_grad():  # parameters must not become inference tensors
+        qkv, qkv_bias = _fused(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        gate_up, gate_up_bias = _fused(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+    return LayerWeights(
+        shape=shape,
+        input_norm=layer.input_layernorm.weight if hasattr(layer, "input_layernorm") else None,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=mlp.down_proj.weight,
+        down_bias=mlp.down_proj.bias,
+        window=window,
+    )
+
+
+def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of a fused projection, made of its parts if the model has them apart."""
+    if hasattr(module, fused):
+        return getattr(module, fused).weight, getattr(module, fused).bias
+    projections = [getattr(module, name) for name in parts]
+    joined = [_joined([p.weight for p in projections]), None]
+    if projections[0].bias is not None:
+        joined[1] = _joined([p.bias for p in projections])
+    return tuple(joined)
+
+
+def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The concatenation of parameters along the first axis, of which they become views; the one that they are views of
+    if there is one already."""
+    first, end = parts[0], parts[0].storage_offset()
+    for p in parts:
+        same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and p.is_contiguous()
+        if not same or p.storage_offset() != end:
+            break
+        end += p.numel()
+    else:
+        rows = sum(p.shape[0] for p in parts)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([p.detach() for p in parts])
+    for p, view in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+        p.data = view
+    return whole
+
+
+def queries(
+    qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor
+) -> Tensor:
+    """The queries [M, H, d] of fused projections, after RoPE. Writes keys and values to the slots `slot_M`."""
+    shape = weights.shape
+    return rope_to_cache(
+        qkv_MO, *rotation, shape.heads, shape.kv_heads, shape.head_dim, keys_GPd, values_GPd, slot_M, weights.q_norm,
+        weights.k_norm, shape.eps,
+    )  # fmt: skip
+
+
+class CachedRows:
+    """The attention of M rows that are added to a cache. The queries of `rows` are all M rows; or, of each sequence,
+    those at the indices `asked_BS` (int64) among its rows, of which all sequences must then have equally many."""
+
+    def __init__(self, rows: CacheRows, asked_BS: Tensor | None = None):
+        self.rows, self.asked_BS = rows, asked_BS
+
+    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
+        RoPE and before the norms of queries and keys. Writes the rows' keys and values to the cache."""
+        q_QHd = self.asked(self.write(layer, qkv_MO, weights, rotation))
+        return self.rows.read(layer, q_QHd, scale=weights.shape.scale, window=weights.window).flatten(1)
+
+    def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
+        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.buffer[layer], self.rows.slot_M)
+
+    def asked(self, x_M: Tensor) -> Tensor:
+        """The queries' rows of a tensor [M, ..]."""
+        if self.asked_BS is None:
+            return x_M
+        B, S = self.asked_BS.shape
+        x_BnJ = x_M.view(B, x_M.shape[0] // B, -1)
+        return x_BnJ.gather(1, self.asked_BS[..., None].expand(-1, -1, x_BnJ.shape[2])).view(B * S, *x_M.shape[1:])
+
+
+def layer_output(attended_MO: Tensor, residual_ME: Tensor, weights: LayerWeights) -> Tensor:
+    """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with its residual."""
+    w = weights
+    x_ME = linear_add(attended_MO, w.out, residual_ME, w.out_bias)
+    activated = norm_swiglu(x_ME, w.post_norm, w.shape.eps, w.gate_up, w.gate_up_bias)
+    return linear_add(activated, w.down, x_ME, w.down_bias)

@@ -1,0 +1,100 @@
+"""A draft's forward pass in decoding, in the same fused operations as a native target's (`models/decode_layer.py`).
+
+`Draft.forward` is its definition, and what training runs: both have the same values up to rounding.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fledge.kernels.decode_layer import add_rms_norm, join_embedding
+from fledge.kernels.few_rows import norm_linear, plain_linear
+from fledge.kernels.implementations import best_impl
+from fledge.kernels.rope import cos_sin
+from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.models.draft import Draft
+from fledge.models.kv_cache import CacheRows
+from fledge.models.layers import EAGER, Compute
+
+
+class DraftDecoder:
+    """The forward pass of a draft with a key-value cache. All its functions are without gradients.
+
+    It has the draft's own parameters: those of the projections become views of joined matrices (`layer_weights`), so
+    that the draft can be trained between passes. A draft that was moved to another device or dtype needs a new one.
+    """
+
+    def __init__(self, draft: Draft):
+        self.draft, config = draft, draft.config
+        self.shape = LayerShape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            eps=config.rms_norm_eps,
+        )
+        self.layers = [layer_weights(block, self.shape) for block in draft.blocks]
+        self.target_id_W = draft.target_ids()
+        self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
+
+    def to_target(self, draft_id: Tensor) -> Tensor:
+        """Converts draft ids to target ids, of any shape."""
+        return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
+
+    def fuse(self, aux_TAD: Tensor) -> Tensor:
+        """See `Draft.fuse`."""
+        return self.draft.fuse(aux_TAD, self.compute)
+
+    def rotation(self, position_M: Tensor) -> Rotation:
+        """cos and sin at the positions, each [M, rotated], computed in float32."""
+        rotary = self.draft.rotary
+        return cos_sin(position_M, rotary.frequencies, rotary.scale, self.draft.dtype)
+
+    def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
+        """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
+        attend, last = CachedRows(rows), len(self.layers) - 1
+        for i, w in enumerate(self.layers):
+            w = w.without_queries() if i == last else w
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME)
+            if i == last:
+                attend.write(i, qkv_MO, w, rotation)
+            else:
+                state_ME = layer_output(attend(i, qkv_MO, w, rotation), residual_ME, w)
+
+    def step(
+        self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
+        asked: CachedRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
+        (None: of all rows); the other layers compute all rows."""
+        last = len(self.layers) - 1
+        for i, w in enumerate(self.layers):
+            at = asked if asked is not None and i == last else attend
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME)
+            state_ME = layer_output(at(i, qkv_MO, w, rotation), at.asked(residual_ME), w)
+        return state_ME
+
+    def predict(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
+        """The input state of the next step [S, E] and the logits [S, W] from the last layer's output, as
+        `Draft.split_output` and `Draft.logits`."""
+        draft = self.draft
+        if draft.family.borrows_head:
+            return out_SE, plain_linear(out_SE, draft.head)
+        if draft.config.norm_output:
+            normed_SE, _ = add_rms_norm(out_SE, None, draft.norm.weight, draft.norm.eps)
+            return normed_SE, plain_linear(normed_SE, draft.head)
+        return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, draft.head)
+
+    def _project(self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too."""
+        if layer:
+            return norm_linear(state_ME, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias), state_ME
+        draft, E = self.draft, state_ME.shape[1]
+        if draft.family.fuses_embedding:
+            joined_M2E = join_embedding(token_M, state_ME, draft.embedding)
+            x_ME = plain_linear(joined_M2E, draft.fc.weight, draft.fc.bias)
+            return plain_linear(x_ME, w.qkv, w.qkv_bias), x_ME
+        state_norm = draft.midlayer.hidden_norm.weight
+        x_M2E = join_embedding(token_M, state_ME, draft.embedding, w.input_norm, state_norm, w.shape.eps)
+        residual_ME = x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
+        return plain_linear(x_M2E, w.qkv, w.qkv_bias), residual_ME
