@@ -8,7 +8,7 @@ and on a CPU, the definitions apply: the fused small operations and the products
 "triton" for at most FEW_ROWS rows of up to 32 bits on a GPU, else "definition". Other names raise ValueError, and so do
 tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result depends neither on the other
 rows nor on their number, bit by bit, and calls with equal arguments have equal results. They accumulate in float32 and
-round each output once; the definitions round in between.
+round each output once; the definitions round in between, and on a CPU their results may be strided.
 
 Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
 """
