@@ -20,7 +20,7 @@ class CachedRows:
         self.decoder, self.rows = decoder, rows
 
     def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        keys, values = self.rows.cache.pool.buffer[layer]
+        keys, values = self.rows.cache.pool.layers[layer]
         q_MHd = self.decoder.queries(qkv_MO, weights, rotation, keys, values, self.rows.slot_M)
         return self.rows.read(layer, q_MHd, scale=self.decoder.scale, window=weights.window).flatten(1)
 
