@@ -236,6 +236,8 @@ class Tree:
 
     def to(self, device: torch.device) -> Tree:
         """The same trees on another device."""
+        if device == self.token_BN.device:
+            return self
         values = {name: getattr(self, name) for name in ("token_BN", "parent_BN", "count_B", "q_BKW")}
         return replace(self, **{name: x.to(device) for name, x in values.items() if x is not None})
 

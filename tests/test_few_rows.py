@@ -67,7 +67,8 @@ class Case:
 
     def check(self, **options) -> None:
         found, exact = self(**options), self.exact()
-        assert found.shape == exact.shape and found.dtype == self.x.dtype and found.is_contiguous()
+        assert found.shape == exact.shape and found.dtype == self.x.dtype
+        assert found.is_contiguous() or options.get("impl") == "definition"
         assert distance(found, exact) <= TOLERANCE[self.x.dtype] * (2 if self.kind == "swiglu" else 1)
 
 

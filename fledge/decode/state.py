@@ -64,6 +64,8 @@ class RoundState:
 
     def rows(self, n: int) -> RoundState:
         """The same with R = n rows: without further ones, or with zeros."""
+        if n == self.token_BR.shape[1]:
+            return self
         return self._map(lambda x: _resized(x, n) if x.dim() > 1 else x)
 
     def select(self, index_B: Tensor) -> RoundState:

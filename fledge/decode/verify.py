@@ -88,6 +88,8 @@ def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: 
     """`verify_by_match` of processed scores."""
     depth_BN = tree.depths()
     own_BN = choose(tree, scores_BNV, depth_BN, length_B, sampling)
+    if own_BN.shape[1] == 1:  # nothing was drafted
+        return Verdict(torch.zeros_like(own_BN), torch.ones_like(own_BN[:, 0]), own_BN)
     matched_BN = matches(tree, own_BN)
     node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
     if tree.count_B is not None:

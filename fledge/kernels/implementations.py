@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 IMPLS = ("definition", "triton")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def best_impl(device: torch.device | str, dtype: torch.dtype) -> str:
     """ "triton" for CUDA tensors of up to 32 bits, else "definition" (plain torch)."""
-    fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return "triton" if fits and torch.device(device).type == "cuda" else "definition"
+    return "triton" if dtype in KERNEL_DTYPES and torch.device(device).type == "cuda" else "definition"
 
 
 def use_triton(impl: str | None, x: torch.Tensor) -> bool:
@@ -22,12 +22,13 @@ def use_triton(impl: str | None, x: torch.Tensor) -> bool:
 
     Raises ValueError for a name that is not in IMPLS, and for "triton" with a dtype that the kernels do not have.
     """
-    chosen = best_impl(x.device, x.dtype) if impl is None else impl
-    if chosen not in IMPLS:
+    if impl is None:  # asked several times in each layer, so in as few steps as possible
+        return x.is_cuda and x.dtype in KERNEL_DTYPES
+    if impl not in IMPLS:
         raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
-    if chosen == "triton" and best_impl("cuda", x.dtype) != "triton":
+    if impl == "triton" and x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"the implementation 'triton' has no {str(x.dtype).removeprefix('torch.')}; use 'definition'")
-    return chosen == "triton"
+    return impl == "triton"
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

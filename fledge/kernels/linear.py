@@ -26,15 +26,31 @@ def padded_rows(rows: int) -> int:
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, from [..., I] to [..., O]. Equals `F.linear` up to rounding; faster for 1 to 8 float32 CPU rows."""
+    """x Wᵀ + b, from [..., I] to [..., O], contiguous. Equals `F.linear` up to rounding; faster for 1 to 8 float32 CPU
+    rows."""
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
+    if not _few(x, rows):
         return F.linear(x, weight_OI, bias_O)
-    few = x.reshape(rows, -1)
+    return _few_rows(x.reshape(rows, -1), weight_OI, bias_O).contiguous().view(*x.shape[:-1], -1)
+
+
+def strided_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear` of rows, but the result may be strided: an operation that reads it once needs no contiguous copy."""
+    if not _few(x_MI, x_MI.shape[0]):
+        return F.linear(x_MI, weight_OI, bias_O)
+    return _few_rows(x_MI, weight_OI, bias_O)
+
+
+def _few(x: Tensor, rows: int) -> bool:
+    return 0 < rows <= FEW_ROWS and x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def _few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    rows = x_MI.shape[0]
     if rows == 1:
-        few = torch.cat((few, few))
-    out = (weight_OI @ few.T)[:, :rows].T.contiguous().view(*x.shape[:-1], -1)
-    return out if bias_O is None else out + bias_O
+        x_MI = torch.cat((x_MI, x_MI))
+    out_MO = (weight_OI @ x_MI.T)[:, :rows].T
+    return out_MO if bias_O is None else out_MO + bias_O
 
 
 def linear_products(

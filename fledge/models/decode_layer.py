@@ -141,7 +141,7 @@ class CachedRows:
 
     def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
         """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
-        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.buffer[layer], self.rows.slot_M)
+        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.layers[layer], self.rows.slot_M)
 
     def asked(self, x_M: Tensor) -> Tensor:
         """The queries' rows of a tensor [M, ..]."""

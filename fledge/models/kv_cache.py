@@ -9,13 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.attention import causal_attention
+from fledge.kernels.implementations import use_triton
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, tree_attention
+from fledge.kernels.tree_attention.definition import attend_to_slots, slots_and_masks
 
 MIN_SLOTS = 256  # slots of a new pool
 
 
 class SlotPool:
     """The keys and values of P token slots in all layers, `buffer` [layers, 2, G, P, d].
+
+    `layers` are views of it: the keys and the values of each layer, [G, P, d].
 
     A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
     without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
@@ -27,7 +31,7 @@ class SlotPool:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
         self._shape = layers, 2, kv_heads, 0, head_dim
-        self.buffer = torch.zeros(self._shape, device=device, dtype=dtype)
+        self._set_buffer(torch.zeros(self._shape, device=device, dtype=dtype))
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
 
@@ -35,12 +39,16 @@ class SlotPool:
     def slots(self) -> int:
         return self.buffer.shape[3]
 
+    def _set_buffer(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.layers = [layer.unbind() for layer in buffer]  # once, not in each pass
+
     @torch.inference_mode()
     def reserve(self, slots: int) -> None:
         """Grows the pool to at least this number of slots."""
         if (more := slots - self.slots) > 0:
             self._free = _merged([*self._free, (self.slots, slots)])
-            self.buffer = F.pad(self.buffer, (0, 0, 0, more))
+            self._set_buffer(F.pad(self.buffer, (0, 0, 0, more)))
 
     def allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """A segment (first slot, size) of each size, which is free no longer. The pool grows if they do not fit."""
@@ -60,7 +68,8 @@ class SlotPool:
         """Makes a segment free again."""
         self._free = _merged([*self._free, (first, first + size)])
         if self._free == [(0, self.slots)]:
-            self.buffer, self._free = self.buffer.new_zeros(self._shape), []
+            self._set_buffer(self.buffer.new_zeros(self._shape))
+            self._free = []
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -169,18 +178,33 @@ class TreeRows(CacheRows):
         self.cache, self.visible, self.position_BS = cache, visible, position_BS
         self.slot_M = (cache.next_slots(n) if slot_Bn is None else slot_Bn).flatten()
         self._in_window: dict[int, Visible] = {}  # `visible` without the rows before a window
+        self._slots: dict[int | None, list[tuple[Sequence[Tensor], Tensor | None]]] = {}  # read with each window
 
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
         """See `CacheRows.read`. The queries are those of `visible`."""
+        if not use_triton(None, q_QHd):
+            return self._read_with_torch(layer, q_QHd, scale, window)
         cache, visible = self.cache, self._visible_in(window)
         out = tree_attention(
-            q_QHd.view(*visible.shape[:2], *q_QHd.shape[1:]), *cache.pool.buffer[layer], cache.start_B,
+            q_QHd.view(*visible.shape[:2], *q_QHd.shape[1:]), *cache.pool.layers[layer], cache.start_B,
             cache.length_B, visible, scale=scale, window=window, position_BS=self.position_BS,
             counters=cache.pool.counters,
         )  # fmt: skip
         return out.flatten(0, 1)
+
+    def _read_with_torch(self, layer: int, q_QHd: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """`read` by `attend_to_slots`. Masks and views of the slots are made once for all layers, not in each."""
+        cache, (B, S, _) = self.cache, self.visible.shape
+        if window not in self._slots:
+            buffer, (H, G) = cache.pool.buffer, (q_QHd.shape[1], cache.pool.buffer.shape[2])
+            mask_BSJ, position_BS = self._visible_in(window).mask_BSJ, self.position_BS
+            reads = slots_and_masks(cache.start_B, cache.length_B, mask_BSJ, window, position_BS, H // G, q_QHd.dtype)
+            both = buffer.flatten(0, 1)[:, None]  # the keys of a layer, then its values
+            self._slots[window] = [(both[:, :, :, slots].unbind(), mask) for slots, mask in reads]
+        read = [(both[2 * layer], both[2 * layer + 1], mask) for both, mask in self._slots[window]]
+        return attend_to_slots(q_QHd.view(B, S, *q_QHd.shape[1:]), read, scale).flatten(0, 1)
 
     def _visible_in(self, window: int | None) -> Visible | VisibleChain:
         """`visible` without the rows before a window, of which there are some only if a path is longer than it. All

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.precision import at_least_float32
-from fledge.kernels.rope import apply_rope
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,18 +32,31 @@ def rope_to_cache(
     qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    G, _, d = keys_GPd.shape
-    qk_MNd, v_MGd = qkv_MO.view(-1, heads + 2 * G, d).split((heads + G, G), 1)
-    qk_MNd = at_least_float32(qk_MNd)
+    (M, _), (G, _, d) = cos_Mr.shape, keys_GPd.shape
+    qkv_NMd = qkv_MO.view(M, -1, d).transpose(0, 1)  # heads first, as in the cache
+    qk_NMd, v_GMd = qkv_NMd.split_with_sizes((heads + G, G))
+    qk_NMd = at_least_float32(qk_NMd)
     if q_norm_d is not None or k_norm_d is not None:
-        parts = zip(qk_MNd.split((heads, G), 1), (q_norm_d, k_norm_d), strict=True)
-        qk_MNd = torch.cat([x if weight is None else _rms_norm(x, weight, eps) for x, weight in parts], 1)
-    cos, sin = (at_least_float32(x)[:, None] for x in (cos_Mr, sin_Mr))
-    q_MHd, k_MGd = apply_rope(qk_MNd, cos, sin).to(qkv_MO.dtype).split((heads, G), 1)
-    slot = slot_M.long()
-    keys_GPd.index_copy_(1, slot, k_MGd.transpose(0, 1))
-    values_GPd.index_copy_(1, slot, v_MGd.transpose(0, 1))
-    return q_MHd
+        parts = zip(qk_NMd.split_with_sizes((heads, G)), (q_norm_d, k_norm_d), strict=True)
+        qk_NMd = torch.cat([x if weight is None else _rms_norm(x, weight, eps) for x, weight in parts])
+    rotated_NMd = _rotated(qk_NMd, at_least_float32(cos_Mr), at_least_float32(sin_Mr))
+    q_HMd, k_GMd = rotated_NMd.to(qkv_MO.dtype).split_with_sizes((heads, G))
+    slot_M = slot_M.long()
+    keys_GPd.index_copy_(1, slot_M, k_GMd)
+    values_GPd.index_copy_(1, slot_M, v_GMd)
+    return q_HMd.transpose(0, 1)
+
+
+def _rotated(x_NMd: Tensor, cos_Mr: Tensor, sin_Mr: Tensor) -> Tensor:
+    """`apply_rope` of heads first, in fewer operations, which have no gradients."""
+    r = cos_Mr.shape[-1]
+    if r < x_NMd.shape[-1]:
+        return torch.cat((_rotated(x_NMd[..., :r], cos_Mr, sin_Mr), x_NMd[..., r:]), -1)
+    out_NMd, sin_Mh = x_NMd * cos_Mr, sin_Mr[:, : r // 2]
+    (a, b), (out_a, out_b) = x_NMd.chunk(2, -1), out_NMd.chunk(2, -1)
+    out_a.addcmul_(b, sin_Mh, value=-1)
+    out_b.addcmul_(a, sin_Mh)
+    return out_NMd
 
 
 def silu_mul_fused(gate_up_M2F: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.kernels.attention import additive_mask
 from fledge.kernels.precision import at_least_float32
 
 
@@ -46,21 +49,42 @@ def tree_attention_torch(
     q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor, visible_BSJ: Tensor,
     scale: float, window: int | None = None, position_BS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tree_attention_reference` with torch's attention, over views of the pool.
+    """`tree_attention_reference` with torch's attention, over views of the pool."""
+    group = q_BSHd.shape[2] // keys_GPd.shape[0]
+    reads = slots_and_masks(start_B, length_B, visible_BSJ, window, position_BS, group, q_BSHd.dtype)
+    read = [(keys_GPd[None, :, slots], values_GPd[None, :, slots], mask) for slots, mask in reads]
+    return attend_to_slots(q_BSHd, read, scale)
+
+
+def slots_and_masks(
+    start_B: Tensor, length_B: Tensor, visible_BSJ: Tensor, window: int | None, position_BS: Tensor | None, group: int,
+    dtype: torch.dtype,
+) -> list[tuple[slice, Tensor | None]]:  # fmt: skip
+    """What the rows of each sequence read, the same in all layers with this window: the slots, and an additive mask
+    [1, 1, group · S, slots], None if all rows see all slots. Reads the lengths on the host."""
+    reads, J = [], visible_BSJ.shape[-1]
+    everything = window is None and bool(visible_BSJ.all())
+    for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
+        mask = None
+        if not everything:
+            seen_SN = seen_slots(length, visible_BSJ[b], window, None if window is None else position_BS[b])
+            mask = additive_mask(seen_SN[None, None], group, dtype)
+        reads.append((slice(start, start + length + J), mask))
+    return reads
+
+
+def attend_to_slots(
+    q_BSHd: Tensor, read: Sequence[tuple[Tensor, Tensor, Tensor | None]], scale: float | None
+) -> Tensor:  # fmt: skip
+    """Attention of the rows of each sequence to its keys and values, each [1, G, slots, d], with its mask (see
+    `slots_and_masks`): one call of torch's attention per sequence. `scale` None is d^-1/2.
 
     The query heads that share a key head are laid along the rows, so that no key is repeated for them.
     """
-    (_, S, H, d), G, J = q_BSHd.shape, keys_GPd.shape[0], visible_BSJ.shape[-1]
-    group, out = H // G, []
-    for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
-        slots = slice(start, start + length + J)
-        mask_RN = None
-        if window is not None or not bool(visible_BSJ[b].all()):
-            seen_SN = seen_slots(length, visible_BSJ[b], window, None if window is None else position_BS[b])
-            mask_RN = seen_SN.repeat(group, 1)  # rows R = group x S
-        q_1GRd = q_BSHd[b].reshape(S, G, group, d).permute(1, 2, 0, 3).reshape(1, G, group * S, d)
-        found_1GRd = F.scaled_dot_product_attention(
-            q_1GRd, keys_GPd[None, :, slots], values_GPd[None, :, slots], attn_mask=mask_RN, scale=scale
-        )
-        out.append(found_1GRd.view(G, group, S, d).permute(2, 0, 1, 3).reshape(S, H, d))
+    (_, S, H, d), out = q_BSHd.shape, []
+    for q_SHd, (k_1GNd, v_1GNd, mask) in zip(q_BSHd.unbind(), read, strict=True):
+        G = k_1GNd.shape[1]
+        q_1GRd = q_SHd.transpose(0, 1).reshape(1, G, -1, d)  # rows R = group x S
+        found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
+        out.append(found_1GRd.view(G, -1, S, d).permute(2, 0, 1, 3).reshape(S, H, d))
     return torch.stack(out) if len(out) > 1 else out[0][None]
