@@ -172,7 +172,8 @@ def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
     """The milliseconds to read the weights of all passes of a round, and caches of `length` tokens, once for each
     pass."""
     native = engine.target.native
-    cache = 2 * native.kv_heads * native.head_dim * batch * length * 2
+    shape = native.layers[0].shape
+    cache = 2 * shape.kv_heads * shape.head_dim * batch * length * 2
     total = weight_bytes(engine.target.model) + len(native.layers) * cache
     if engine.draft is not None:
         _, drafted = passes(engine, batch)

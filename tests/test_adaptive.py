@@ -86,6 +86,23 @@ def test_speculation_comes_back() -> None:
     assert tokens / seconds > 0.85 * best_speed(0.9, cost) and not chooser.reason(1)
 
 
+def test_requests_rest() -> None:
+    """Where drafting does not pay, more and more requests in a row are decoded without the draft, until it does."""
+    chooser = AmountChooser(CHAINS, CHAINS[3], False)
+    assert not chooser.rests(2)
+    for amount, seconds in ((NOTHING, 1.0), (CHAINS[1], 2.0)):
+        for _ in range(5):
+            chooser.add(amount, [0, 0], seconds)
+    resting = []
+    for _ in range(200):
+        resting.append(chooser.rests(2))
+        chooser.rested += 2 * resting[-1]
+    assert [i for i, rests in enumerate(resting) if not rests] == [4, 13, 30, 63, 128, 193]
+    for _ in range(200):
+        chooser.add(CHAINS[1], [2, 2], 2.0)
+    assert not any(chooser.rests(2) for _ in range(5))
+
+
 def test_a_slower_machine_is_noticed() -> None:
     """Costs that were measured while something else ran are measured again."""
     chooser, busy = AmountChooser(CHAINS, CHAINS[3], False), [8.0]
@@ -147,6 +164,7 @@ def test_amounts_of_drafting() -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Amounts change every other round, and the draft reads along every few tokens."""
     monkeypatch.setattr(batches, "HELD", 2)
+    monkeypatch.setattr(batches, "SETTLED", 2)
     monkeypatch.setattr(batches, "UNREAD", 6)
     monkeypatch.setattr(propose, "UNREAD", 6)
 
@@ -182,7 +200,7 @@ def test_after_a_pause_the_draft_goes_on(way: str, short: None) -> None:
     target, draft, asked = good_pair(native=True)
     engine = Engine(target, draft, **WAYS[way])
     for seed, prompt in enumerate(asked[:3]):
-        amounts = RandomAmounts(engine, seed)
+        amounts = RandomAmounts(engine, seed, rest=0)
         done = engine.generate(prompt, max_new_tokens=40)
         text = prompt + engine.generate(prompt, max_new_tokens=60, speculate=False).tokens
         assert len(done.trace.rounds) > 8 and text[len(prompt) :][: len(done.tokens)] == done.tokens

@@ -21,6 +21,8 @@ LATEST = 16  # the most
 MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
+GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
+REST, MOST_REST = 4, 64  # batches of requests that are decoded without the draft while it does not pay
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth never drafted, relative to that at the depth above it
 AGAIN, SELDOM = 256, 2048  # rounds until the costs are measured again, doubled each time up to the second number
@@ -131,6 +133,8 @@ class AmountChooser:
         self.tree = tree
         self.rates = AcceptanceRates(max(a.depth for a in amounts))
         self.costs = RoundCosts()
+        self.settled = False  # whether the costs that the choice depends on were measured when it was made last
+        self.resting, self.rested = REST, 0  # batches of requests that rest in a row, and requests that have rested
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
         self.nodes = float(start.nodes)  # of the trees that `rates` were measured with
         smaller = [a for a in self.amounts[1:] if a < start]
@@ -141,13 +145,35 @@ class AmountChooser:
         if self.rounds >= self.again:  # other work on the machine and longer texts change the costs
             self.rounds, self.again = 0, min(2 * self.again, SELDOM)
             self.costs.forget_all_but(current)
+        self.settled = False
         if not self.costs.timed(current):
             return current
         if untimed := self._untimed(requests):
             return untimed
+        self.settled = True
         speeds = {a: self._speed(requests, a) for a in self.amounts}
         best = max(self.amounts, key=speeds.get)
-        return best if speeds[best] > GAIN * speeds[current] else current
+        gain = GAIN if current != NOTHING else GAIN_OF_DRAFTING
+        return best if speeds[best] > gain * speeds[current] else current
+
+    def rests(self, batch: int) -> bool:
+        """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
+        not pay. After some that rest, others are decoded with it; the longer it has not paid, the more rest."""
+        if not self._pauses(batch):
+            self.resting, self.rested = REST, 0
+            return False
+        if self.rested < self.resting * batch:
+            return True
+        self.resting, self.rested = min(2 * self.resting, MOST_REST), 0
+        return False
+
+    def changes(self, rests: bool, batch: int) -> bool:
+        """Whether requests should start to rest, or no longer, once the running ones are complete."""
+        return self.rested >= self.resting * batch if rests else self._pauses(batch)
+
+    def _pauses(self, batch: int) -> bool:
+        measured = self.costs.timed(NOTHING) and self.costs.timed(self.smaller)
+        return measured and max(self.amounts, key=lambda a: self._speed(batch, a)) == NOTHING
 
     def _untimed(self, requests: int) -> Amount | None:
         """The next amount to time, if the costs of others cannot be interpolated yet; a large one only where drafting
@@ -182,15 +208,13 @@ class AmountChooser:
 
     def reason(self, requests: int) -> str:
         """Why speculation pauses for so many requests; empty if it would not, or is not known yet."""
-        if not (self.costs.timed(NOTHING) and self.costs.timed(self.smaller)):
+        if not self._pauses(requests):
             return ""
-        best = max(self.amounts[1:], key=lambda a: self._speed(requests, a))
-        cost = self.costs.seconds(requests, best) / self.costs.seconds(requests, NOTHING)
-        if cost <= self.tokens(best):
-            return ""
+        rival = max(self.amounts[1:], key=lambda a: self._speed(requests, a))
+        cost = self.costs.seconds(requests, rival) / self.costs.seconds(requests, NOTHING)
         return (
-            f"a round that drafts {best.depth} tokens takes {cost:.2f} times as long as one without drafting, and "
-            f"would commit {self.tokens(best):.2f} times the tokens"
+            f"a round that drafts {rival.depth} tokens takes {cost:.2f} times as long as one without drafting, and "
+            f"would commit {self.tokens(rival):.2f} times the tokens"
         )
 
 

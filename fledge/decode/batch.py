@@ -24,7 +24,7 @@ from fledge.kernels.transfer import to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 
-HELD = 6  # rounds before another amount may be drafted
+HELD, SETTLED = 6, 24  # rounds before another amount may be drafted: while costs are measured, and later
 WARM_UP = 2  # of them, those that are not timed
 PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass
 
@@ -78,7 +78,7 @@ class Batch:
     Where rounds can be captured as CUDA graphs, a round is launched before the results of the one before are read, so
     that the device does not wait for the host. A request that ends is then run for one round more, whose results are
     dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` decides how much is
-    drafted; None: always the same.
+    drafted; None: always the same. `records`: whether the requests' traces get the rounds.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Batch:
         chooser: AmountChooser | None = None,
     ):  # fmt: skip
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
-        self.held = 0  # the rounds that drafted the present amount
+        self.records = proposer.draft is not None
+        self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
         self.running: list[Request] = []
@@ -199,8 +200,9 @@ class Batch:
     def _adapt(self) -> Iterator[Request]:
         """Changes how much is drafted if that is faster, and has the draft read what was committed without it."""
         amount = self.proposer.amount
-        if self.held % HELD == 0:
+        if self.held >= self.due:
             amount = self.chooser.next(len(self.running), amount)
+            self.due = self.held + (SETTLED if amount == self.proposer.amount and self.chooser.settled else HELD)
         # a round may be launched ahead, which commits one token more
         if amount == self.proposer.amount and self.unread < UNREAD - 1:
             return
@@ -214,7 +216,7 @@ class Batch:
             state = self._read_along(state)
         if amount != self.proposer.amount:
             self.proposer.use(amount)
-            self.held = 0
+            self.held, self.due = 0, HELD
         self.rounds.state = state.rows(self.proposer.rows)
 
     def _read_along(self, state: RoundState) -> RoundState:
@@ -225,6 +227,7 @@ class Batch:
         if paused:
             right, made = torch.stack([right_B, made_B]).tolist()
             self.chooser.add_guesses(sum(right), sum(made), max(made))
+            self.due = self.held  # the acceptance is known anew
         return state
 
     def _replays(self) -> bool:
@@ -302,7 +305,7 @@ class Batch:
                 continue
             *tokens, count, drafted = row
             request.commit(tokens[:count])
-            if self.proposer.draft is not None:
+            if self.records:
                 request.done.trace.rounds.append(Round(drafted, count - 1, *times, launched.copied_bytes))
             yield request
 

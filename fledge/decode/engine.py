@@ -240,12 +240,32 @@ class Engine:
         for r in requests if drafts else ():
             self.drafting.check_sampling(r.sampling)
 
-        idle = self._idle_batches[drafts]
-        scheduler = BatchScheduler(lambda: idle.pop() if idle else self._new_batch(drafts), self.target.pads)
         waiting = deque(requests)
+        while waiting:
+            yield from self._run(waiting, batch, drafts)
+
+    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[Request]:
+        """Decodes waiting requests with or without the draft: all of them, or some where the chooser has drafting rest
+        for a number of requests."""
+        chooser = self.chooser if drafts else None
+        rests = chooser is not None and chooser.rests(batch)
+        idle = self._idle_batches[drafts and not rests]
+
+        def batch_of_kind() -> Batch:
+            used = idle.pop() if idle else self._new_batch(drafts and not rests)
+            used.records = drafts
+            return used
+
+        scheduler = BatchScheduler(batch_of_kind, self.target.pads)
         try:
             while waiting or scheduler.running:
                 free = min(batch - scheduler.running, len(waiting))
+                if free and chooser is not None and scheduler.batches and chooser.changes(rests, batch):
+                    free = 0
+                    if not scheduler.running:
+                        return
+                if rests:
+                    chooser.rested += free
                 yield from scheduler.add([waiting.popleft() for _ in range(free)])
                 yield from scheduler.round()
         finally:  # also if the consumer stops early

@@ -13,13 +13,20 @@ class RandomAmounts:
     """Chooses at random, nothing as often as all amounts together. `guesses` are those that were reported: (right,
     made)."""
 
-    def __init__(self, engine: Engine, seed: int):
-        self.draw, self.amounts = random.Random(seed), engine.drafting.amounts
+    def __init__(self, engine: Engine, seed: int, rest: float = 0.3):
+        self.draw, self.amounts, self.rest = random.Random(seed), engine.drafting.amounts, rest
         self.guesses: list[tuple[int, int]] = []
+        self.settled, self.rested = False, 0
         engine.chooser = self
 
     def next(self, requests: int, current: Amount) -> Amount:
         return NOTHING if self.draw.random() < 0.5 else self.draw.choice(self.amounts)
+
+    def rests(self, batch: int) -> bool:
+        return self.draw.random() < self.rest
+
+    def changes(self, rests: bool, batch: int) -> bool:
+        return self.draw.random() < self.rest
 
     def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None) -> None:
         pass

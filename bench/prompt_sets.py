@@ -1,0 +1,91 @@
+"""Decodes sets of prompts with a draft in several ways and without it, and records tokens per second.
+
+    python bench/prompt_sets.py --target DIR --draft DIR --prompts SETS/*.jsonl --out bench/results/prompt_sets.json
+
+Every way decodes each set twice without being counted, so that graphs are captured and `auto` has its measurements.
+Then the ways with and without the draft take turns, `--repeats` times, and the median of each counts. `tokens_per_s`
+has prefill and host in it. `speedup` is that over decoding without the draft, and `paused` the share of rounds that
+drafted nothing.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from fledge.decode.engine import Completion, Engine, load, resolve_device
+from fledge.eval.environment import environment
+from fledge.eval.metrics import paused, tau
+from fledge.eval.prompts import read_prompts
+from fledge.eval.record import check_record_path, write_record
+from fledge.eval.run import first_prompt
+from fledge.targets.loading import load_target
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as trained": {},
+    "auto": dict(depth="auto"),
+    "confident auto": dict(depth="auto", confidence=0.12),
+    "tree auto": dict(mode="tree", depth="auto", nodes="auto"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/prompt_sets.json"))
+    parser.add_argument("--ways", nargs="+", default=["as trained", "auto"], choices=WAYS)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each set, times the batch up to 4")
+    parser.add_argument("--new", type=int, default=128, help="the most new tokens of a prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
+    options = parser.parse_args()
+    check_record_path(options.out, "--out")
+    target = load_target(options.target, device=resolve_device(options.device))
+    here = environment(target.device.type, str(target.dtype).removeprefix("torch."))
+    record = {"environment": here | ({"commit": options.commit} if options.commit else {}), "rows": []}
+    for way in options.ways:
+        engine = load(target, options.draft, **WAYS[way])
+        for batch in options.batch:
+            for temperature in options.temperature:
+                for file in options.prompts:
+                    prompts = [first_prompt(p) for p in read_prompts(str(file), options.limit * min(batch, 4))]
+                    asked = dict(batch=batch, max_new_tokens=options.new, temperature=temperature)
+                    row = {"way": way, "batch": batch, "temperature": temperature, "set": file.stem}
+                    record["rows"].append(row | measure(engine, prompts, asked, options.repeats))
+                    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record["rows"][-1].items()}
+                    print(shown, flush=True)
+                    write_record(options.out, record)
+
+
+def measure(engine: Engine, prompts: list[Any], options: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """The row of a set of prompts."""
+    for _ in range(2):
+        decode(engine, prompts, options, True)
+    decode(engine, prompts, options, False)
+    pairs = [[decode(engine, prompts, options, speculate) for speculate in (True, False)] for _ in range(repeats)]
+    fast, plain = (statistics.median(speed for speed, _ in of_arm) for of_arm in zip(*pairs, strict=True))
+    traces = [c.trace for c in pairs[-1][0][1]]
+    return {
+        "prompts": len(prompts), "tokens_per_s": fast, "plain_tokens_per_s": plain, "speedup": fast / plain,
+        "tau": tau(traces), "paused": paused(traces),
+        "reason": engine.chooser.reason(options["batch"]) if engine.chooser else "",
+    }  # fmt: skip
+
+
+def decode(
+    engine: Engine, prompts: list[Any], options: dict[str, Any], speculate: bool
+) -> tuple[float, list[Completion]]:
+    """The tokens per second of decoding the prompts, and the completions."""
+    start = time.perf_counter()
+    done = engine.generate_all(prompts, speculate=speculate, **options)
+    return sum(len(c.tokens) for c in done) / (time.perf_counter() - start), done
+
+
+if __name__ == "__main__":
+    main()
