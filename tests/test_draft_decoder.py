@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fledge.decode.engine import Engine
+from fledge.kernels.tree_attention import Visible
 from fledge.models.decode_layer import CachedRows
 from fledge.models.draft import Draft
 from fledge.models.draft_decoder import DraftDecoder
@@ -93,12 +94,12 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
     cache.keep(None, torch.tensor(lengths))
     causal_33 = torch.ones(3, 3, dtype=torch.bool).tril()
     asked_B1 = torch.tensor(last)[:, None]
-    attend = CachedRows(TreeRows(cache, 3, causal_33.expand(2, 3, 3)))
-    asked = CachedRows(TreeRows(cache, 3, causal_33[asked_B1]), asked_B1)
+    attend = CachedRows(TreeRows(cache, 3, Visible(causal_33.expand(2, 3, 3))))
+    asked = CachedRows(TreeRows(cache, 3, Visible(causal_33[asked_B1])), asked_B1)
     position = (cache.length_B[:, None] + torch.arange(3)).flatten()
     out = decoder.step(*joined(list(lengths), 3), decoder.rotation(position), attend, asked)
     cache.keep(None, asked_B1[:, 0] + 1)
-    more = CachedRows(TreeRows(cache, 1, torch.ones(2, 1, 1, dtype=torch.bool)))
+    more = CachedRows(TreeRows(cache, 1, Visible(torch.ones(2, 1, 1, dtype=torch.bool))))
     further = decoder.step(*joined([n + 3 for n in lengths], 1), decoder.rotation(cache.length_B), more)
     for step, outs in enumerate((out, further)):
         fed_back, logits = decoder.predict(outs)

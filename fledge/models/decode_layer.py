@@ -148,7 +148,7 @@ class CachedRows:
         if self.asked_BS is None:
             return x_M
         B, S = self.asked_BS.shape
-        x_BnJ = x_M.view(B, x_M.shape[0] // B, -1)
+        x_BnJ = x_M.reshape(B, x_M.shape[0] // B, -1)
         return x_BnJ.gather(1, self.asked_BS[..., None].expand(-1, -1, x_BnJ.shape[2])).view(B * S, *x_M.shape[1:])
 
 
