@@ -21,7 +21,7 @@ TRAIN = (
     "--aux-layers 2,6,11 --fc-norm --norm-output --steps 680 --depth 2 --draft-vocab 1280 --max-length 256 "
     "--row-length 512 --lr 2e-3 --gamma 0.6 --eval-tokens 32"
 ).split()
-DECODE = "--depth 8 --confidence 0.12".split()
+DECODE = "--depth auto --confidence 0.12".split()
 
 
 def main() -> None:

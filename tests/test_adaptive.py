@@ -14,7 +14,7 @@ from fledge.decode import batch as batches
 from fledge.decode import propose
 from fledge.decode.adaptive import NOTHING, AcceptanceRates, Amount, AmountChooser, RoundCosts
 from fledge.decode.engine import Engine
-from fledge.decode.propose import DEPTHS, NODES, Drafting
+from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
 from fledge.types import Sampling
 from support.amounts import RandomAmounts
 from support.decoding import prompts
@@ -146,12 +146,12 @@ def test_costs() -> None:
 
 
 def test_amounts_of_drafting() -> None:
-    """Chains go up to twice the trained depth where a deeper one costs passes, and the trained depth comes first."""
+    """Chains may be deeper than those trained, and the trained depth comes first."""
     draft = tiny_draft(tiny_target())
     trained = draft.config.provenance.depth or 5
     resolved = Drafting(depth="auto").for_draft(draft.config)
     assert resolved.amounts[0] == Amount(trained, trained + 1)
-    assert {a.depth for a in resolved.amounts} == {trained, *(d for d in DEPTHS if d <= 2 * trained)}
+    assert {a.depth for a in resolved.amounts} == {trained, *(d for d in DEPTHS if d <= max(2 * trained, FAR))}
     trees = Drafting(mode="tree", nodes="auto", depth=4).for_draft(draft.config)
     assert sorted(a.nodes for a in trees.amounts) == sorted(NODES) and trees.verified == max(NODES)
     assert Drafting(depth=3).for_draft(draft.config).amounts == (Amount(3, 4),)

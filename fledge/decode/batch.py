@@ -87,6 +87,7 @@ class Batch:
     ):  # fmt: skip
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.records = proposer.draft is not None
+        self.committed_at: float | None = None  # the time of the last results, if the round after them is next
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
@@ -112,6 +113,7 @@ class Batch:
         if requests:
             yield from self._finish_launched()
             self._dismiss()
+            self.committed_at = None
         while requests:
             count = self._prefill_count(requests)
             joining = Joining(self, requests[:count])
@@ -175,7 +177,7 @@ class Batch:
 
     def close(self) -> None:
         """Removes all requests, complete or not."""
-        self.launched, self.loaded = [], None
+        self.launched, self.loaded, self.committed_at = [], None, None
         if self.running:
             self._select([])
 
@@ -208,6 +210,7 @@ class Batch:
             return
         yield from self._finish_launched()
         self._dismiss()
+        self.committed_at = None
         if not self.running:
             return
         self._unload()
@@ -299,7 +302,10 @@ class Batch:
         times = launched.timer.seconds()  # waits for the device
         if self.chooser is not None:
             accepted = [count - 1 for *_, count, _ in launched.results.tolist()]
-            self.chooser.add(launched.amount, accepted, sum(times) if launched.typical else None)
+            now = time.perf_counter()
+            alone = launched.typical and self.committed_at is not None  # nothing but this round was between
+            self.chooser.add(launched.amount, accepted, now - self.committed_at if alone else None)
+            self.committed_at = now
         for request, row in zip(launched.requests, launched.results.tolist(), strict=True):
             if request.over:
                 continue

@@ -26,7 +26,8 @@ DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's con
 AUTO = "auto"
 UNREAD = 64  # the most tokens of a request that are committed without the draft before it reads them
 GUESSED = 8  # of them, those for which its guesses are compared
-DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to twice the trained one
+DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to twice the trained one or FAR
+FAR = 10
 NODES = (8, 16, 32, 60)  # the same for the nodes of trees
 
 
@@ -241,7 +242,7 @@ class Drafting:
     def _amounts(self, trained: int, one_pass: bool) -> tuple[Amount, ...]:
         if self.shape is not None:
             return (Amount(len(self.shape.levels()) - 1, len(self.shape.parents)),)
-        most = trained if one_pass else 2 * trained
+        most = trained if one_pass else max(2 * trained, FAR)
         depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
         if not self.tree:
             amounts, start = [Amount(d, d + 1) for d in depths], Amount(min(trained, depths[-1]), 0)
