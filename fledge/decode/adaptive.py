@@ -213,8 +213,8 @@ class AmountChooser:
         rival = max(self.amounts[1:], key=lambda a: self._speed(requests, a))
         cost = self.costs.seconds(requests, rival) / self.costs.seconds(requests, NOTHING)
         return (
-            f"a round that drafts {rival.depth} tokens takes {cost:.2f} times as long as one without drafting, and "
-            f"would commit {self.tokens(rival):.2f} times the tokens"
+            f"a round that drafts {rival.depth} token{'s' * (rival.depth > 1)} takes {cost:.2f} times as long as one "
+            f"without drafting, and would commit {self.tokens(rival):.2f} times the tokens"
         )
 
 
