@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.decode_layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
+from fledge.kernels.likeliest import MOST, largest, likeliest
 from fledge.kernels.tree_attention import (
     COUNTERS,
     Visible,
@@ -448,3 +449,76 @@ def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (argmax_rows(tied, impl="triton") == 3).all()
     for rows in (x, tied, last, none, x[..., ::2]):
         assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))
+
+
+def in_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row and their places, the first of equal numbers first."""
+    values, places = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], places[..., :k]
+
+
+def check_largest(x: Tensor, k: int) -> None:
+    """`largest` exactly, and the log-probabilities of `likeliest` up to rounding."""
+    values, places = in_order(x, k)
+    found = largest(x, k, impl="triton")
+    assert found[0].dtype == x.dtype and found[1].dtype == torch.int64
+    assert torch.equal(found[0], values) and torch.equal(found[1], places)
+    logp, token = likeliest(x, k, impl="triton")
+    assert logp.dtype == torch.float32 and token.dtype == torch.int64 and torch.equal(token, places)
+    exact = x.double().log_softmax(-1).gather(-1, places).float()
+    torch.testing.assert_close(logp, exact, rtol=1e-6, atol=1e-5, equal_nan=True)
+    plain, _ = likeliest(x, k, impl="definition")
+    torch.testing.assert_close(logp, plain, rtol=1e-6, atol=1e-5, equal_nan=True)
+
+
+LARGEST = [  # of one chunk and of several, of which the last may be shorter than k
+    (1, 10),
+    (20, 37),
+    (2, 3, 2048),
+    (4, 2051),
+    (1, 7000),
+    pytest.param((1, 32_000), marks=pytest.mark.gpu),
+    pytest.param((10, 32_000), marks=pytest.mark.gpu),
+    pytest.param((8, 10, 151_936), marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("k", [1, 4, 10])
+@pytest.mark.parametrize("shape", LARGEST)
+def test_the_largest_of_rows(shape: tuple[int, ...], k: int, dtype: torch.dtype) -> None:
+    """Equal numbers, zeros of both signs, all below zero, and fewer numbers above -inf than k, at either end or none;
+    rows may be strided."""
+    x = randn(*shape, dtype=dtype, seed=k)
+    few, none, last = (torch.full_like(x, -torch.inf) for _ in range(3))
+    few[..., 2] = few[..., 5] = 3.0
+    last[..., -1] = -3.0
+    wide = torch.cat((x, x), -1)
+    for rows in (x, x.round(), -x.abs() - 1, torch.zeros_like(x) * x.sign(), few, last, none, wide[..., : x.shape[-1]]):
+        check_largest(rows, k)
+    check_largest(wide[..., ::2], k)
+
+
+def test_the_largest_with_nan() -> None:
+    """NaN comes first, whatever its sign; log-probabilities of its row are NaN, of other rows they are not."""
+    x = randn(2, 3000, dtype=torch.float32)
+    x[0, 7], x[0, 2999] = torch.nan, -torch.tensor(torch.nan)
+    values, places = largest(x, 3, impl="triton")
+    assert values.isnan().tolist() == [[True, True, False], [False] * 3] and places[0, :2].tolist() == [7, 2999]
+    logp, token = likeliest(x, 3, impl="triton")
+    assert logp[0].isnan().all() and torch.equal(token, places)
+    torch.testing.assert_close(logp[1], likeliest(x[1], 3, impl="definition")[0])
+
+
+def test_as_many_of_a_row() -> None:
+    """As many as the kernels take, more, and no row; from 1 to W are asked for."""
+    x = randn(2, 2100, dtype=torch.float32)
+    for k in (MOST, MOST + 1):
+        check_largest(x, k)
+    assert [y.shape for y in likeliest(x[:0], 3, impl="triton")] == [(0, 3), (0, 3)]
+    for k in (0, 2101):
+        for function in (largest, likeliest):
+            with pytest.raises(ValueError, match="must be between 1 and the 2100"):
+                function(x, k)
+    with pytest.raises(ValueError, match="must be one of"):
+        largest(x, 3, impl="radix")

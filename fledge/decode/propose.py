@@ -294,5 +294,5 @@ class Drafting:
         if not self.tree:
             return Chain(amount.depth, self.confidence, draft.device)
         if self.shape is None:
-            return DynamicTree(amount.depth, amount.nodes, self.width)
+            return DynamicTree(amount.depth, amount.nodes, self.width, draft)
         return FixedTree(self.shape, draft)

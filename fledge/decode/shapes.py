@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fledge.decode.sources import Front, Source, rows_of
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.likeliest import largest, likeliest
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.models.draft import Draft
 from fledge.models.draft_decoder import DraftDecoder
@@ -96,46 +97,48 @@ class DynamicTree(Shape):
 
     The root's `width` likeliest children are scored by the draft's log-probability. At each further level, up to
     `depth` in all, the `width` nodes of the last level with the highest cumulative score are expanded, and as many
-    children of each are scored. The best `nodes` - 1 of all that were scored make the tree. Waits for nothing.
+    children of each are scored. The best `nodes` - 1 of all that were scored make the tree. `width` is at most the size
+    of the draft's vocabulary, which is taken where it is larger. Waits for nothing.
     """
 
-    def __init__(self, depth: int, nodes: int, width: int):
-        self.depth, self.nodes, self.width = depth, nodes, width
-        self.levels, self.expanded = depth, (depth - 1) * width
+    def __init__(self, depth: int, nodes: int, width: int, draft: Draft):
+        self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
+        self.levels, self.expanded = depth, (depth - 1) * self.width
+        self.slot_F = torch.arange(max(self.expanded, self.width), device=draft.device)
+        self.own_ww = torch.eye(self.width, dtype=torch.bool, device=draft.device)
 
     def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        decoder, w = source.decoder, min(self.width, logits_B1W.shape[-1])
+        decoder, w = source.decoder, self.width
         B, device = root_B.numel(), root_B.device
         score, token = self.children(logits_B1W, torch.zeros(B, 1, device=device))
         scored, drafted, parents = [score], [token], [token.new_full((B, w), -1)]
         # the front: its places among all scored nodes and within the last level, its parents' within the last front
-        places = front = torch.arange(w, device=device).expand(B, w)
-        above = torch.zeros_like(front)
+        places = front = self.slot_F[:w].expand(B, w)
+        above, front_score = torch.zeros_like(front), score
         expanded: list[Tensor] = []  # places of the expanded nodes, in order
         seen = torch.zeros(B, w, 0, dtype=torch.bool, device=device)  # which expanded nodes each node of the front sees
-        own = torch.eye(w, dtype=torch.bool, device=device).expand(B, w, w)
+        own = self.own_ww.expand(B, w, w)
         for _ in range(1, self.depth):
             seen = torch.cat([rows_of(seen, above), own], dim=2)
             logits = source.expand(Front(decoder.to_target(drafted[-1].gather(1, front)), above, seen))
             expanded.append(places)
-            score, token = self.children(logits, scored[-1].gather(1, front))
+            score, token = self.children(logits, front_score)
             parents.append(places.repeat_interleave(w, dim=1))
             before = sum(s.shape[1] for s in scored)
             scored.append(score)
             drafted.append(token)
-            front = score.topk(w).indices
+            front_score, front = largest(score, w)
             places, above = before + front, front // w
         tree, place_BN = best_of(decoder, root_B, scored, drafted, parents, self.nodes, self.depth)
         slot_BP = torch.full((B, sum(s.shape[1] for s in scored) + 1), -1, device=device)  # the last is the root's
         if expanded:
-            slots = torch.arange(len(expanded) * w, device=device).expand(B, -1)
-            slot_BP.scatter_(1, torch.cat(expanded, dim=1), slots)
+            slot_BP.scatter_(1, torch.cat(expanded, dim=1), self.slot_F.expand(B, -1))
         return tree, slot_BP.gather(1, place_BN % slot_BP.shape[1])
 
     def children(self, logits_BMW: Tensor, score_BF: Tensor) -> tuple[Tensor, Tensor]:
         """Cumulative scores (float32) and draft ids (int64) of the likeliest children of F nodes, one node's after the
         other's, each [B, F width]. `logits_BMW` are each node's (M = F) or shared by all (M = 1)."""
-        logp, token = logits_BMW.float().log_softmax(-1).topk(min(self.width, logits_BMW.shape[-1]))
+        logp, token = likeliest(logits_BMW, self.width)
         score = score_BF[..., None] + logp
         return score.flatten(1), token.expand_as(score).flatten(1)
 
@@ -220,6 +223,6 @@ class FixedTree(Shape):
             if i:
                 seen_BFJ = level.seen_FJ.expand(B, -1, -1)
                 logits = source.expand(Front(token_BN[:, level.parents], level.above.expand(B, F), seen_BFJ))
-            likeliest = logits.topk(level.ranks).indices.expand(B, F, -1)
-            token_BN[:, level.nodes] = source.decoder.to_target(likeliest[:, level.parent, level.rank])
+            ranked = largest(logits, level.ranks)[1].expand(B, F, -1)
+            token_BN[:, level.nodes] = source.decoder.to_target(ranked[:, level.parent, level.rank])
         return Tree(token_BN, self.parent_N.expand(B, -1), len(self.places)), self.slot_N.expand(B, -1)
