@@ -1,4 +1,5 @@
-"""Times the kernels of decoding: attention to a cache and a tree, and the small operations of a layer.
+"""Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, and the likeliest
+tokens of logits.
 
     python bench/decode_kernels.py --out bench/results/decode_kernels.json
 
@@ -20,12 +21,14 @@ from torch import Tensor
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.kernels.likeliest import likeliest
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, tree_attention
 from fledge.types import Tree
 
 CALLS = 32
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
 ROWS = 1, 8, 60
+LIKELIEST = 10
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls) for M in ROWS]
+    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls, likeliest_calls) for M in ROWS]
     for make, B, S, length in cases:
         calls, moved = make(SHAPES[options.shape], B, S, length)
         us = 1e6 * seconds_per_call(calls, options.device, options.repeats)
@@ -118,6 +121,13 @@ def rope_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 def activation_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
     M, F = B * S, shape["intermediate_size"]
     return [lambda x=torch.randn(M, 2 * F): silu_mul_fused(x) for _ in range(CALLS)], 2 * 3 * M * F
+
+
+def likeliest_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The LIKELIEST likeliest tokens of a draft's vocabulary, as a level of a dynamic tree takes."""
+    M, W = B * S, shape["draft_vocab_size"]
+    calls = [lambda x=torch.randn(M, W): likeliest(x, LIKELIEST) for _ in range(CALLS)]
+    return calls, M * (2 * W + 12 * LIKELIEST)
 
 
 def seconds_per_call(calls: list[Callable[[], object]], device: str, repeats: int) -> float:
