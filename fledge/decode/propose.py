@@ -26,7 +26,7 @@ DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's con
 AUTO = "auto"
 UNREAD = 64  # the most tokens of a request that are committed without the draft before it reads them
 GUESSED = 8  # of them, those for which its guesses are compared
-DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to twice the trained one or FAR
+DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained one
 FAR = 10
 NODES = (8, 16, 32, 60)  # the same for the nodes of trees
 

@@ -40,14 +40,11 @@ def graph_size(requests: int) -> int:
 class Drafter(Protocol):
     """What a round needs of a `Proposer`, or of its stand-in without a draft (`NoDrafter`).
 
-    `levels` are the most tokens of a drafted path. `nodes` and `scratch` are the most slots that a round writes after
-    the committed ones in the target's and in the draft's cache. `capturable`: whether drafting asks the device nothing.
+    `levels` are the most tokens of a drafted path. `capturable`: whether drafting asks the device nothing.
     """
 
     draft: Draft | None
     levels: int
-    nodes: int
-    scratch: int
     capturable: bool
 
     def propose(self, state: RoundState) -> Tree:
