@@ -3,7 +3,8 @@
 The best amount is the one with the most tokens per second: the tokens that a round is expected to commit, by the
 acceptance measured lately, divided by the seconds that such a round takes. Nothing at all is one of the amounts: where
 drafting does not pay, speculation pauses. The draft then reads the committed tokens now and then, and its guesses for
-them tell when drafting would pay again.
+them tell when drafting would pay again. Where it does not pay when new requests begin, these rest: they are decoded as
+without a draft to the end, until others try again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
-REST, MOST_REST = 4, 64  # batches of requests that are decoded without the draft while it does not pay
+REST, MOST_REST = 4, 64  # batches of requests that rest while the draft does not pay: at first, and at most
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth never drafted, relative to that at the depth above it
 AGAIN, SELDOM = 256, 2048  # rounds until the costs are measured again, doubled each time up to the second number
-GROWTH = 0.2  # tokens beyond the first grow with this power of a tree's nodes; replaced as trees are measured
+GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes, from those of the trees used lately
 
 
 @dataclass(frozen=True, order=True)
