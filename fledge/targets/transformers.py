@@ -242,7 +242,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         inputs: dict[str, Any] = {}
         if self._keeps_logits:
             last = [n - 1 for n in ends]
-            inputs["logits_to_keep"] = 1 if len(ends) == 1 else torch.tensor(last)  # on the CPU, for any layer's device
+            # a list, since accelerate would move a tensor to the first device, which may not be the last layer's
+            inputs["logits_to_keep"] = 1 if len(ends) == 1 else last
         with self._capture(layers) as states, without_cudnn_sdpa(self.device):
             logits = self.run(ids, cache, **inputs)
         index = [ends.index(n) - len(ends) if self._keeps_logits else n - 1 for n in lengths]
