@@ -257,7 +257,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
     schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.implementation)
-    optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
+    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay)
     rows, source = (
         OneRow(make_row(case.tokens, case.supervised, config.vocab_size)),
         LiveFeatures(target, layers),

@@ -41,8 +41,8 @@ def replace_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         yield new
-        for file in new.iterdir():
-            _fsync(file)
+        for path in new.rglob("*"):
+            _fsync(path)
         _fsync(new)
     except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
@@ -150,11 +150,15 @@ def remove_temporary_files(directory: Path) -> None:
 def disk_full_errno(error: BaseException | None) -> int | None:
     """The errno if an exception, or one in its chain of causes, reports a full disk; otherwise None.
 
-    torch.save raises a RuntimeError whose context is the OSError.
+    torch.save raises a RuntimeError whose context is the OSError, torch.distributed.checkpoint an exception with the
+    failures of all ranks.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return error.errno
+        for failure, _ in getattr(error, "failures", {}).values():
+            if (full := disk_full_errno(failure)) is not None:
+                return full
         error = error.__cause__ or error.__context__
     return None
 

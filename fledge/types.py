@@ -135,6 +135,25 @@ class RowSums:
             simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
         )
 
+    @classmethod
+    def zero(cls, steps: int) -> RowSums:
+        """The sums of no row, for `steps` TTT steps."""
+        counts = [torch.zeros(steps, dtype=torch.int64) for _ in range(4)]
+        return cls(torch.zeros(()), *counts, torch.zeros(steps), (0, 0))
+
+    def packed(self) -> Tensor:
+        """All sums as one float64 vector in host memory, in which numbers up to 2^53 are exact."""
+        counts = (self.live_K, self.scored_K, self.hit_K, self.survive_K, self.accept_K)
+        parts = [self.loss.detach().cpu().double()[None], *(c.double() for c in counts)]
+        return torch.cat([*parts, torch.tensor(self.simulated, dtype=torch.float64)])
+
+    @classmethod
+    def unpacked(cls, vector: Tensor) -> RowSums:
+        """The sums that `packed` made a vector of."""
+        counts = vector[1:-2].view(5, -1)
+        simulated = tuple(int(n) for n in vector[-2:])
+        return cls(vector[0], *(c.long() for c in counts[:4]), counts[4], simulated)
+
 
 @dataclass(frozen=True)
 class Sampling:

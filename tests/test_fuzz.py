@@ -261,7 +261,7 @@ INPUTS: dict[str, Input] = {
         (("train", "--resume", "run"), ("train", "--config", "run/recipe.yaml", "--out", "new")),
     ),
     "a train.json of an earlier version": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
-    "a run's state": Input(damage_bytes("run/checkpoint/state.pt"), (("train", "--resume", "run"),)),
+    "a run's state": Input(damage_bytes("run/checkpoint/progress.json"), (("train", "--resume", "run"),)),
     "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
     "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),
     "a chat template": Input(damage_template, (tuple(GENERATE), tuple(TRAIN))),

@@ -35,7 +35,7 @@ from support.commands import run_to_its_end
 from support.files import metrics_of, write_rows
 from support.mutations import replace_function
 from support.rows import document
-from support.runs import as_before, recipe_of, write_recipe
+from support.runs import as_before, earlier_state, recipe_of, state_file, write_earlier_state, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
@@ -138,9 +138,10 @@ def train_until(kill, out):
         if (writes or changes) and (str(out) in str(given[0]) or not os.path.isabs(str(given[0]))):
             reached()
     save, flush = RunDirectory.save_checkpoint, os.fsync
-    def counting(*given):
+    def counting(run, *given):
         nonlocal saved, point
-        save(*given)
+        save(run, *given)
+        run.finish_saving()
         (here / "points").open("a").write(f"{point}\\n")
         saved, point = saved + 1, 0
     sys.addaudithook(watch)
@@ -156,8 +157,8 @@ def ended(kill, name):
     return os.waitpid(pid, 0)[1]
 
 def last_saved():
-    state = RunDirectory(here / "killed").load_checkpoint()
-    return state["progress"]["step"] if state else 0
+    progress = RunDirectory(here / "killed").load_progress()
+    return progress["step"] if progress else 0
 
 assert ended(None, "unbroken") == 0
 first, second = map(int, (here / "points").read_text().split()[:2])
@@ -214,14 +215,26 @@ def train_in_two_parts(directory: Path) -> None:
     train_in(directory)
 
 
-def forget_the_moments(load: Any, optimizer: MasterAdamW, state: dict) -> None:
-    load(optimizer, state)
+def forget_the_moments(restored: Any, optimizer: MasterAdamW) -> None:
+    restored(optimizer)
     for moments in optimizer.adamw.state.values():
         moments["exp_avg"].zero_()
 
 
-def round_the_weights(load: Any, optimizer: MasterAdamW, state: dict) -> None:
-    load(optimizer, state | {"masters": [master.bfloat16().float() for master in state["masters"]]})
+def forget_the_steps(restored: Any, optimizer: MasterAdamW) -> None:
+    restored(optimizer)
+    for moments in optimizer.adamw.state.values():
+        moments["step"].zero_()
+
+
+def round_the_weights(restored: Any, optimizer: MasterAdamW) -> None:
+    for master in optimizer.masters:
+        master.copy_(master.bfloat16().float())
+    restored(optimizer)
+
+
+def keep_the_first_weights(restored: Any, optimizer: MasterAdamW) -> None:
+    pass
 
 
 def begin_the_data_again(progress_of: Any, *given: Any) -> trainer.Progress:
@@ -241,8 +254,10 @@ def keep_every_line(truncate: Any, run: RunDirectory, step: int) -> None:
 
 
 MUTATIONS = [  # (owner, function, replacement)
-    (MasterAdamW, "load_state_dict", forget_the_moments),
-    (MasterAdamW, "load_state_dict", round_the_weights),
+    (MasterAdamW, "restored", forget_the_moments),
+    (MasterAdamW, "restored", forget_the_steps),
+    (MasterAdamW, "restored", round_the_weights),
+    (MasterAdamW, "restored", keep_the_first_weights),
     (trainer, "_progress_of", begin_the_data_again),
     (trainer, "_progress_of", begin_the_schedule_again),
     (trainer, "_progress_of", forget_the_best),
@@ -280,7 +295,7 @@ def test_sigterm_saves_a_checkpoint_and_names_the_resume_command(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopping after this step" in said and "--resume" in said
     step = metrics_of(run)[-1]["step"]
-    assert 0 < step < 2000 and (run / "checkpoint" / "state.pt").exists()
+    assert 0 < step < 2000 and (run / "checkpoint" / "progress.json").exists()
 
 
 def test_the_draft_given_with_init_from_may_change_or_disappear(tmp_path, fledge):
@@ -330,7 +345,7 @@ def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
     computed = trainer.optimizer_step
 
     def acting(*given):
-        if given[-1].step == step - 1:
+        if given[6].step == step - 1:
             act()
         return computed(*given)
 
@@ -369,7 +384,7 @@ def test_each_termination_signal_stops_training_after_the_step(signals, tmp_path
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and ran.err.count("stopping after this step; a second Ctrl-C") == 1, ran.err
     assert f"stopped after step 3; continue with: fledge train --resume {tmp_path / 'run'}" in ran.err.replace("\n", "")
-    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 3
+    assert RunDirectory(tmp_path / "run").load_progress()["step"] == 3
     monkeypatch.undo()
     assert fledge("train", "--resume", tmp_path / "run").code == 0
     assert len(metrics_of(tmp_path / "run")) == 6
@@ -389,18 +404,18 @@ def test_a_run_under_nohup_continues_when_its_terminal_closes(tmp_path, fledge, 
 
 def test_a_second_ctrl_c_waits_for_a_save_to_end(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    save = torch.save
+    save = RunDirectory.save_checkpoint
 
     def interrupted(*given):
         send(signal.SIGINT, signal.SIGINT)
         save(*given)
 
     during_step(monkeypatch, 2, lambda: send(signal.SIGINT))
-    monkeypatch.setattr(torch, "save", interrupted)
+    monkeypatch.setattr(RunDirectory, "save_checkpoint", interrupted)
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and "stopped after step 2; continue with" in ran.err, ran.err
     assert ran.err.count("a checkpoint is being saved; stopping when it is complete") == 2
-    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 2
+    assert RunDirectory(tmp_path / "run").load_progress()["step"] == 2
 
 
 def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
@@ -438,7 +453,7 @@ def test_training_saves_and_ends_when_standard_error_cannot_be_written(how, tmp_
         ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
         monkeypatch.undo()
     assert ran.code == 130
-    assert RunDirectory(tmp_path / "run").load_checkpoint()["progress"]["step"] == 1
+    assert RunDirectory(tmp_path / "run").load_progress()["step"] == 1
     assert fledge("train", "--resume", tmp_path / "run").code == 0
     assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -504,28 +519,26 @@ def test_a_state_that_training_did_not_write_is_refused(tmp_path, fledge):
     """Changed states of a checkpoint without hashes are refused; a state of an earlier version is resumed."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
-    checkpoint = tmp_path / "run" / "checkpoint"
-    (checkpoint / "SHA256SUMS").unlink()
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    run, state = tmp_path / "run", earlier_state(tmp_path / "run")
     for what, other in states(state).items():
-        torch.save(other, checkpoint / "state.pt")
+        write_earlier_state(run, other)
         ran = fledge("train", "--resume", tmp_path / "run")
-        assert ran.code == 2 and "state.pt cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
+        assert ran.code == 2 and "cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
     earlier = {"place" if name == "address" else name: value for name, value in state["progress"].items()}
-    torch.save({**state, "progress": earlier}, checkpoint / "state.pt")
+    write_earlier_state(run, {**state, "progress": earlier})
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
 def test_a_flipped_bit_of_the_state_is_refused(tmp_path, fledge):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
-    file = tmp_path / "run" / "checkpoint" / "state.pt"
+    file = state_file(tmp_path / "run")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
     ran = fledge("train", "--resume", tmp_path / "run")
     assert ran.code == 2 and "its SHA-256 differs from the recorded one" in ran.err, ran.err
-    words = "--init-from", file.parent, "--out", tmp_path / "anew", *FLAGS
+    words = "--init-from", tmp_path / "run" / "checkpoint", "--out", tmp_path / "anew", *FLAGS
     assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the command that the message names"
     assert len(metrics_of(tmp_path / "anew")) == 6
 
@@ -563,6 +576,7 @@ def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_pat
     monkeypatch.undo()
     for run in ("unbroken", "stopped"):
         as_before(tmp_path / run)
+    write_earlier_state(tmp_path / "stopped", earlier_state(tmp_path / "stopped"))
     resumed = fledge("train", "--resume", tmp_path / "stopped")
     assert resumed.code == 0 and "now called" not in resumed.err, resumed.err
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped")
@@ -625,7 +639,7 @@ def test_an_error_that_ends_a_run_says_what_to_do(error, code, saved, unsaved, t
     step = trainer.optimizer_step
 
     def ending(*given):
-        if given[-1].step == 2:
+        if given[6].step == 2:
             raise error
         return step(*given)
 

@@ -500,7 +500,7 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
     def trained(parts: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        optimizer = MasterAdamW(model.parameters(), (0.9, 0.95), 0.01)
+        optimizer = MasterAdamW(model.named_parameters(), (0.9, 0.95), 0.01)
         for _ in range(3):
             for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
                 ((model(a) - b) ** 2).sum().backward()
@@ -521,7 +521,7 @@ def test_the_optimizer_is_adamw(clip: float) -> None:
         return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
 
     ours, theirs = model(), model()
-    optimizer = MasterAdamW(ours.parameters(), (0.9, 0.95), 0.1)
+    optimizer = MasterAdamW(ours.named_parameters(), (0.9, 0.95), 0.1)
     groups = [
         dict(params=[p for p in theirs.parameters() if p.dim() > 1], weight_decay=0.1),
         dict(params=[p for p in theirs.parameters() if p.dim() == 1], weight_decay=0.0),
@@ -546,7 +546,7 @@ def test_the_optimizer_is_adamw(clip: float) -> None:
 def test_masters_keep_what_16_bits_drop() -> None:
     """Updates too small for bfloat16 add up in the float32 master weights and reach the parameter."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([p], (0.9, 0.95), 0.0)
+    optimizer = MasterAdamW([("p", p)], (0.9, 0.95), 0.0)
     moved = []
     for _ in range(40):
         p.grad = torch.ones_like(p)

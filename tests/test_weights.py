@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
@@ -27,6 +27,7 @@ from fledge.train.checkpoint import RunDirectory
 from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
 from support.files import listing, reconfigure
+from support.runs import save_checkpoint, state_file, write_earlier_state
 from support.targets import tiny_draft, tiny_target, tiny_tokenizer
 
 VARIANTS = {
@@ -435,7 +436,7 @@ def test_readers_find_the_old_content_without_renaming(tmp_path, monkeypatch):
     draft = saved(tmp_path / "d")
     (tmp_path / "d").rename(tmp_path / ".d.fledge-old")
     run = RunDirectory(tmp_path / "run")
-    run.save_checkpoint(draft, torch.float32, {"step": 3})
+    save_checkpoint(run, draft, torch.float32, {"step": 3})
     run.checkpoint.rename(tmp_path / "run" / ".checkpoint.fledge-old")
     before = listing(tmp_path), listing(tmp_path / "run")
 
@@ -446,7 +447,7 @@ def test_readers_find_the_old_content_without_renaming(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, read_only)
     assert same(load_draft(tmp_path / "d"), draft)
     assert read_draft_config(tmp_path / "d") == load_draft(tmp_path / "d").config
-    assert run.load_checkpoint() == {"step": 3}
+    assert run.load_progress() == {"step": 3}
     assert same(load_draft(run.checkpoint), draft)
     assert (listing(tmp_path), listing(tmp_path / "run")) == before
 
@@ -489,6 +490,7 @@ torch.set_num_threads(1)
 from support.drafts_on_disk import make, saved
 from fledge.models.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
+from support.runs import save_checkpoint
 here = Path(sys.argv[1])
 """
 KILLED_WHILE_WRITING = (
@@ -511,17 +513,17 @@ FULL_DISK = (
 run = RunDirectory(here)
 run.start("a: 1")
 run.publish(make(seed=1), torch.float32)
-run.save_checkpoint(make(seed=1), torch.float32, {"step": 1})
+save_checkpoint(run, make(seed=1), torch.float32, {"step": 1})
 run.metrics.write_text('{"step": 1}\\n' * 20_000)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 small = dict(hidden_size=8, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
-big, room = {"x": torch.zeros(50_000)}, {"x": [torch.zeros(2_000) for _ in range(40)]}
+big, room = {"x": torch.zeros(50_000)}, {f"x{i}": torch.zeros(2_000) for i in range(40)}
 jobs = {
     "publish": lambda: run.publish(make(seed=2), torch.float32),
-    "checkpoint draft": lambda: run.save_checkpoint(make(seed=2), torch.float32, {}),
-    "checkpoint state": lambda: run.save_checkpoint(make(seed=2, **small), torch.bfloat16, big),
-    "checkpoint state, later": lambda: run.save_checkpoint(make(seed=2, **small), torch.bfloat16, room),
+    "checkpoint draft": lambda: save_checkpoint(run, make(seed=2), torch.float32, {}),
+    "checkpoint state": lambda: save_checkpoint(run, make(seed=2, **small), torch.bfloat16, {}, **big),
+    "checkpoint state, later": lambda: save_checkpoint(run, make(seed=2, **small), torch.bfloat16, {}, **room),
     "metrics": lambda: run.truncate_metrics(5),
 }
 for name, job in jobs.items():
@@ -560,12 +562,12 @@ def test_a_full_disk_gives_one_sentence_and_keeps_the_old_content(tmp_path):
         assert "no space to " in message and str(what) in message and "ree some disk space" in message
         assert "\n" not in message
     run = RunDirectory(tmp_path)
-    assert same(load_draft(run.draft), make(seed=1)) and run.load_checkpoint() == {"step": 1}
+    assert same(load_draft(run.draft), make(seed=1)) and run.load_progress() == {"step": 1}
     assert run.metrics.read_text() == '{"step": 1}\n' * 20_000
     assert listing(tmp_path) == ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"]
 
 
-@pytest.mark.parametrize("where", ["write_bytes", "write_text", "mkdir"])
+@pytest.mark.parametrize("where", ["write_bytes", "mkdir"])
 def test_no_space_left(tmp_path, monkeypatch, where):
     draft = saved(tmp_path / "d", seed=1)
 
@@ -589,7 +591,7 @@ def test_a_run_is_started_once(tmp_path):
     with pytest.raises(ValueError, match="holds no training run to resume"):
         run.options_file()
     run.start("lr: 0.1")
-    assert run.options_file().read_text() == "lr: 0.1" and run.load_checkpoint() is None
+    assert run.options_file().read_text() == "lr: 0.1" and run.load_progress() is None
     with pytest.raises(
         ValueError, match=r"holds a training run; continue it with --resume .*run, or choose another --out"
     ):
@@ -601,56 +603,62 @@ def test_a_run_is_started_once(tmp_path):
 
 
 @pytest.mark.parametrize("hashed", [True, False], ids=["with hashes", "without hashes"])
-@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty", "a list"])
-def test_a_damaged_state_is_refused(tmp_path, damage, hashed):
+@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty", "other"])
+@pytest.mark.parametrize("what", ["progress.json", "state", "state.pt"])
+def test_a_damaged_state_is_refused(tmp_path, what, damage, hashed):
     run = RunDirectory(tmp_path)
-    run.save_checkpoint(make(), torch.float32, {"step": 1, "x": torch.zeros(1000)})
-    file = run.checkpoint / "state.pt"
+    save_checkpoint(run, make(), torch.float32, {"step": 1}, x=torch.ones(1000))
+    file = state_file(tmp_path) if what == "state" else run.checkpoint / what
+    if what == "state.pt":  # of an earlier version
+        write_earlier_state(tmp_path, {"progress": {"step": 1}, "x": torch.ones(1000)})
+        hashed = False
     content = file.read_bytes()
     file.unlink()
-    if damage == "a list":
-        torch.save([1, 2], file)
+    if damage == "other":
+        others = {"progress.json": lambda: file.write_text("[1, 2]"), "state.pt": lambda: torch.save([1, 2], file)}
+        others.get(what, lambda: save_file({"y": torch.ones(3)}, file))()
     elif damage != "gone":
         file.write_bytes({"cut": content[: len(content) // 2], "noise": b"not a checkpoint", "empty": b""}[damage])
     if not hashed:
-        (run.checkpoint / "SHA256SUMS").unlink()
-    with pytest.raises(ValueError, match=r"state\.pt cannot be read .* damaged, start a new run.* --init-from"):
-        run.load_checkpoint()
+        (run.checkpoint / "SHA256SUMS").unlink(missing_ok=True)
+    reason = rf"{re.escape(str(run.checkpoint))}/.*cannot be read .* damaged, start a new run.* --init-from"
+    with pytest.raises(ValueError, match=reason):
+        run.load_progress()
+        run.load_tensors({"x": torch.zeros(1000)})
 
 
-@pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["state", "progress.json", "model.safetensors", "config.json"])
 def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
     run = RunDirectory(tmp_path)
-    run.save_checkpoint(make(), torch.float32, {"x": torch.ones(1000)})
-    file = run.checkpoint / name
+    save_checkpoint(run, make(), torch.float32, {"step": 1}, x=torch.ones(1000))
+    file = state_file(tmp_path) if name == "state" else run.checkpoint / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(
         ValueError, match=rf"{re.escape(str(file))} cannot be read \(its SHA-256 differs.*start a new run"
     ):
-        run.load_checkpoint()
+        run.load_progress()
     (run.checkpoint / "SHA256SUMS").write_text("garbled")
     with pytest.raises(ValueError, match="SHA256SUMS is damaged"):
-        run.load_checkpoint()
+        run.load_progress()
 
 
 def test_the_hashes_are_those_of_sha256sum(tmp_path):
     run = RunDirectory(tmp_path)
-    run.save_checkpoint(make(), torch.float32, {"step": 1})
-    lines = (run.checkpoint / "SHA256SUMS").read_text().splitlines()
-    assert lines == [
-        f"{hashlib.sha256((run.checkpoint / name).read_bytes()).hexdigest()}  {name}"
-        for name in ("state.pt", "model.safetensors", "config.json")
+    save_checkpoint(run, make(), torch.float32, {"step": 1})
+    names = [f"state/{state_file(tmp_path).name}", "model.safetensors", "config.json", "progress.json"]
+    assert (run.checkpoint / "SHA256SUMS").read_text().splitlines() == [
+        f"{hashlib.sha256((run.checkpoint / name).read_bytes()).hexdigest()}  {name}" for name in names
     ]
-    assert sorted([*(line.split("  ")[1] for line in lines), "SHA256SUMS"]) == listing(run.checkpoint)
+    assert sorted([*(name.split("/")[0] for name in names), "SHA256SUMS"]) == listing(run.checkpoint)
 
 
 def test_a_checkpoint_without_hashes_is_loaded(tmp_path):
     run = RunDirectory(tmp_path)
-    run.save_checkpoint(make(), torch.float32, {"step": 1})
+    save_checkpoint(run, make(), torch.float32, {"step": 1})
     (run.checkpoint / "SHA256SUMS").unlink()
-    assert run.load_checkpoint() == {"step": 1}
+    assert run.load_progress() == {"step": 1}
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "[" * 5000, "{", "\x00"])
@@ -662,10 +670,16 @@ def test_a_damaged_train_json_is_refused(tmp_path, text):
 
 
 def test_a_checkpoint_is_read_back_and_its_draft_loads(tmp_path):
-    run, draft, state = RunDirectory(tmp_path), make(), {"optimizer": {"m": torch.randn(7)}, "address": (3, 4)}
-    run.save_checkpoint(draft, torch.float32, state)
-    loaded = run.load_checkpoint()
-    assert loaded["address"] == (3, 4) and torch.equal(loaded["optimizer"]["m"], state["optimizer"]["m"])
+    """What is saved are the values at the time of the call, although it is written later."""
+    run, draft, m, n = RunDirectory(tmp_path), make(), torch.randn(7), torch.tensor(3.0)
+    before = {"m": m.clone(), "n": n.clone()}
+    run.save_checkpoint(draft, torch.float32, {"m": m, "n": n}, {"address": [3, 4], "tau": 1 / 3})
+    m.zero_()
+    n.zero_()
+    run.finish_saving()
+    assert run.load_progress() == {"address": [3, 4], "tau": 1 / 3} and run.load_earlier_state() is None
+    run.load_tensors({"m": m, "n": n})
+    assert torch.equal(m, before["m"]) and torch.equal(n, before["n"])
     assert same(load_draft(run.checkpoint), draft)
 
 
@@ -716,15 +730,15 @@ def test_a_run_directory_may_be_a_symbolic_link(tmp_path):
     with run.locked():
         run.start("a: 1")
         for step in (1, 2):
-            run.save_checkpoint(make(), torch.float32, {"step": step})
-    assert run.load_checkpoint() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "recipe.yaml"]
+            save_checkpoint(run, make(), torch.float32, {"step": step})
+    assert run.load_progress() == {"step": 2} and listing(tmp_path / "disk") == ["checkpoint", "recipe.yaml"]
 
 
 def test_a_run_is_locked_by_one_process_that_repairs_it(tmp_path):
     """After a kill, the next process that locks the run repairs it; a second process cannot lock it."""
     run = RunDirectory(tmp_path / "run")
     with run.locked():
-        run.save_checkpoint(make(), torch.float32, {"step": 1})
+        save_checkpoint(run, make(), torch.float32, {"step": 1})
     run.checkpoint.rename(run.path / ".checkpoint.fledge-old")
     (run.path / ".fledge-new-0123").write_text("half of metrics.json")
     (run.path / ".fledge-lock").write_text("process 1 on another machine")

@@ -102,6 +102,11 @@ class Rows:
         epoch, i = address
         return sum(self.documents[j].tokens.numel() for j in self.epoch(epoch)[i])
 
+    def supervised(self, address: tuple[int, int]) -> int:
+        """The number of supervised tokens in a row, which its training step's time grows with."""
+        epoch, i = address
+        return sum(int((self.documents[j].spans >= 0).sum()) for j in self.epoch(epoch)[i])
+
     def next(self, address: tuple[int, int]) -> tuple[int, int]:
         """The address of the next row: in the same epoch, or the first of the next epoch."""
         epoch, i = address

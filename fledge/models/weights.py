@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def _sha256(text: str) -> str:
 # -- drafts on disk ---------------------------------------------------------------------------------------------
 
 
-def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
-    """Writes model.safetensors, with weights in `dtype`, and config.json into an existing directory.
+def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
+    """The content of a draft's files, model.safetensors with weights in `dtype` and config.json.
 
     The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
     if the draft predicts the whole vocabulary, since vLLM refuses them then. The input norm of layers after the first
@@ -77,15 +78,20 @@ def write_draft(draft: Draft, directory: Path, dtype: torch.dtype) -> None:
     if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang's fc has a bias, uninitialized without this
         tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
-    (directory / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2)
-    (directory / CONFIG).write_text(text + "\n")
+    return {WEIGHTS: save(tensors, metadata={"format": "pt"}), CONFIG: (text + "\n").encode()}
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Writes files, given by name, into an existing directory."""
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes a draft's directory atomically, and replaces an existing one. Raises OSError, e.g. for a full disk."""
     with replace_directory(Path(directory)) as new:
-        write_draft(draft, new, dtype)
+        write_files(draft_files(draft, dtype), new)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
@@ -208,7 +214,7 @@ def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for given, tensor in tensors.items():
         name = given.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
         name = SGLANG_NORMS.get(name, name)
-        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `write_draft`
+        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `draft_files`
         if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
             continue
         if name in out:
@@ -225,7 +231,7 @@ def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge:
         config = replace(config, own_embeddings=True)
     if config.family.fuses_embedding:
         if not config.fc_bias and "fc.bias" in tensors and not tensors["fc.bias"].any():
-            del tensors["fc.bias"]  # written for SGLang only, see `write_draft`
+            del tensors["fc.bias"]  # written for SGLang only, see `draft_files`
         config = replace(config, fc_bias="fc.bias" in tensors)
     if not by_fledge:
         further = {found[1] for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}

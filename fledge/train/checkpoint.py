@@ -1,4 +1,8 @@
-"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml` and `metrics.jsonl`."""
+"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml` and `metrics.jsonl`.
+
+A checkpoint is written by torch.distributed.checkpoint (DCP), in the background and by all ranks, each its part of the
+state. It can be read by another number of ranks. All its files are safetensors and JSON, which run no code when read.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,19 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fledge.files import (
     exclusive_lock,
@@ -22,9 +34,11 @@ from fledge.files import (
     sibling_path,
 )
 from fledge.models.draft import Draft
-from fledge.models.weights import CONFIG, WEIGHTS, save_draft, write_draft
+from fledge.models.weights import draft_files, save_draft, write_files
+from fledge.train.ranks import ALONE, Ranks
 
-STATE = "state.pt"
+STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
+EARLIER_STATE = "state.pt"  # both together, in checkpoints of earlier versions
 SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the program sha256sum
 
 
@@ -39,6 +53,8 @@ class RunDirectory:
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
         self.recipe, self.old_config = self.path / "recipe.yaml", self.path / "train.json"
         self.metrics = self.path / "metrics.jsonl"
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
 
     def check_free(self) -> None:
         """Raises ValueError if the directory holds a run, or another file that a run would replace."""
@@ -94,40 +110,129 @@ class RunDirectory:
             raise ValueError(f"{self.path} holds no training run to resume (no {self.recipe.name})")
         return found
 
-    def save_checkpoint(self, draft: Draft, dtype: torch.dtype, state: dict[str, Any]) -> None:
-        """Writes the training state, and the current draft as one that can be loaded."""
-        with replace_directory(self.checkpoint) as new:
-            write_draft(draft, new, dtype)
-            with (new / STATE).open("wb") as f:
-                torch.save(state, f)
-            sums = "".join(f"{_sha256(new / name)}  {name}\n" for name in (STATE, WEIGHTS, CONFIG))
-            (new / SUMS).write_text(sums)
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
-        """The state of the last complete checkpoint; None if there is none yet.
+    def save_checkpoint(
+        self, draft: Draft, dtype: torch.dtype, tensors: dict[str, Tensor], progress: dict[str, Any],
+        ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
+        """Starts to write a checkpoint: the tensors (each rank its parts of them), `progress` as JSON, and the current
+        draft as one that can be loaded. Everything is copied to host memory before this returns.
 
-        Raises ValueError if a file's hash is wrong (checkpoints of earlier versions have no hashes), or if the state is
-        not a dict.
+        Waits for the checkpoint before it (`finish_saving`). The last complete checkpoint stays until the new one is.
         """
-        return read_consistent(self.checkpoint, self._state)
+        self.finish_saving()
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # into plain memory, in this thread
+        staged = stager.stage(tensors)
+        stager.close()
+        files = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
+        self._saving = self._writer.submit(self._write, staged, files, ranks)
 
-    def _state(self, checkpoint: Path) -> dict[str, Any] | None:
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager: completes a checkpoint that is being saved when the block ends, for whatever reason."""
+        try:
+            yield
+        finally:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is complete. Raises OSError, with a remedy, if the disk is full."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _write(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
+        """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one."""
+        where = "while a checkpoint was begun"
+        if not ranks.leads:
+            ranks.meet(where, None, group=ranks.saving)
+            self._write_tensors(tensors, sibling_path(self.checkpoint, "new"), ranks)
+            return
+        with contextlib.ExitStack() as replacing:
+            failure = None
+            try:
+                new = replacing.enter_context(replace_directory(self.checkpoint))
+                write_files(files, new)
+            except OSError as e:
+                failure = e
+            ranks.meet(where, None, failure, group=ranks.saving)  # before others write into the new directory
+            self._write_tensors(tensors, new, ranks)
+            names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *files]
+            (new / SUMS).write_text("".join(f"{_sha256(new / name)}  {name}\n" for name in names))
+
+    def _write_tensors(self, tensors: dict[str, Tensor], new: Path, ranks: Ranks) -> None:
+        writer = HuggingFaceStorageWriter(str(new / STATE), save_distributed=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in a single process
+            try:
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
+            except CheckpointException as e:  # which is no Exception
+                raise OSError(f"a checkpoint could not be saved: {_first_failure(e)}") from e
+
+    def load_progress(self) -> dict[str, Any] | None:
+        """The `progress` of the last complete checkpoint; None if there is none yet.
+
+        Raises ValueError if a file's hash is wrong (checkpoints of earlier versions have no hashes), or if it is not a
+        JSON object.
+        """
+        return read_consistent(self.checkpoint, self._progress)
+
+    def load_tensors(self, tensors: dict[str, Tensor], ranks: Ranks = ALONE) -> None:
+        """Reads the tensors of the last complete checkpoint into `tensors`, which may be placed on other ranks than
+        when they were saved. Raises ValueError if one is missing, or has another shape."""
+
+        def read(checkpoint: Path) -> None:
+            reader = HuggingFaceStorageReader(str(checkpoint / STATE))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                try:
+                    dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+                except CheckpointException as e:
+                    raise self.damage_error(_first_failure(e)) from e
+                except (RuntimeError, ValueError, KeyError, OSError) as e:
+                    raise self.damage_error(f"{type(e).__name__}: {e}") from e
+
+        read_consistent(self.checkpoint, read)
+
+    def load_earlier_state(self) -> dict[str, Any] | None:
+        """The whole state in the checkpoint of an earlier version; None if the checkpoint is of this version. Raises
+        ValueError if it is damaged."""
+
+        def read(checkpoint: Path) -> dict[str, Any] | None:
+            if not (checkpoint / EARLIER_STATE).exists():
+                return None
+            try:
+                state = torch.load(checkpoint / EARLIER_STATE, map_location="cpu", weights_only=True)
+            except Exception as e:
+                raise self.damage_error(type(e).__name__, EARLIER_STATE) from e
+            return self._is_mapping(state, EARLIER_STATE)
+
+        return read_consistent(self.checkpoint, read)
+
+    def _progress(self, checkpoint: Path) -> dict[str, Any] | None:
         if not checkpoint.exists():
             return None
         self._check_sums(checkpoint)
+        if (checkpoint / EARLIER_STATE).exists():
+            return self._is_mapping(self.load_earlier_state().get("progress"), EARLIER_STATE)
         try:
-            state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
-        except Exception as e:
-            raise self.damage_error(type(e).__name__) from e
-        if not isinstance(state, dict):
-            raise self.damage_error(f"it holds a {type(state).__name__}")
-        return state
+            progress = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as e:
+            raise self.damage_error(type(e).__name__, PROGRESS) from e
+        return self._is_mapping(progress, PROGRESS)
+
+    def _is_mapping(self, value: Any, name: str) -> dict[str, Any]:
+        """The value, if it is a dict. Raises ValueError for any other content of the checkpoint's file `name`."""
+        if not isinstance(value, dict):
+            raise self.damage_error(f"it holds a {type(value).__name__}", name)
+        return value
 
     def _check_sums(self, checkpoint: Path) -> None:
         if not (checkpoint / SUMS).exists():
             return
         recorded = [line.split("  ") for line in (checkpoint / SUMS).read_text(errors="replace").splitlines()]
-        if [name for _, *name in recorded] != [[STATE], [WEIGHTS], [CONFIG]]:
+        if not recorded or not all(len(line) == 2 and re.fullmatch("[0-9a-f]{64}", line[0]) for line in recorded):
             raise ValueError(f"{checkpoint / SUMS} is damaged; start a new run")
         for known, name in recorded:
             if not (checkpoint / name).is_file():
@@ -137,7 +242,8 @@ class RunDirectory:
 
     def damage_error(self, why: str, name: str = STATE) -> ValueError:
         """The error to raise for a file of the checkpoint from which training cannot continue."""
-        remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if name == STATE else ""
+        state = name.startswith(STATE) or name == PROGRESS
+        remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if state else ""
         return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{remedy}")
 
     def publish(self, draft: Draft, dtype: torch.dtype) -> None:
@@ -173,6 +279,12 @@ def _check_kind(path: Path, kind: Callable[[Path], bool], name: str) -> None:
         )
     if path.exists() and not kind(path):
         raise ValueError(f"{path} is not a {name}, so a run cannot replace it; move it away")
+
+
+def _first_failure(error: CheckpointException) -> str:
+    """What went wrong in a rank that could not write or read its part of a checkpoint."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(reason).__name__}: {reason}"
 
 
 def _sha256(file: Path) -> str:

@@ -1,4 +1,8 @@
-"""The training loop. A run can be stopped after any step; a resumed run gives bit-identical results."""
+"""The training loop. A run can be stopped after any step; a resumed run gives bit-identical results.
+
+Several ranks train one draft by the same loop: each computes some rows of a step, the gradients are summed, and the
+update is that of a single process on all rows (`fledge.train.ranks`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,12 +28,14 @@ from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.train.prefetch import with_features
+from fledge.train.ranks import ALONE, Ranks
 from fledge.types import Features, Packed, RowSums
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise.
+    """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise. `rows_per_step` are those of
+    all ranks together.
 
     `lr` is the peak learning rate, `warmup` the share of `steps` in which it rises, `clip` the largest gradient norm.
     `eval_every` 0 evaluates after the last step only.
@@ -77,6 +84,7 @@ def train(
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> Progress:
     """Trains until `schedule.steps`, or until interrupted. Saves a checkpoint in either case, and returns the progress.
 
@@ -85,39 +93,41 @@ def train(
     interruption. A run is interrupted by signals (see `Interruption`), or if `stop`, called after each step, returns
     True. Raises ValueError if `resume` is given and the checkpoint does not belong to this run, and FloatingPointError
     if a gradient is not finite.
+
+    Of several `ranks`, each calls this with the same arguments; `evaluate` may share its prompts among them. Rank 0
+    alone writes and reports. All stop after the same step. An error in one of them ends all of them, each with that
+    error's reason (`Ranks.meet`).
     """
-    optimizer = MasterAdamW(draft.parameters(), schedule.betas, schedule.weight_decay)
-    progress = Progress()
-    saved = run.load_checkpoint() if resume else None
-    if saved is not None:
-        try:
-            optimizer.load_state_dict(saved["optimizer"])
-            progress = _progress_of(saved["progress"], schedule.steps, rows)
-        except (LookupError, TypeError, AttributeError, ValueError) as e:
-            raise run.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
-    run.truncate_metrics(progress.step)
+    ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
+    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
+    progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
+    if ranks.leads:
+        run.truncate_metrics(progress.step)
 
     if draft.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(draft.device)
 
     def save() -> None:
-        state = {"optimizer": optimizer.state_dict(), "progress": vars(progress)}
-        run.save_checkpoint(draft, save_dtype, state)
+        run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
-    remaining = _rows_from(rows, progress.address, (schedule.steps - progress.step) * schedule.rows_per_step)
     upcoming = with_features(
-        remaining, source.features, draft.device, prefetch=schedule.implementation.prefetch
+        _own_rows(rows, progress, schedule, ranks), source.features, draft.device,
+        prefetch=schedule.implementation.prefetch,
     )  # fmt: skip
-    with Interruption(say) as interruption, run.metrics.open("a") as log:
+    with Interruption(say) as interruption, run.saving(), _metrics_log(run, ranks) as log:
+
+        def stopping() -> bool:
+            return interruption.requested or stop()
+
         while progress.step < schedule.steps:
             start = time.perf_counter()
-            total, tokens, lr, norm = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress)
+            done = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping)
             seconds = time.perf_counter() - start
             progress.step += 1
             progress.seconds += seconds
             last = progress.step == schedule.steps
-            metrics = _metrics(total, schedule, progress.step, lr, norm)
-            metrics |= {"seconds": seconds, "tokens_per_s": tokens / seconds}
+            metrics = _metrics(done, schedule, progress.step)
+            metrics |= {"seconds": seconds, "tokens_per_s": done.tokens / seconds}
             if draft.device.type == "cuda":
                 metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
             if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
@@ -125,17 +135,58 @@ def train(
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
                 if metrics.get("eval_tau", -1.0) > progress.best_tau:
                     progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
-                    run.publish(draft, save_dtype)
-            log.write(json.dumps(metrics) + "\n")
-            log.flush()
-            report(metrics)
-            if last or progress.step % schedule.save_every == 0 or interruption.requested or stop():
+                    if ranks.leads:
+                        run.publish(draft, save_dtype)
+            log(metrics)
+            if ranks.leads:
+                report(metrics)
+            stops = done.stops or (ranks.size == 1 and stopping())
+            if last or progress.step % schedule.save_every == 0 or stops:
                 with interruption.saving():
                     save()
-                if interruption.requested or stop():  # again, since a request may have come during the save
+                    # again, since a request may have come during the save
+                    stops = stops or (ranks.size == 1 and stopping())
+                    if last or stops:
+                        run.finish_saving()
+                if stops:
                     break
-    if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
+    if progress.best_step == 0 and progress.step == schedule.steps and ranks.leads:  # τ was never measured
         run.publish(draft, save_dtype)
+    return progress
+
+
+@contextmanager
+def _metrics_log(run: RunDirectory, ranks: Ranks) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Context manager: a function that appends a step's metrics to metrics.jsonl. Only rank 0's writes."""
+    if not ranks.leads:
+        yield lambda metrics: None
+        return
+    with run.metrics.open("a") as file:
+
+        def write(metrics: dict[str, Any]) -> None:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+
+        yield write
+
+
+def _resumed(
+    run: RunDirectory, optimizer: MasterAdamW, schedule: Schedule, rows: Rows, ranks: Ranks
+) -> Progress | None:
+    """Restores the optimizer from the last checkpoint, and returns the progress there; None if there is none."""
+    saved = run.load_progress()
+    if saved is None:
+        return None
+    try:
+        progress = _progress_of(saved, schedule.steps, rows)
+        earlier = run.load_earlier_state()
+        if earlier is not None:
+            optimizer.load_earlier_state(earlier["optimizer"])
+            return progress
+    except (LookupError, TypeError, AttributeError, ValueError) as e:
+        raise run.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
+    run.load_tensors(optimizer.state(), ranks)
+    optimizer.restored()
     return progress
 
 
@@ -143,6 +194,8 @@ def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
     """The progress in a checkpoint. Raises TypeError or ValueError for values that training cannot have written."""
     saved = {"address" if name == "place" else name: value for name, value in saved.items()}  # of earlier versions
     progress = Progress(**saved)
+    if isinstance(progress.address, list):  # JSON has no tuples
+        progress.address = tuple(progress.address)
     for f in fields(Progress):
         value = getattr(progress, f.name)
         if type(value) not in ((int, float) if isinstance(f.default, float) else (type(f.default),)):
@@ -154,49 +207,87 @@ def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
     return progress
 
 
-def _rows_from(rows: Rows, address: tuple[int, int], count: int) -> Iterator[Packed]:
-    """`count` successive rows from an address on."""
-    for _ in range(count):
-        yield rows[address]
-        address = rows.next(address)
+def _step_rows(rows: Rows, address: tuple[int, int], count: int, ranks: Ranks) -> list[tuple[int, tuple[int, int]]]:
+    """This rank's rows of a step: their indices among the step's `count` rows, the first of which is at `address`, and
+    their addresses."""
+    addresses = [address]
+    for _ in range(count - 1):
+        addresses.append(rows.next(addresses[-1]))
+    own = ranks.own_rows([rows.supervised(a) for a in addresses]) if ranks.size > 1 else range(count)
+    return [(i, addresses[i]) for i in own]
+
+
+def _own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Iterator[Packed]:
+    """The rows that this rank computes, from the progress to the end of the schedule."""
+    address, count = progress.address, schedule.rows_per_step
+    for _ in range(schedule.steps - progress.step):
+        for _, own in _step_rows(rows, address, count, ranks):
+            yield rows[own]
+        for _ in range(count):
+            address = rows.next(address)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an optimizer step over all ranks: the rows' summed metrics, their number of tokens without filler,
+    the learning rate, the gradient norm, and whether a rank asked to stop after it."""
+
+    total: RowSums
+    tokens: int
+    lr: float
+    norm: float
+    stops: bool
 
 
 def optimizer_step(
     draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
-    optimizer: MasterAdamW, progress: Progress,
-) -> tuple[RowSums, int, float, float]:  # fmt: skip
-    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`.
+    optimizer: MasterAdamW, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
+) -> StepResult:  # fmt: skip
+    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` has this rank's.
 
-    The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows. Returns the rows' summed metrics, their
-    number of tokens without filler, the learning rate and the gradient norm. Raises FloatingPointError, with the
-    probable cause, if the norm is not finite; the draft must not be saved then.
+    The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
+    with the probable cause, if its norm is not finite; the draft must not be saved then. Raises RankError if another
+    rank fails.
     """
     draft.train()
-    results, tokens, first_row = [], 0, progress.address
-    for i in range(schedule.rows_per_step):
-        row, features = next(upcoming)
+    first_row, where = progress.address, f"in step {progress.step + 1}"
+    own = _step_rows(rows, first_row, schedule.rows_per_step, ranks)
+    results, tokens, failure = [], 0, None
+    try:
+        for i, _ in own:
+            row, features = next(upcoming)
+            key = f"{schedule.seed} {progress.step} {i}"
+            result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
+            results.append(result)
+            del features  # frees their memory before `upcoming` starts the row after the next
+            optimizer.accumulate()
+    except Exception as e:  # which the other ranks must hear of
+        failure = e
+    stops = any(ranks.meet(where, stopping() if ranks.size > 1 else False, failure))
+    for _ in range(schedule.rows_per_step):
         tokens += rows.tokens(progress.address)
         progress.address = rows.next(progress.address)
-        key = f"{schedule.seed} {progress.step} {i}"
-        result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
-        results.append(result)
-        del features  # frees their memory before `upcoming` starts the row after the next
-        optimizer.accumulate()
     objective = schedule.objective
-    discounts = to_device([torch.tensor([objective.gamma**k for k in range(objective.depth)])], draft.device)[0]
-    scored = sum((r.scored_K() * discounts).sum() for r in results)
+    discounts = torch.tensor([objective.gamma**k for k in range(objective.depth)], dtype=torch.float64)
+    discounts = to_device([discounts], draft.device)[0]
+    scored = ranks.sum(sum(((r.scored_K() * discounts).sum() for r in results), torch.zeros_like(discounts[0])))
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-    total = functools.reduce(operator.add, [r.to_host() for r in results])  # the step's first synchronization
+    total = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
+    if ranks.size > 1:
+        total = RowSums.unpacked(ranks.sum(total.packed()))
     norm = norm.item()
     if not math.isfinite(norm):
-        step_rows = _rows_from(rows, first_row, schedule.rows_per_step)
-        cause = _nonfinite_cause(step_rows, source, draft, progress.step)
+        cause = _nonfinite_cause([rows[a] for _, a in own], source, draft, progress.step)
+        cause = next((c for c in ranks.meet(where, cause) if c.startswith(TARGET_AT_FAULT)), cause)
         raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
-    return total, tokens, lr, norm
+    return StepResult(total, tokens, lr, norm, stops)
 
 
-def _nonfinite_cause(rows: Iterator[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
+TARGET_AT_FAULT = "the target computes NaN or infinite hidden states"
+
+
+def _nonfinite_cause(rows: Sequence[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
     """The probable cause of a gradient that is not finite, and the remedy. Causes are the target's hidden states, the
     initial draft, or the learning rate."""
     for row in rows:
@@ -204,7 +295,7 @@ def _nonfinite_cause(rows: Iterator[Packed], source: FeatureSource, draft: Draft
         states = (features.last_TD, draft.select_states(features))
         if not all(bool(x.isfinite().all()) for x in states):
             return (
-                f"the target computes NaN or infinite hidden states in {str(features.last_TD.dtype).split('.')[-1]}; "
+                f"{TARGET_AT_FAULT} in {str(features.last_TD.dtype).split('.')[-1]}; "
                 "train with another --dtype (float32 has the widest range), or copy the target again"
             )
     if steps_done == 0:
@@ -223,8 +314,9 @@ def _discounted(counts_K: Tensor, gamma: float) -> float:
     return sum(gamma**k * n for k, n in enumerate(counts_K.tolist()))
 
 
-def _metrics(total: RowSums, schedule: Schedule, step: int, lr: float, norm: float) -> dict[str, Any]:
+def _metrics(done: StepResult, schedule: Schedule, step: int) -> dict[str, Any]:
     """A step's metrics as they are written to metrics.jsonl."""
+    total = done.total
     live = total.live_K.clamp_min(1)
     committed, rounds = total.simulated
     tau = {"tau": committed / max(rounds, 1)}
@@ -240,6 +332,6 @@ def _metrics(total: RowSums, schedule: Schedule, step: int, lr: float, norm: flo
         "survive": (total.survive_K / live).tolist(),
         "live": total.live_K.tolist(),
         "scored": total.scored_K.tolist(),
-        "lr": lr,
-        "grad_norm": norm,
+        "lr": done.lr,
+        "grad_norm": done.norm,
     }

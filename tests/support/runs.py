@@ -1,4 +1,4 @@
-"""Files of a run's directory: recipe.yaml, and train.json, which earlier versions wrote instead."""
+"""Files of a run's directory: recipe.yaml and checkpoints, and what earlier versions wrote instead of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fledge.models.draft import Draft
+from fledge.models.weights import load_draft
+from fledge.train.checkpoint import RunDirectory
 
 # Written by fledge at commit 2b7d3d5 for: --method eagle3 --keep-unseen --draft-vocab 200 --max-length 64
 # --row-length 128 --steps 6 --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu
@@ -95,3 +102,46 @@ def as_before(run: Path, **options: Any) -> None:
     content["data_sha256"] = recipe["settled"]["data_sha256"]
     (run / "train.json").write_text(json.dumps(content, indent=2) + "\n")
     (run / "recipe.yaml").unlink()
+
+
+def save_checkpoint(
+    run: RunDirectory, draft: Draft, dtype: torch.dtype, progress: dict[str, Any], **tensors: Tensor
+) -> None:
+    """Saves a checkpoint and waits for it."""
+    run.save_checkpoint(draft, dtype, tensors or {"x": torch.zeros(3)}, progress)
+    run.finish_saving()
+
+
+def state_file(run: Path) -> Path:
+    """The file with the tensors of a checkpoint that one process wrote."""
+    (file,) = (run / "checkpoint" / "state").iterdir()
+    return file
+
+
+def earlier_state(run: Path) -> dict[str, Any]:
+    """The state of a checkpoint, as earlier versions wrote it to state.pt."""
+    tensors = load_file(state_file(run))
+    draft = load_draft(run / "checkpoint")
+    names = [name for name, _ in draft.named_parameters() if f"{name}.master" in tensors]
+    matrices = [n for n in names if sum(k > 1 for k in tensors[f"{n}.master"].shape) > 1]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    moments = [
+        {key: tensors[f"{n}.{key}"] for key in keys} for n in (*matrices, *(n for n in names if n not in matrices))
+    ]
+    return {
+        "optimizer": {
+            "masters": [tensors[f"{n}.master"] for n in names],
+            "adamw": {"state": dict(enumerate(moments)), "param_groups": []},
+        },
+        "progress": json.loads((run / "checkpoint" / "progress.json").read_text()),
+    }
+
+
+def write_earlier_state(run: Path, state: Any) -> None:
+    """Replaces a checkpoint's state by the state.pt of an earlier version, without hashes."""
+    checkpoint = run / "checkpoint"
+    torch.save(state, checkpoint / "state.pt")
+    for file in [*checkpoint.glob("state/*"), checkpoint / "progress.json", checkpoint / "SHA256SUMS"]:
+        file.unlink(missing_ok=True)
+    if (checkpoint / "state").exists():
+        (checkpoint / "state").rmdir()

@@ -1,0 +1,188 @@
+"""The processes of a data-parallel run (ranks), over torch.distributed, and how the rows of a step are shared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+T = TypeVar("T")
+
+PLACEMENTS = ("shard", "replicate")
+
+
+class RankError(ConnectionError):
+    """Another rank failed or did not answer within the time limit. The message names it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train one draft together. The defaults are a run of a single process, which communicates nothing.
+
+    Each rank computes the gradient of its own rows, a sum over slots. `reduced` adds these sums up and gives each rank
+    the part that it updates, and `whole` collects the updated weights. With `placement` "shard", every rank keeps and
+    updates an equal part of the float32 weights and of the optimizer's moments; with "replicate", each rank keeps all.
+
+    `mesh` is the device mesh of the ranks. `host` and `saving` are gloo groups for objects in host memory: one for the
+    training loop, one for checkpoints, which are written meanwhile. `limit` is the longest that one rank waits for
+    another.
+    """
+
+    rank: int = 0
+    size: int = 1
+    placement: str = "replicate"
+    mesh: DeviceMesh | None = None
+    host: Any = None
+    saving: Any = None
+    limit: timedelta = timedelta(minutes=30)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone prints messages and writes the run's directory."""
+        return self.rank == 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank keeps a part of the optimizer's state."""
+        return self.size > 1 and self.placement == "shard"
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def own_rows(self, weights: Sequence[float]) -> list[int]:
+        """The indices of a step's rows that this rank computes, ascending, given the work of each row.
+
+        Every rank gets as many rows as the others, or one less; among these ways, the heaviest rows are given first,
+        each to the rank with the least work so far.
+        """
+        room = -(-len(weights) // self.size)
+        work, own = [0.0] * self.size, [[] for _ in range(self.size)]
+        for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+            lightest = min((r for r in range(self.size) if len(own[r]) < room), key=lambda r: (work[r], len(own[r]), r))
+            own[lightest].append(i)
+            work[lightest] += weights[i]
+        return sorted(own[self.rank])
+
+    # -- gradients and weights --------------------------------------------------------------------------------------
+
+    def distribute(self, whole: Tensor) -> Tensor:
+        """What this rank keeps of a tensor that every rank has: a DTensor with its part, or the tensor itself."""
+        return distribute_tensor(whole, self.mesh, [Shard(0)]) if self.shards and whole.dim() else whole
+
+    def reduced(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all ranks of tensors that each rank has its own values of, placed as `distribute` places them.
+        Without shards, the tensors are overwritten."""
+        if self.size == 1:
+            return list(sums)
+        if not self.shards:
+            for waiting in [dist.all_reduce(x, async_op=True) for x in sums]:
+                waiting.wait()
+            return list(sums)
+        parts = [DTensor.from_local(x, self.mesh, [Partial()], run_check=False) for x in sums]
+        return [x.redistribute(placements=[Shard(0) if x.dim() else Replicate()]) for x in parts]
+
+    def whole(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole tensor of which `distribute` gave each rank a part, in a dtype, on every rank."""
+        kept = kept.to(dtype)
+        return kept.full_tensor() if isinstance(kept, DTensor) else kept
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in place, on its device or in host memory."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.host if x.device.type == "cpu" else None)
+        return x
+
+    # -- agreement --------------------------------------------------------------------------------------------------
+
+    def meet(self, where: str, told: T, failure: BaseException | None = None, *, group: Any = None) -> list[T]:
+        """Waits for every rank, and returns what each of them told, by rank.
+
+        Called before the ranks communicate on the device, where a rank that does not come would leave the others
+        waiting. If a rank came with a `failure`, that rank raises it, and all others a RankError that names the rank
+        and the failure. Raises RankError, naming the rank, if one does not come within `limit`. `group` is `host` or
+        `saving`.
+        """
+        if self.size == 1:
+            if failure is not None:
+                raise failure
+            return [told]
+        group = group or self.host
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            dist.monitored_barrier(group, self.limit, wait_all_ranks=True)
+            answers: list[Any] = [None] * self.size
+            dist.all_gather_object(answers, (message, told), group=group)
+        except RuntimeError as e:
+            if failure is not None:
+                raise failure from e
+            reason = next(iter(str(e).splitlines()), "")
+            raise RankError(f"rank {self.rank} of {self.size} waited in vain for another rank {where}: {reason}") from e
+        if failure is not None:
+            raise failure
+        for rank, (problem, _) in enumerate(answers):
+            if problem is not None:
+                raise RankError(f"rank {rank} of {self.size} failed {where}: {problem}")
+        return [told for _, told in answers]
+
+    def from_first(self, value: T) -> T:
+        """The value that rank 0 has."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host)
+        return box[0]
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites tensors on the device by those of rank 0."""
+        if self.size > 1:
+            for x in tensors:
+                dist.broadcast(x, src=0)
+
+
+ALONE = Ranks()
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process was started as one of several ranks (by torchrun, or by `fledge train --gpus`)."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun started this process again (`--max-restarts`), after a rank had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def local_rank() -> int:
+    """The number of this process among those on its host; its GPU has the same number."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def connected(device: torch.device, placement: str, limit: timedelta) -> Iterator[Ranks]:
+    """Context manager: joins the ranks that torchrun has started, or yields the ranks of a single process.
+
+    `device` is this rank's device: ranks on GPUs communicate through NCCL, those on CPUs through gloo.
+    """
+    if not started_by_torchrun():
+        yield ALONE
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
+    try:
+        size = dist.get_world_size()
+        mesh = init_device_mesh(device.type, (size,))
+        groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
+        yield Ranks(dist.get_rank(), size, placement, mesh, *groups, limit)
+    finally:
+        dist.destroy_process_group()
