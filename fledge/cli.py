@@ -112,8 +112,11 @@ def _apply_negations(given: dict[str, Any], negations: dict[str, str]) -> dict[s
 @_command("train", TrainOptions)
 def train(options: TrainOptions) -> None:
     from fledge.jobs.train import run
+    from fledge.jobs.training.launch import needs_processes, start_processes
 
-    display = ProgressDisplay()
+    if needs_processes(options):
+        raise typer.Exit(start_processes(options.gpus, sys.argv[1:]))
+    display = ProgressDisplay(quiet=os.environ.get("RANK", "0") != "0")
     run(options, display.say, display)
     display.close()
 

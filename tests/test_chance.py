@@ -13,7 +13,7 @@ from fledge.config import DraftConfig, Provenance
 from fledge.decode.chance import ROUNDS, Acceptance, ChanceWarning
 from fledge.decode.engine import Engine
 from fledge.eval.prompts import EvalPrompt
-from fledge.eval.run import acceptance
+from fledge.eval.run import greedy_traces
 from fledge.models.weights import save_draft
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -85,7 +85,7 @@ def test_an_engine_warns_of_a_draft_with_wrong_weights(target, mode):
 
 def test_training_does_not_warn_of_an_untrained_draft(target):
     engine = Engine(target, tiny_draft(target), depth=2)
-    assert not warned(lambda: acceptance(engine, [EvalPrompt(text="the young bird")] * 3, 60))
+    assert not warned(lambda: greedy_traces(engine, [EvalPrompt(text="the young bird")] * 3, 60))
 
 
 def test_the_command_line_prints_the_warning_as_a_sentence(fledge, tmp_path, monkeypatch):

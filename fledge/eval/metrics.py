@@ -10,8 +10,14 @@ from fledge.types import Trace
 def tau(traces: Sequence[Trace]) -> float:
     """The tokens committed per round, including the target's own token, before the text is cut at a stop; 0 if there
     are no rounds."""
+    committed, rounds = committed_per_round(traces)
+    return committed / rounds if rounds else 0.0
+
+
+def committed_per_round(traces: Sequence[Trace]) -> tuple[int, int]:
+    """The tokens committed in all rounds, and the number of rounds: the two sums of which `tau` is the quotient."""
     rounds = [r for t in traces for r in t.rounds]
-    return sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else 0.0
+    return sum(r.accepted + 1 for r in rounds), len(rounds)
 
 
 def alpha(traces: Sequence[Trace]) -> list[float]:

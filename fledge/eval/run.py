@@ -20,7 +20,7 @@ from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
 from fledge.targets.interface import ReferenceDecoding
-from fledge.types import Sampling, Tree, without_processors
+from fledge.types import Sampling, Trace, Tree, without_processors
 
 BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
 LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
@@ -104,14 +104,15 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     }
 
 
-def acceptance(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> dict[str, float]:
-    """τ of greedy decoding, to choose the best checkpoint; empty if there were no rounds. `ChanceWarning` is
-    suppressed, since early checkpoints are at chance."""
+def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding, to choose the best checkpoint. `ChanceWarning` is suppressed, since early
+    checkpoints are at chance."""
+    if not prompts:
+        return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)
         done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
-    traces = [c.trace for c in done]
-    return {"tau": tau(traces)} if any(t.rounds for t in traces) else {}
+    return [c.trace for c in done]
 
 
 def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,11 @@ from fledge.methods import CHOICES
 if TYPE_CHECKING:
     from fledge.jobs.training.recipe import Recipe
     from fledge.train.checkpoint import RunDirectory
+    from fledge.train.ranks import Ranks
 
 OUT = "draft-run"
-WITH_RESUME = ("resume", "trust_remote_code")  # the options that may be given together with --resume
+MACHINE = ("gpus", "replicate", "rank_timeout")  # the options that say where a run computes, not what
+WITH_RESUME = ("resume", "trust_remote_code", *MACHINE)  # the options that may be given together with --resume
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
 
@@ -57,7 +60,10 @@ class TrainOptions(Options):
     row_length: int | None = opt(
         "tokens per packed row (default: twice --max-length, at most the tokens of the data)", None, minimum=3
     )
-    rows_per_step: int = opt("number of rows per optimizer step (gradient accumulation)", 1, minimum=1, maximum=65_536)
+    rows_per_step: int | None = opt(
+        "number of rows per optimizer step, those of all GPUs together; with more rows than GPUs, gradients are "
+        "accumulated (default: one row for each GPU)", None, minimum=1, maximum=65_536,
+    )  # fmt: skip
     lr: float | None = opt("peak learning rate (default: 0.5 / hidden size of the draft)", None, greater_than=0)
     warmup: float = opt("fraction of the steps over which the learning rate warms up", 0.05, minimum=0, maximum=1)
     weight_decay: float = opt("AdamW weight decay, applied to matrices only", 0.01, minimum=0)
@@ -128,6 +134,17 @@ class TrainOptions(Options):
     longest_row: bool = opt("find the longest row that fits in GPU memory, print its length and stop", False)
     compile_target: bool = opt("compile the target's norms and MLPs: a slower start, but faster steps on a GPU", False)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    gpus: int | None = opt(
+        "train on this many GPUs of this machine, with one process for each; on several machines, start fledge train "
+        "with torchrun instead (default: 1)", None, minimum=1, maximum=1024,
+    )  # fmt: skip
+    replicate: bool = opt(
+        "keep the whole optimizer state on every GPU; by default each GPU keeps an equal part of it (as ZeRO-2 does)",
+        False,
+    )  # fmt: skip
+    rank_timeout: float = opt(
+        "several GPUs: minutes that one process waits for another before all fail", 30.0, greater_than=0
+    )
     dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
     def __post_init__(self) -> None:
@@ -142,25 +159,39 @@ class TrainOptions(Options):
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
     """Trains, or continues a run, and returns the metrics of the last step.
 
-    `say` prints a message, `progress` is a `ProgressDisplay`. Raises KeyboardInterrupt if the training was interrupted,
-    after a message with the command that continues it. Raises ValueError for options that contradict each other and for
-    a directory that another process writes to.
+    `say` prints a message, `progress` is a `ProgressDisplay`. In a process that torchrun started, the run is shared
+    with the other ranks; one that torchrun started again continues the run in --out.
+
+    Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it. Raises
+    ValueError for options that contradict each other and for a directory that another process writes to, and
+    ConnectionError if another rank failed.
     """
+    from fledge.jobs.training.launch import restarted_options, run_ranks
+
+    options = restarted_options(options)
+    with run_ranks(options) as ranks:
+        return _run_as_rank(options, ranks, say if ranks.leads else lambda line: None, progress)
+
+
+def _run_as_rank(options: TrainOptions, ranks: Ranks, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
     from fledge.jobs.training.recipe_file import naming_config_file, resume_options, with_config
     from fledge.train.checkpoint import RunDirectory
 
-    options = with_config(options, say)
-    directory = RunDirectory(options.resume or options.out)
-    recorded = None
-    if options.resume:
-        options, recorded = resume_options(directory, options)
-    else:
-        check_output_path(options.out, "--out", directory=True)
-        directory.check_free()
-    with directory.locked(say):
-        with naming_config_file(options):
-            recipe = _resolve(options, directory)
-        return _train(options, recipe, recorded, directory, say, progress)
+    with contextlib.ExitStack() as stack:
+        with ranks.together("while the run was prepared"):
+            options = with_config(options, say)
+            directory = RunDirectory(options.resume or options.out)
+            recorded = None
+            if options.resume:
+                options, recorded = resume_options(directory, options)
+            elif ranks.leads:
+                check_output_path(options.out, "--out", directory=True)
+                directory.check_free()
+            if ranks.leads:
+                stack.enter_context(directory.locked(say))
+            with naming_config_file(options):
+                recipe = _resolve(options, directory)
+        return _train(options, recipe, recorded, directory, ranks, say, progress)
 
 
 def _resolve(options: TrainOptions, directory: RunDirectory) -> Recipe:
@@ -173,11 +204,11 @@ def _resolve(options: TrainOptions, directory: RunDirectory) -> Recipe:
 
 
 def _train(
-    options: TrainOptions, recipe: Recipe, recorded: dict[str, Any] | None, directory: RunDirectory,
+    options: TrainOptions, recipe: Recipe, recorded: dict[str, Any] | None, directory: RunDirectory, ranks: Ranks,
     say: Callable[[str], None], progress: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains by a resolved recipe, in a directory that this process has locked. `recorded` are the settled values of
-    the run that is resumed; None for a new run."""
+    """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
+    that is resumed; None for a new run."""
     from fledge.jobs.training.data import make_rows, read_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -188,23 +219,25 @@ def _train(
     from fledge.jobs.training.settle import settle
     from fledge.jobs.training.target import prepare_target
 
-    target = prepare_target(recipe, say)
-    check_shape(recipe, target)
-    documents, held_out = read_data(recipe, target, say, progress)
-    draft = make_draft(recipe, target, documents, say)
-    rows = make_rows(recipe, target, documents, say)
-    schedule = make_schedule(recipe, rows, draft.config.hidden_size)
-    implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, say)
+    with ranks.together("while target and data were loaded"):
+        target = prepare_target(recipe, say)
+        check_shape(recipe, target)
+        documents, held_out = read_data(recipe, target, say, progress)
+        draft = make_draft(recipe, target, documents, say)
+        rows = make_rows(recipe, target, documents, say)
+        schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, say)
+        implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
     if recipe.compute.longest_row:
         return {}
-    schedule = replace(schedule, implementation=implementation)
-    evaluate = make_evaluator(recipe, target, held_out, say)
-    settled = settle(recipe, target, draft, rows, schedule)
-    if recorded is None:
-        directory.start(recipe_text(replace(options, method=recipe.choice), settled))
-    else:
-        check_settled(recorded, settled, directory)
+    schedule = replace(schedule, implementation=ranks.from_first(implementation))
+    with ranks.together("before the first step"):
+        evaluate = make_evaluator(recipe, target, held_out, ranks, say)
+        settled = settle(recipe, target, draft, rows, schedule)
+        if recorded is not None:
+            check_settled(recorded, settled, directory)
+        elif ranks.leads:
+            directory.start(recipe_text(replace(options, method=recipe.choice), settled))
     training = TrainingRun(
-        recipe, draft, rows, target.source, schedule, evaluate, directory, resumed=recorded is not None
+        recipe, draft, rows, target.source, schedule, evaluate, directory, resumed=recorded is not None, ranks=ranks
     )
     return run_training(training, say, progress)

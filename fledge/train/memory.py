@@ -34,12 +34,14 @@ Report = Callable[[int, "int | None"], None]  # called with the tokens of a row 
 
 @dataclass(frozen=True)
 class Trial:
-    """A training step to try on the `rows` that need the most memory. An optimizer step has `rows_per_step` rows."""
+    """A training step to try on the `rows` that need the most memory. An optimizer step has `rows_per_step` rows, and
+    `shards` ranks share the optimizer's state."""
 
     draft: Draft
     rows: Sequence[Packed]
     step: RunStep
     rows_per_step: int = 1
+    shards: int = 1
 
     @property
     def length(self) -> int:
@@ -71,7 +73,7 @@ class Trial:
         unusable = torch.cuda.max_memory_reserved(device) - peak if impl.prefetch else 0
         del alive
         sums = GRADIENT_SUM_BYTES * count if self.rows_per_step > 1 else 0
-        return max(peak + sums, update) + OPTIMIZER_BYTES * count, unusable
+        return max(peak + sums, update) + OPTIMIZER_BYTES * -(-count // self.shards), unusable
 
 
 def choose(

@@ -132,6 +132,17 @@ class Ranks:
                 raise RankError(f"rank {rank} of {self.size} failed {where}: {problem}")
         return [told for _, told in answers]
 
+    @contextmanager
+    def together(self, where: str) -> Iterator[None]:
+        """Context manager: a block that all ranks run, after which they meet, so that an error in one ends all. The
+        ranks must not communicate in the block."""
+        failure = None
+        try:
+            yield
+        except Exception as e:
+            failure = e
+        self.meet(where, None, failure)
+
     def from_first(self, value: T) -> T:
         """The value that rank 0 has."""
         if self.size == 1:
@@ -140,11 +151,12 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
+    @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites tensors on the device by those of rank 0."""
         if self.size > 1:
             for x in tensors:
-                dist.broadcast(x, src=0)
+                dist.broadcast(x.detach(), src=0)
 
 
 ALONE = Ranks()

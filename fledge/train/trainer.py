@@ -138,8 +138,7 @@ def train(
                     if ranks.leads:
                         run.publish(draft, save_dtype)
             log(metrics)
-            if ranks.leads:
-                report(metrics)
+            report(metrics)
             stops = done.stops or (ranks.size == 1 and stopping())
             if last or progress.step % schedule.save_every == 0 or stops:
                 with interruption.saving():

@@ -11,6 +11,7 @@ import torch
 from fledge.decode.engine import Engine
 from fledge.eval.run import first_prompt
 from fledge.jobs.training import evaluator
+from fledge.types import Trace
 from support.mutations import replace_function
 from support.targets import read_alone
 from support.trees import paths_of, propose_one
@@ -54,11 +55,11 @@ def define_measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Returns a list to which every later acceptance measurement of training adds its τ by definition."""
     found: list[float] = []
 
-    def measured(acceptance: Any, engine: Engine, prompts: Sequence[Any], new: int) -> dict[str, float]:
+    def measured(traces: Any, engine: Engine, prompts: Sequence[Any], new: int) -> list[Trace]:
         asked = [list(engine.template.prompt_ids(first_prompt(prompt))) for prompt in prompts]
-        measurement = acceptance(engine, prompts, new)
+        measurement = traces(engine, prompts, new)
         found.append(tau_by_definition(engine, asked, new))
         return measurement
 
-    replace_function(monkeypatch, evaluator, "acceptance", measured)
+    replace_function(monkeypatch, evaluator, "greedy_traces", measured)
     return found

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from fledge.data.record import Record
 from fledge.decode.engine import Engine
+from fledge.eval.metrics import committed_per_round
 from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
-from fledge.eval.run import acceptance, first_prompt
+from fledge.eval.run import first_prompt, greedy_traces
 from fledge.jobs.training.data import EVAL_RECORDS
 from fledge.jobs.training.recipe import Recipe
 from fledge.jobs.training.target import PreparedTarget
 from fledge.models.draft import Draft
+from fledge.train.ranks import Ranks
 
 PROMPTS = 32  # maximum number of prompts that are used of --eval-prompts
 
@@ -20,10 +22,10 @@ Say = Callable[[str], None]
 
 
 def make_evaluator(
-    recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], say: Say
+    recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
 ) -> Callable[[Draft], dict[str, float]] | None:
-    """A function that measures the τ of a draft. It returns a dict with `tau`, which is empty if all answers ended
-    before the first round of drafting.
+    """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
+    of all prompts, which is empty if all answers ended before the first round of drafting.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.
@@ -45,13 +47,19 @@ def make_evaluator(
 
     def evaluate(draft: Draft) -> dict[str, float]:
         engine = Engine(prepared.target, draft, template_kwargs=prepared.template.kwargs)
-        found = acceptance(engine, prompts, prepared.eval_tokens)
-        if not found:
+        own, counts, failure = prompts[ranks.rank :: ranks.size], (0, 0), None
+        try:
+            counts = committed_per_round(greedy_traces(engine, own, prepared.eval_tokens))
+        except Exception as e:  # which the other ranks must hear of
+            failure = e
+        committed, rounds = map(sum, zip(*ranks.meet("while τ was measured", counts, failure), strict=True))
+        if not rounds:
             say(
                 "every held-out answer ended with its first token, before the first round of drafting: there is no "
                 "decoded τ"
             )
-        return found
+            return {}
+        return {"tau": committed / rounds}
 
     return evaluate
 

@@ -24,13 +24,14 @@ from fledge.train.memory import (
 )
 from fledge.train.objective import Implementation, ttt
 from fledge.train.prefetch import with_features
+from fledge.train.ranks import Ranks
 from fledge.train.trainer import Schedule
 
 Say = Callable[[str], None]
 
 
 def choose_implementation(
-    compute: ComputeRecipe, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, say: Say
+    compute: ComputeRecipe, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
 ) -> Implementation:
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
 
@@ -41,7 +42,7 @@ def choose_implementation(
     if not compute.gpu:
         return replace(implementation, slots=compute.slots or CPU_SLOTS)
     asked = candidates(implementation, slots=compute.slots, activations=compute.activations)
-    trial = _trial(draft, rows, source, schedule)
+    trial = _trial(draft, rows, source, schedule, ranks)
     _warm_up(trial, asked[-1])
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
@@ -57,8 +58,8 @@ def choose_implementation(
     return chosen
 
 
-def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule) -> Trial:
-    """A training step to try on the rows that need the most memory."""
+def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks) -> Trial:
+    """A training step of one rank, to try on the rows that need the most memory."""
 
     def step(row: Any, implementation: Implementation) -> Any:
         upcoming = with_features([row, row], source.features, draft.device, prefetch=implementation.prefetch)
@@ -66,7 +67,8 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule) 
         ttt(draft, row, features, source.logits, schedule.objective, implementation)
         return upcoming  # the iterator holds the features of the next row, which count too
 
-    return Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
+    own_rows = -(-schedule.rows_per_step // ranks.size)
+    return Trial(draft, rows.heaviest(), step, own_rows, ranks.size if ranks.shards else 1)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:

@@ -90,11 +90,11 @@ class ObjectiveRecipe:
 @dataclass(frozen=True)
 class ScheduleRecipe:
     """The length and pace of the training. With `steps` None, `epochs` determines them; with `lr` None, the draft's
-    hidden size determines it."""
+    hidden size determines it; with `rows_per_step` None, the number of ranks."""
 
     epochs: float
     steps: int | None
-    rows_per_step: int
+    rows_per_step: int | None
     lr: float | None
     warmup: float
     weight_decay: float
@@ -165,6 +165,7 @@ class Settled:
     draft_vocab: int
     mask_token: int | None
     steps: int
+    rows_per_step: int
     lr: float
     impl: str
     slots: int
@@ -324,12 +325,15 @@ def _compute(options: TrainOptions) -> ComputeRecipe:
     from fledge.decode.engine import resolve_device
     from fledge.jobs.options import parse_dtype
     from fledge.kernels.ttt_attention import IMPLS
+    from fledge.train.ranks import local_rank, started_by_torchrun
 
     if options.impl is not None:
         _check_known("impl", options.impl, IMPLS)
     _check_known("activations", options.activations, ACTIVATIONS)
     parse_dtype(options.dtype)
     device = resolve_device(options.device)
+    if device == "cuda" and started_by_torchrun():
+        device = f"cuda:{local_rank()}"
     gpu, triton = device.startswith("cuda"), importlib.util.find_spec("triton") is not None
     impl = options.impl or ("triton" if gpu and triton else "eager")
     if gpu and impl != "eager" and not triton:

@@ -28,7 +28,7 @@ from fledge.jobs.options import (
     replace_former_names,
     validation_problem,
 )
-from fledge.jobs.train import NOT_FROM_FILE, TrainOptions
+from fledge.jobs.train import MACHINE, NOT_FROM_FILE, TrainOptions
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
     SHAPE_OPTIONS,
@@ -50,10 +50,10 @@ HEADER = """\
 # `settled` holds the values that were chosen for the target, the data and the GPU. Only --resume uses them.
 
 """
-RUN_ONLY = ("config", "resume", "longest_row")  # options of a single command, which a recipe cannot set
+RUN_ONLY = ("config", "resume", "longest_row", *MACHINE)  # options of a single command, which a recipe cannot set
 # settled values that --resume passes on as options, because they must not change: another number of slots, for example,
 # changes the rounding
-RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "impl", "slots", "activations")
+RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
 VERSION, SETTLED = "fledge_version", "settled"
 DAMAGED = "the file is damaged; start a new run"
 
@@ -165,7 +165,9 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     if asked.trust_remote_code and values.get("trust_remote_code") is not True:
         raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
-    values |= {"resume": asked.resume, "out": asked.resume, "trust_remote_code": asked.trust_remote_code}
+    values.setdefault("rows_per_step", 1)  # the default of earlier versions
+    values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
+    values["out"] = asked.resume
     try:
         return TrainOptions(**values, given=frozenset()), settled
     except ValueError as e:

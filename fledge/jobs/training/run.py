@@ -14,6 +14,7 @@ from fledge.jobs.training.recipe import Recipe
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.ranks import Ranks
 from fledge.train.trainer import Progress, Schedule, train
 
 Say = Callable[[str], None]
@@ -32,6 +33,7 @@ class TrainingRun:
     evaluate: Callable[[Draft], dict[str, float]] | None
     directory: RunDirectory
     resumed: bool
+    ranks: Ranks
 
 
 def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
@@ -42,13 +44,13 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     """
     say(_start_message(run))
     metrics: dict[str, Any] = {}
-    report = _reporter(run, metrics, progress)
+    report = _reporter(run, metrics, progress) if run.ranks.leads else metrics.update
     progress.start_training("training", run.schedule.steps)
     try:
         state = train(
             run.draft, run.rows, run.source, run.schedule, run.directory,
             save_dtype=torch.bfloat16, evaluate=run.evaluate, resume=run.resumed,
-            report=report, say=say, stop=lambda: progress.stderr_closed,
+            report=report, say=say, stop=lambda: progress.stderr_closed, ranks=run.ranks,
         )  # fmt: skip
     except KeyboardInterrupt:
         progress.close()
@@ -81,8 +83,9 @@ def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Calla
 def _start_message(run: TrainingRun) -> str:
     trained = sum(p.numel() for p in run.draft.parameters() if p.requires_grad)
     schedule = run.schedule
+    devices = run.recipe.compute.device if run.ranks.size == 1 else f"{run.ranks.size} ranks"
     return (
-        f"training {trained:,} parameters on {run.recipe.compute.device}, {schedule.steps:,} steps of "
+        f"training {trained:,} parameters on {devices}, {schedule.steps:,} steps of "
         f"{schedule.rows_per_step} x {run.rows.row_length:,} tokens, lr {schedule.lr:.2g}"
     )
 

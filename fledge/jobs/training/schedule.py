@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from fledge.data.dataset import Rows
 from fledge.jobs.training.recipe import ObjectiveRecipe, Recipe
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
+from fledge.train.ranks import Ranks
 from fledge.train.trainer import Schedule
 
 
-def make_schedule(recipe: Recipe, rows: Rows, width: int) -> Schedule:
-    """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, and
-    the default learning rate is 0.5 / width."""
+def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, say: Callable[[str], None]) -> Schedule:
+    """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, the
+    default learning rate is 0.5 / width, and by default a step has one row for each rank."""
     requested = recipe.schedule
+    rows_per_step = requested.rows_per_step or ranks.size
+    if rows_per_step % ranks.size:
+        idle = "some ranks wait in every step" if rows_per_step > ranks.size else "some ranks have nothing to do"
+        say(f"{rows_per_step} rows a step for {ranks.size} ranks: {idle}; --rows-per-step should be a multiple")
     return Schedule(
-        steps=requested.steps or math.ceil(requested.epochs * len(rows.epoch(0)) / requested.rows_per_step),
+        steps=requested.steps or math.ceil(requested.epochs * len(rows.epoch(0)) / rows_per_step),
         lr=requested.lr or 0.5 / width,
         objective=_objective(recipe.objective),
-        rows_per_step=requested.rows_per_step,
+        rows_per_step=rows_per_step,
         warmup=requested.warmup,
         weight_decay=requested.weight_decay,
         clip=requested.clip,

@@ -20,6 +20,7 @@ def settle(recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, s
         draft_vocab=draft.config.draft_vocab_size,
         mask_token=draft.config.mask_token_id,
         steps=schedule.steps,
+        rows_per_step=schedule.rows_per_step,
         lr=schedule.lr,
         impl=implementation.attention,
         slots=implementation.slots,

@@ -1,0 +1,76 @@
+"""Starts the processes of `fledge train --gpus`, and joins the ranks that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from fledge.jobs.train import MACHINE, TrainOptions
+
+if TYPE_CHECKING:
+    from fledge.train.ranks import Ranks
+
+
+def needs_processes(options: TrainOptions) -> bool:
+    """Whether this process has to start those that train. Raises ValueError if there are not as many GPUs."""
+    if options.gpus is None or options.gpus == 1 or "WORLD_SIZE" in os.environ:
+        return False
+    import torch
+
+    if options.device not in ("auto", "cuda"):
+        raise ValueError(f"--gpus {options.gpus} with --device {options.device}; leave one of them out")
+    if options.gpus > (count := torch.cuda.device_count()):
+        raise ValueError(f"--gpus {options.gpus}, but this machine has {count} GPU{'s' if count != 1 else ''}")
+    return True
+
+
+def start_processes(gpus: int, arguments: Sequence[str]) -> int:
+    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    with subprocess.Popen([*torchrun, "-m", "fledge", *arguments]) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # torchrun has received the signal too, and waits for the ranks to save
+                continue
+
+
+@contextmanager
+def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
+    """Context manager: the ranks of this run. Raises ValueError for a device that all ranks would share."""
+    import torch
+
+    from fledge.decode.engine import resolve_device
+    from fledge.train.ranks import connected, local_rank, started_by_torchrun
+
+    device = torch.device(resolve_device(options.device))
+    if started_by_torchrun():
+        if device.index is not None:
+            raise ValueError(
+                f"--device {options.device} with several processes, of which each has a GPU of its own; leave it out"
+            )
+        if options.longest_row:
+            raise ValueError("--longest-row tries rows on one GPU; start it without torchrun and --gpus")
+        if device.type == "cuda":
+            device = torch.device("cuda", local_rank())
+            resolve_device(str(device))  # there may be fewer GPUs than processes
+    placement = "replicate" if options.replicate else "shard"
+    with connected(device, placement, timedelta(minutes=options.rank_timeout)) as ranks:
+        yield ranks
+
+
+def restarted_options(options: TrainOptions) -> TrainOptions:
+    """The options of a process that torchrun started again (--max-restarts): those that continue the run in --out, if
+    it was begun; else the same."""
+    from fledge.train.checkpoint import RunDirectory
+    from fledge.train.ranks import restarted_by_torchrun
+
+    if options.resume or not restarted_by_torchrun() or not RunDirectory(options.out).recipe.is_file():
+        return options
+    kept = {name: getattr(options, name) for name in ("trust_remote_code", *MACHINE)}
+    return TrainOptions(resume=options.out, **kept, given=frozenset({"resume", *kept}))
