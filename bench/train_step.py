@@ -225,6 +225,9 @@ class OneRow:
     def tokens(self, address: tuple[int, int]) -> int:
         return self.row.token_T.numel()
 
+    def supervised(self, address: tuple[int, int]) -> int:
+        return int((self.row.span_T >= 0).sum())
+
     def next(self, address: tuple[int, int]) -> tuple[int, int]:
         return address
 

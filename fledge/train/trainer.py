@@ -111,7 +111,7 @@ def train(
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
     upcoming = with_features(
-        _own_rows(rows, progress, schedule, ranks), source.features, draft.device,
+        own_rows(rows, progress, schedule, ranks), source.features, draft.device,
         prefetch=schedule.implementation.prefetch,
     )  # fmt: skip
     with Interruption(say) as interruption, run.saving(), _metrics_log(run, ranks) as log:
@@ -216,7 +216,7 @@ def _step_rows(rows: Rows, address: tuple[int, int], count: int, ranks: Ranks) -
     return [(i, addresses[i]) for i in own]
 
 
-def _own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Iterator[Packed]:
+def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Iterator[Packed]:
     """The rows that this rank computes, from the progress to the end of the schedule."""
     address, count = progress.address, schedule.rows_per_step
     for _ in range(schedule.steps - progress.step):

@@ -1,0 +1,167 @@
+"""Times complete training steps over several GPUs of one host: target forward, draft step, reduction, and update.
+
+    python bench/scale.py --gpus 1 2 --tokens 4096 8192 --out bench/results/scale.json
+    python bench/scale.py --gpus 1 2 --tokens 256 --shape tiny --device cpu --out /tmp/scale.json    # anywhere, gloo
+
+Each rank has a target of the given shape with random weights and trains on a packed row of `--tokens` tokens a step
+(documents of `--document` tokens, all supervised, EAGLE-3 with K = 7): the optimizer step of `fledge train`, through
+its own ranks. `tokens_per_s` are those of all ranks. `gemm_tokens_per_s` is what the ranks would reach if they did
+nothing but the matrix products of a step, at the rate of a large product measured in the same run. `gib` is the peak
+memory of a rank. Every number of GPUs is a run of torchrun of its own; all rows go to one record.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, peak_tflops, profile
+from decode import random_target
+
+from fledge.data.dataset import Rows
+from fledge.eval.environment import environment
+from fledge.eval.record import check_record_path, write_record
+from fledge.train.objective import Implementation, Objective
+from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
+from fledge.types import Document
+
+WARM_UP = 4  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/scale.json"))
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument(
+        "--placement", nargs="+", default=["shard"], choices=PLACEMENTS, help="of the optimizer's state"
+    )
+    parser.add_argument("--document", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of rank 0")
+    options = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:
+        measure(options)
+        return
+    check_record_path(options.out, "--out")
+    here = environment("cuda" if options.device == "cuda" else "cpu", "bfloat16")
+    record: dict[str, Any] = {
+        "environment": here | ({"commit": options.commit} if options.commit else {}),
+        "rows": [],
+    }
+    for gpus in options.gpus:
+        part = options.out.with_suffix(f".{gpus}.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        subprocess.run([*torchrun, __file__, *sys.argv[1:], "--out", str(part)], check=True)
+        record["rows"] += json.loads(part.read_text())
+        part.unlink()
+        write_record(options.out, record)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Times every case in this rank; rank 0 writes and prints the rows."""
+    cpu = options.device == "cpu"
+    torch.set_num_threads(1)
+    device = torch.device("cpu") if cpu else torch.device("cuda", local_rank())
+    if not cpu:
+        torch.cuda.set_device(device)
+    rows = []
+    with connected(device, "shard", timedelta(minutes=5)) as ranks:
+        torch.manual_seed(0)
+        ceiling = peak_tflops(str(device))
+        target = random_target(options.shape, str(device))
+        for placement in options.placement:
+            for tokens in options.tokens:
+                row = timed(target, Ranks(**vars(ranks) | {"placement": placement}), tokens, ceiling, options)
+                rows.append(row)
+                if ranks.leads:
+                    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                    options.out.write_text(json.dumps(rows))
+
+
+def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options: argparse.Namespace) -> dict[str, Any]:
+    from fledge.config import DraftConfig
+    from fledge.models.draft import Draft
+    from fledge.targets.compatibility import connect_draft
+    from fledge.targets.source import LiveFeatures
+    from fledge.train.optim import MasterAdamW
+    from fledge.train.prefetch import with_features
+    from fledge.train.trainer import Progress, Schedule, optimizer_step, own_rows
+
+    shape, device, cpu = SHAPES[options.shape], target.device, target.device.type == "cpu"
+    config = DraftConfig.for_target(
+        target.shape, max_length=options.document, draft_vocab_size=shape["draft_vocab_size"]
+    )
+    draft = Draft(config).to(device, target.dtype)
+    draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
+    layers = connect_draft(draft, target)
+    documents = [
+        document(options.document, config.vocab_size, i) for i in range(ranks.size * 4 * tokens // options.document)
+    ]
+    rows = Rows(documents, tokens, seed=0)
+    fast = Implementation("triton", "triton", "triton", 4096, prefetch=True)
+    schedule = Schedule(
+        WARM_UP + options.steps + 1, 1e-4, Objective(depth=options.depth, keep_out_of_vocab=True),
+        Implementation(slots=256) if cpu else fast, rows_per_step=ranks.size,
+    )  # fmt: skip
+    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
+    progress, source = Progress(), LiveFeatures(target, layers)
+    upcoming = with_features(
+        own_rows(rows, progress, schedule, ranks), source.features, device, prefetch=schedule.implementation.prefetch
+    )
+
+    def step() -> None:
+        optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks)
+        progress.step += 1
+
+    synchronize = (lambda: None) if cpu else torch.cuda.synchronize
+    for _ in range(WARM_UP):
+        step()
+    if options.profile and ranks.leads:
+        profile(step)
+    elif options.profile:
+        step()
+    if not cpu:
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    ranks.meet("before the timing", None)
+    began = time.perf_counter()
+    for _ in range(options.steps - options.profile):
+        step()
+    synchronize()
+    took = (time.perf_counter() - began) / (options.steps - options.profile)
+    flops = 2 * tokens * sum(p.numel() for p in target.model.parameters() if p.dim() > 1)  # with the teacher's head
+    flops += draft_flops(config, tokens, options)
+    return {
+        "what": f"online, {options.shape}, {ranks.placement}", "gpus": ranks.size, "T": tokens, "ms": 1e3 * took,
+        "tokens_per_s": ranks.size * tokens / took,
+        "gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
+        "gemm_tokens_per_s": ceiling and ranks.size * tokens / (flops / ceiling / 1e12),
+    }  # fmt: skip
+
+
+def draft_flops(c: Any, tokens: int, options: argparse.Namespace) -> float:
+    """The FLOPs of the matrix products of a draft's forward and backward pass: K slots a token, and step 0's keys."""
+    E, d, H, G = c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads
+    slot = 2 * (2 * E * H * d + H * d * E + 3 * E * c.intermediate_size + E * c.draft_vocab_size)
+    return 3 * tokens * (slot * options.depth + 2 * 2 * E * 2 * G * d * options.depth + 2 * 3 * E * E)
+
+
+def document(length: int, vocab: int, seed: int) -> Document:
+    """A document of random tokens, all of which are supervised."""
+    tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return Document(tokens, torch.zeros(length, dtype=torch.int32))
+
+
+if __name__ == "__main__":
+    main()
