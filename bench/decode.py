@@ -1,24 +1,34 @@
 """Times rounds of decoding on the 8B shape with random weights: one token, chains, trees and one-pass drafts.
 
     python bench/decode.py --out bench/results/decode.json
+    python bench/decode.py --engine fledge transformers vllm --out bench/results/decode.json
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
-of `--new` tokens after the prompt, prefill and host included, over their number. `floor_ms` is the time to read all
-weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's
-matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`.
+of `--new` tokens after the prompt, prefill and host included, over the number of `rounds`. `floor_ms` is the time to
+read all weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the
+round's matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`.
+
+Other engines have `wall_ms` only: transformers' `generate` for one token, and vLLM, if it is installed, for one token,
+chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
+vLLM that failed has an `error` in place of times. `bench/prompt_sets.py` compares a trained pair with its target alone.
 
 With `--draft-device`, the draft is on another GPU: rows have `devices` 2, `draft_ms` includes the copies between the
 two, and `bytes_per_round` is what they copy.
 """
 
 import argparse
+import copy
 import gc
+import importlib.util
+import itertools
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm_rounds
 from common import SHAPES, profile, randomize, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -32,10 +42,12 @@ from fledge.eval.metrics import bytes_per_round
 from fledge.eval.record import check_record_path, write_record
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
+from fledge.models.weights import save_draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 
+ENGINES = ("fledge", "transformers", "vllm")
 LAYERS = {"8b": 32, "tiny": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
@@ -55,9 +67,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200, help="tokens after each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--engine", nargs="+", default=["fledge", "transformers"], choices=ENGINES)
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a few rounds of each row")
     options = parser.parse_args()
+    if "vllm" in options.engine and importlib.util.find_spec("vllm") is None:
+        parser.error("--engine vllm needs vLLM, which is not installed here: pip install vllm, or set PYTHONPATH to it")
     check_record_path(options.out, "--out")
     torch.manual_seed(0)
     target = random_target(options.shape, options.device)
@@ -68,21 +83,50 @@ def main() -> None:
         "read_gbps": gbps,
         "rows": [],
     }
-    for case in options.case:
-        draft, drafting = CASES[case]
-        device = options.draft_device or options.device
-        made = None if draft is None else random_draft(target, options.shape, draft, device)
-        devices = 1 if made is None or made.device == target.device else 2
-        engine = Engine(target, made, **drafting)
-        for context in options.context:
-            for batch in options.batch:
-                row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}
-                row |= measure(engine, batch, context, options.new, gbps, options.profile)
-                record["rows"].append(row)
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                write_record(options.out, record)
-        del engine, made
-        gc.collect()
+
+    def add(row: dict[str, Any]) -> None:
+        record["rows"].append(row)
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        write_record(options.out, record)
+
+    sizes = list(itertools.product(options.context, options.batch))
+    with tempfile.TemporaryDirectory(prefix="fledge-decode-") as scratch:
+        files = {case: Path(scratch, case.replace(" ", "-")) for case in options.case}
+        for case in options.case:
+            overrides, drafting = CASES[case]
+            device = options.draft_device or options.device
+            draft = None if overrides is None else random_draft(target, options.shape, overrides, device)
+            if "fledge" in options.engine:
+                engine = Engine(target, draft, **drafting)
+                devices = 1 if draft is None or draft.device == target.device else 2
+                for context, batch in sizes:
+                    row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}
+                    add(row | measure(engine, batch, context, options.new, gbps, options.profile))
+                del engine
+            if "transformers" in options.engine and draft is None:
+                for context, batch in sizes:
+                    row = {"what": case, "engine": "transformers", "batch": batch, "context": context, "devices": 1}
+                    add(row | measure_generate(target, batch, context, options.new))
+            if "vllm" in options.engine and draft is not None:
+                save_draft(draft, files[case])
+            del draft
+            gc.collect()
+        if "vllm" in options.engine:
+            write_config(target, Path(scratch, "target"))
+            del target  # vLLM needs the memory
+            gc.collect()
+            torch.cuda.empty_cache()
+            for case in options.case:
+                overrides, drafting = CASES[case]
+                if drafting.get("mode") == "tree":  # vLLM has no trees
+                    continue
+                rows = vllm_rounds.run(
+                    Path(scratch, "target"), None if overrides is None else files[case],
+                    depth=drafting.get("depth"), parallel=bool(overrides and overrides.get("method") == "peagle"),
+                    contexts=options.context, batches=options.batch, new=options.new,
+                )  # fmt: skip
+                for row in rows:
+                    add({"what": case, "engine": row["engine"], "batch": row["batch"], "devices": 1} | row)
 
 
 def random_target(shape: str, device: str) -> TransformersTarget:
@@ -129,7 +173,7 @@ def read_gbps(device: str) -> float:
 
 def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, profiled: bool) -> dict[str, Any]:
     """The times of decoding `batch` prompts of `context` tokens."""
-    prompts = torch.randint(5, 500, (batch, context)).tolist()
+    prompts = random_prompts(batch, context).tolist()
 
     def decode(tokens: int) -> list[Any]:
         return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens)
@@ -151,10 +195,40 @@ def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, pro
     ms = draft_ms + verify_ms
     floor, gemm = floor_ms(engine, batch, context + new // 2, gbps), gemm_ms(engine, batch)
     return dict(
-        ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms, verify_ms=verify_ms,
-        overhead_ms=None if gemm is None else ms - gemm, tokens_per_s=sum(len(d.tokens) for d in done) / wall,
-        prefill_ms=1e3 * done[0].trace.t_prefill, bytes_per_round=bytes_per_round([d.trace for d in done]),
+        rounds=count, ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms,
+        verify_ms=verify_ms, overhead_ms=None if gemm is None else ms - gemm,
+        tokens_per_s=sum(len(d.tokens) for d in done) / wall, prefill_ms=1e3 * done[0].trace.t_prefill,
+        bytes_per_round=bytes_per_round([d.trace for d in done]),
     )  # fmt: skip
+
+
+def measure_generate(target: TransformersTarget, batch: int, context: int, new: int) -> dict[str, Any]:
+    """The times of decoding `batch` prompts of `context` tokens with transformers' greedy `generate`."""
+    prompts = random_prompts(batch, context).to(target.device)
+    target.model.set_attn_implementation("sdpa")  # transformers' own, which a target replaces
+
+    def decode() -> list[Any]:
+        options = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **options).tolist()
+
+    decode()
+    start = time.perf_counter()
+    made = decode()
+    wall = time.perf_counter() - start
+    assert all(len(tokens) == context + new for tokens in made)
+    return dict(rounds=new - 1, wall_ms=1e3 * wall / (new - 1), tokens_per_s=batch * new / wall)
+
+
+def random_prompts(batch: int, context: int) -> torch.Tensor:
+    """Token ids, [batch, context]."""
+    return torch.randint(5, 500, (batch, context))
+
+
+def write_config(target: TransformersTarget, directory: Path) -> None:
+    """Writes the model's config.json, without weights."""
+    config = copy.deepcopy(target.model.config)
+    config.architectures = [type(target.model).__name__]
+    config.save_pretrained(directory)
 
 
 def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:

@@ -68,19 +68,105 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
 
+DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7")
+
+
 @pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random
 def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of round is timed, and none reads its weights faster than the machine."""
     words = "--shape", "tiny", "--context", 9, "--new", 12, "--batch", 1, 2
     rows = record(tmp_path, monkeypatch, "decode", *words)["rows"]
-    assert [(r["what"], r["batch"]) for r in rows] == [
-        (what, batch) for what in ("token", "chain of 7", "tree of 60", "one pass of 7") for batch in (1, 2)
-    ]
-    for r in rows:
-        assert r["floor_ms"] < r["ms"] and r["wall_ms"] > 0 and r["tokens_per_s"] > 0
+    others = [r for r in rows if r["engine"] == "transformers"]
+    assert [(r["what"], r["batch"], r["rounds"]) for r in others] == [("token", 1, 11), ("token", 2, 11)]
+    for r in others:
+        assert r["tokens_per_s"] == pytest.approx(12e3 * r["batch"] / (11 * r["wall_ms"]))
+    own = [r for r in rows if r["engine"] == "fledge"]
+    assert [(r["what"], r["batch"]) for r in own] == [(what, batch) for what in DECODE_CASES for batch in (1, 2)]
+    for r in own:
+        assert r["floor_ms"] < r["ms"] and r["wall_ms"] > 0 and r["tokens_per_s"] > 0 and r["rounds"] == 11
         assert r["ms"] == pytest.approx(r["draft_ms"] + r["verify_ms"])
         assert (r["draft_ms"] > 0) == (r["what"] != "token")
         assert (r["devices"], r["bytes_per_round"]) == (1, 0)
+
+
+VLLM = {  # the names of vLLM that the benchmark uses; every request takes a millisecond a round
+    "__init__.py": """
+import json, pathlib, time, types
+__version__ = "0.26.0"
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0 and ignore_eos and not detokenize
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, model, load_format, enable_prefix_caching, speculative_config=None, disable_log_stats=True, **_):
+        from vllm.model_executor.model_loader import made
+        config = json.loads(pathlib.Path(model, "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 512
+        assert load_format in made and not enable_prefix_caching
+        self.draft, self.counts, self.drafts = speculative_config, not disable_log_stats, 0
+        if self.draft:
+            assert self.draft["method"] == "eagle3" and self.draft["num_speculative_tokens"] == 7
+            found = json.loads(pathlib.Path(self.draft["model"], "config.json").read_text())
+            assert pathlib.Path(self.draft["model"], "model.safetensors").exists()
+            if self.draft.get("parallel_drafting"):
+                assert found["ptd_token_id"] == 5 and found["num_hidden_layers"] == 4
+                raise RuntimeError("no such attention")
+
+    def generate(self, prompts, sampling, use_tqdm):
+        assert all(len(p["prompt_token_ids"]) == 9 for p in prompts)
+        if self.draft and len(prompts) == 2:
+            raise ValueError("too many")
+        time.sleep(1e-3 * sampling.max_tokens)
+        self.drafts += (sampling.max_tokens // 2) * len(prompts)
+        output = types.SimpleNamespace(token_ids=[0] * sampling.max_tokens)
+        return [types.SimpleNamespace(outputs=[output])] * len(prompts)
+
+    def get_metrics(self):
+        assert self.counts
+        return [types.SimpleNamespace(name="vllm:spec_decode_num_drafts", value=self.drafts)]
+""",
+    "config/__init__.py": "",
+    "config/load.py": "class LoadConfig: pass",
+    "model_executor/__init__.py": "",
+    "model_executor/model_loader.py": """
+made = {}
+
+class DummyModelLoader: pass
+
+class DefaultModelLoader: pass
+
+def register_model_loader(name):
+    return lambda loader: made.setdefault(name, loader)
+""",
+}
+
+
+def test_decode_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """vLLM runs in a process of its own; what fails there is a row with an error, and the other rows are kept."""
+    words = "--shape", "tiny", "--context", 9, "--new", 12, "--batch", 1, 2, "--engine", "vllm"
+    with pytest.raises(SystemExit):
+        record(tmp_path, monkeypatch, "decode", *words)
+    assert "needs vLLM, which is not installed here" in capsys.readouterr().err
+    for name, text in VLLM.items():
+        file = tmp_path / "site" / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    rows = record(tmp_path, monkeypatch, "decode", *words)["rows"]
+    assert [(r["what"], r["batch"]) for r in rows] == [
+        (what, batch) for what in DECODE_CASES if what != "tree of 60" for batch in (1, 2)
+    ]
+    assert all(r["engine"] == "vllm 0.26.0" and r["context"] == 9 for r in rows)
+    alone, together, chain, *failed = rows
+    for row, rounds in ((alone, 11), (together, 11), (chain, 6)):
+        assert row["rounds"] == rounds and 12 / rounds < row["wall_ms"] < 100
+        assert row["tokens_per_round"] == pytest.approx(11 / rounds)
+        assert row["tokens_per_s"] == pytest.approx(12e3 * row["batch"] / (rounds * row["wall_ms"]))
+    errors = ["ValueError: too many"] + 2 * ["vLLM ended with status 1: RuntimeError: no such attention"]
+    assert [row["error"] for row in failed] == errors
 
 
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
