@@ -2,13 +2,14 @@
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 2,210 in total, and check for tracebacks (about ten minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
+# make kills  kill training by several processes at 20 random moments and check that nothing is lost (some minutes)
 # make lint   check style and formatting with ruff
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lossless lint clean
+.PHONY: demo test fuzz lossless kills lint clean
 demo: $(VENV)/installed
 	$(BIN)/python -m demo.run
 
@@ -20,6 +21,9 @@ fuzz: $(VENV)/installed
 
 lossless: $(VENV)/installed
 	LOSSLESS_CASES=1000 $(BIN)/python -m pytest -q tests/test_random_settings.py --numprocesses auto --maxprocesses 8
+
+kills: $(VENV)/installed
+	KILLS=20 $(BIN)/python -m pytest -q tests/test_ranks_killed.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

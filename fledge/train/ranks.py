@@ -123,7 +123,7 @@ class Ranks:
         except RuntimeError as e:
             if failure is not None:
                 raise failure from e
-            reason = next(iter(str(e).splitlines()), "")
+            reason = str(e).partition("\n")[0].partition(". ")[0]
             raise RankError(f"rank {self.rank} of {self.size} waited in vain for another rank {where}: {reason}") from e
         if failure is not None:
             raise failure
@@ -167,9 +167,9 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def restarted_by_torchrun() -> bool:
-    """Whether torchrun started this process again (`--max-restarts`), after a rank had failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restart_count() -> int:
+    """How many times torchrun has started this process again (`--max-restarts`), after a rank had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def local_rank() -> int:
@@ -186,15 +186,19 @@ def connected(device: torch.device, placement: str, limit: timedelta) -> Iterato
     if not started_by_torchrun():
         yield ALONE
         return
-    if device.type == "cuda":
+    gpu = device.type == "cuda"
+    if gpu:
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=limit)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun's store outlives a restart; without a prefix, ranks would read the addresses of those that have ended
+    store = dist.PrefixStore(f"restart {restart_count()}", store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit,
+        device_id=device if gpu else None,
+    )  # fmt: skip
     try:
-        size = dist.get_world_size()
         mesh = init_device_mesh(device.type, (size,))
         groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
-        yield Ranks(dist.get_rank(), size, placement, mesh, *groups, limit)
+        yield Ranks(rank, size, placement, mesh, *groups, limit)
     finally:
         dist.destroy_process_group()

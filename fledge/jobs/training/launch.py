@@ -68,9 +68,9 @@ def restarted_options(options: TrainOptions) -> TrainOptions:
     """The options of a process that torchrun started again (--max-restarts): those that continue the run in --out, if
     it was begun; else the same."""
     from fledge.train.checkpoint import RunDirectory
-    from fledge.train.ranks import restarted_by_torchrun
+    from fledge.train.ranks import restart_count
 
-    if options.resume or not restarted_by_torchrun() or not RunDirectory(options.out).recipe.is_file():
+    if options.resume or not restart_count() or not RunDirectory(options.out).recipe.is_file():
         return options
     kept = {name: getattr(options, name) for name in ("trust_remote_code", *MACHINE)}
     return TrainOptions(resume=options.out, **kept, given=frozenset({"resume", *kept}))

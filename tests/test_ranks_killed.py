@@ -1,0 +1,146 @@
+"""Runs of several ranks, started by torchrun, that are killed and resumed end as if they had never been killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fledge.models.weights import WEIGHTS
+from support.chats import tiny_chats
+from support.files import metrics_of
+from support.targets import tiny_target_directory
+
+KILLS = int(os.environ.get("KILLS", "3"))  # `make kills` sets 20
+STEPS = 20 * (KILLS + 1)
+FLAGS = f"""--max-length 64 --row-length 128 --steps {STEPS} --depth 3 --draft-vocab 200 --rows-per-step 4
+            --eval-every 20 --eval-tokens 4 --save-every 2 --seed 3 --device cpu --dtype float64""".split()
+
+
+def start(ranks: int, *words: object, restarts: int = 0) -> subprocess.Popen[str]:
+    """`fledge train` in several ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command = [*torchrun, "--max-restarts", restarts, "-m", "fledge", "train", *words]
+    return subprocess.Popen(
+        [str(word) for word in command], text=True, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+
+
+def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the ranks that a torchrun has started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    return sorted(pid for pid, parent in parents.items() if parent == torchrun.pid)
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], more: int) -> None:
+    """Waits until a run has made some more steps."""
+
+    def steps() -> int:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+
+    seen = steps()
+    while more > 0:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.002)
+        seen, before = steps(), seen  # fewer than before if a resumed run repeats steps
+        more -= max(seen - before, 0)
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """The same weights bit for bit, and the same metrics but for times."""
+    for part in ("draft", "checkpoint"):
+        assert (ours / part / WEIGHTS).read_bytes() == (theirs / part / WEIGHTS).read_bytes(), part
+    states = [{f.name: load_file(f) for f in (run / "checkpoint" / "state").iterdir()} for run in (ours, theirs)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensors in states[0].items():
+        assert all(torch.equal(x, states[1][name][key]) for key, x in tensors.items())
+    rows = [metrics_of(run) for run in (ours, theirs)]
+    for m in (*rows[0], *rows[1]):
+        del m["seconds"], m["tokens_per_s"]
+    assert rows[0] == rows[1]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The options of a new run, without --out."""
+    directory = tmp_path_factory.mktemp("ranks")
+    target, data = tiny_target_directory(directory), tiny_chats(directory / "chats.jsonl", 200)
+    return ["--target", target, "--data", data, *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def unbroken(words: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    finish(start(2, *words, "--out", run))
+    assert len(metrics_of(run)) == STEPS
+    return run
+
+
+def test_killed_at_random_moments_ends_bit_for_bit_the_same(
+    words: list[object], unbroken: Path, tmp_path: Path
+) -> None:
+    """In turn, torchrun and all its ranks are killed with SIGKILL, or one rank, in a step, a collective or a
+    checkpoint. In the middle, a copy goes on in a single process, with the same losses."""
+    random.seed(KILLS)
+    run, one = tmp_path / "run", tmp_path / "one"
+    process = start(2, *words, "--out", run)
+    for kill in range(KILLS):
+        wait_for_steps(run, process, random.randint(1, 12))
+        time.sleep(random.random() * 0.1)
+        if kill % 2:
+            os.kill(random.choice(ranks_of(process)), signal.SIGKILL)
+            process.communicate(timeout=120)
+            assert process.returncode != 0
+        else:
+            for pid in (process.pid, *ranks_of(process)):
+                os.kill(pid, signal.SIGKILL)
+            process.communicate()
+        if kill == KILLS // 2:
+            shutil.copytree(run, one)
+        process = start(2, "--resume", run)
+    finish(process)
+    assert_same_run(unbroken, run)
+    finish(start(1, "--resume", one))
+    losses = [[m["loss"] for m in metrics_of(path)] for path in (one, unbroken)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(
+    words: list[object], unbroken: Path, tmp_path: Path
+) -> None:
+    process = start(2, *words, "--out", tmp_path / "run", restarts=1)
+    wait_for_steps(tmp_path / "run", process, 5)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    finish(process)
+    assert_same_run(unbroken, tmp_path / "run")
+
+
+def test_sigterm_saves_in_all_ranks_and_names_the_command(words: list[object], tmp_path: Path) -> None:
+    """A preempted machine: torchrun passes the signal on, all ranks stop after the same step, and it is saved."""
+    run = tmp_path / "run"
+    process = start(2, *words, "--save-every", 1000, "--out", run)
+    wait_for_steps(run, process, 3)
+    process.terminate()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode != 0 and f"continue with: fledge train --resume {run}" in told.replace("\n", "")
+    assert (run / "checkpoint" / "progress.json").exists() and len(metrics_of(run)) < STEPS
