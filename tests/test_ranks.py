@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fledge.data.dataset import Rows
 from fledge.targets.compatibility import resolve_layers
+from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
@@ -29,8 +31,8 @@ from fledge.train.ranks import ALONE, RankError, Ranks, connected
 from fledge.train.trainer import Schedule
 from support.files import metrics_of
 from support.mutations import replace_function
-from support.rows import document
-from support.targets import P_EAGLE, tiny_draft, tiny_target
+from support.rows import document, row_of
+from support.targets import P_EAGLE, tiny_draft, tiny_target, tiny_target_directory
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -119,6 +121,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def everything(ranks: Ranks, directory: Path) -> None:
     """What two ranks are tested for, in one pair of processes, as each takes seconds to start."""
+    compare_sharded_target(ranks, directory)
     train_all_cases(ranks, directory)
     for mistake in MISTAKES:
         train_with_mistake(ranks, directory / mistake.__name__, mistake)
@@ -194,6 +197,37 @@ def test_rows_are_shared_evenly() -> None:
             assert sorted(i for share in shares for i in share) == list(range(len(weights)))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert [Ranks(r, 2).own_rows([9.0, 8.0, 2.0, 1.0]) for r in range(2)] == [[0, 3], [1, 2]]
+
+
+# -- a target that is larger than a GPU -----------------------------------------------------------------------------
+
+
+def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
+    """Writes the differences between a target whose layers are sharded and the same target whole, by what is compared.
+    Each rank has its own row."""
+    path = tiny_target_directory(directory)  # rank 0 writes it
+    ranks.meet("after the target was saved", None)
+    whole = load_target(path, dtype=torch.float64, implementation="transformers")
+    sharded = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
+    assert sharded.packs == whole.packs and not sharded.rollback_problem
+    assert any(isinstance(p, DTensor) for p in sharded.model.parameters())
+    row, layers = row_of([DOCUMENTS[ranks.rank], DOCUMENTS[3]], filler=3), (1, 4, 8)
+    ours, theirs = (target.features(row, layers) for target in (sharded, whole))
+    pairs = {"aux": (ours.aux_TAD, theirs.aux_TAD), "last": (ours.last_TD, theirs.last_TD)}
+    pairs["logits"] = sharded.logits(ours.last_TD), whole.logits(theirs.last_TD)
+    pairs["prefill"] = tuple(target.prefill([[5, 6, 7, 8]], target.new_cache())[0] for target in (sharded, whole))
+    mine, others = sharded.last_layer_weights(), whole.last_layer_weights()
+    assert mine.keys() == others.keys()
+    pairs |= {name: (mine[name], weight) for name, weight in others.items()}
+    found = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+    (directory / f"sharded {ranks.rank}").write_text(json.dumps(found))
+
+
+def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:
+    """Features, logits, decoding, and the weights that initialize a draft. Rank 0 alone reads the file."""
+    for rank in range(2):
+        found = json.loads((two_ranks / f"sharded {rank}").read_text())
+        assert max(found.values()) < 1e-9 and {"aux", "prefill", "q_proj.weight"} <= found.keys(), found
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------

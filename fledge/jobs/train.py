@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
 OUT = "draft-run"
-MACHINE = ("gpus", "replicate", "rank_timeout")  # the options that say where a run computes, not what
+MACHINE = ("gpus", "shard_target", "replicate", "rank_timeout")  # the options that say where a run computes, not what
 WITH_RESUME = ("resume", "trust_remote_code", *MACHINE)  # the options that may be given together with --resume
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
@@ -138,6 +138,9 @@ class TrainOptions(Options):
         "train on this many GPUs of this machine, with one process for each; on several machines, start fledge train "
         "with torchrun instead (default: 1)", None, minimum=1, maximum=1024,
     )  # fmt: skip
+    shard_target: bool = opt(
+        "several GPUs: split the target's layers over them (FSDP), for a target that does not fit on one", False
+    )
     replicate: bool = opt(
         "keep the whole optimizer state on every GPU; by default each GPU keeps an equal part of it (as ZeRO-2 does)",
         False,
@@ -220,12 +223,12 @@ def _train(
     from fledge.jobs.training.target import prepare_target
 
     with ranks.together("while target and data were loaded"):
-        target = prepare_target(recipe, say)
+        target = prepare_target(recipe, ranks.mesh if options.shard_target else None, say)
         check_shape(recipe, target)
         documents, held_out = read_data(recipe, target, say, progress)
         draft = make_draft(recipe, target, documents, say)
         rows = make_rows(recipe, target, documents, say)
-        schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, say)
+        schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, target.target.sharded, say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
     if recipe.compute.longest_row:
         return {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -15,6 +16,7 @@ from fledge.hub import split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
+from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -28,13 +30,15 @@ def load_target(
     max_length: int | None = None,
     trust_remote_code: bool = False,
     implementation: str = "auto",
+    mesh: DeviceMesh | None = None,
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
-    the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. Raises ValueError if
-    files are missing or damaged, if they are not those of a causal language model, and if the model needs code that is
-    not trusted.
+    the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
+    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only rank 0 reads
+    the weights, into host memory. Raises ValueError if files are missing or damaged, if they are not those of a causal
+    language model, and if the model needs code that is not trusted.
     """
     check_implementation(implementation)
     device = torch.device(device)
@@ -50,11 +54,17 @@ def load_target(
     try:
         # always explicit: otherwise transformers would ask on standard input, which may be the prompt
         options = dict(revision=revision, trust_remote_code=trust_remote_code)
-        RopeConfig.from_hf(llama_names(AutoConfig.from_pretrained(name, **options).get_text_config(decoder=True)))
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or (torch.float32 if device.type == "cpu" else "auto"), output_loading_info=True,
-            **options,
-        )  # fmt: skip
+        config = AutoConfig.from_pretrained(name, **options)
+        RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
+        wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        if mesh is None or mesh.get_local_rank() == 0:
+            model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
+        else:
+            info = {"missing_keys": ()}
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=config.dtype if wanted == "auto" else wanted, trust_remote_code=trust_remote_code
+                )
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         tokenizer("The first use of a tokenizer reads all of its files.")
     except Exception as e:
@@ -76,6 +86,9 @@ def load_target(
             f"{missing[0]}; copy or download it again"
         )
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    if mesh is not None:
+        shard_layers(model, mesh, fill_from_first(device))
+        return TransformersTarget(model, tokenizer, sharded=True, **options)
     return _make_target(model.to(device), tokenizer, implementation, **options)
 
 

@@ -21,6 +21,7 @@ from fledge.targets.cache import TargetCache
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, TrainingTarget
 from fledge.targets.linear import use_few_row_products
 from fledge.targets.recurrent import RecurrentCache
+from fledge.targets.sharded import gathered
 from fledge.targets.structure import find_decoder, fix_longrope, last_layer_weights, layers_and_norm
 from fledge.types import Features, Packed, Tree, group_documents
 
@@ -39,6 +40,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
     embedding's, where tokens are expected and where hidden states and logits are returned.
 
+    With `sharded`, the layers are sharded over several ranks (`targets.sharded`), which all have to run the same number
+    of forward passes: a packed row is then a single pass, whatever documents it has.
+
     `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported.
     """
 
@@ -52,7 +56,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         name: str = "",
         max_length: int | None = None,
         trust_remote_code: bool = False,
+        sharded: bool = False,
     ):
+        self.sharded = sharded
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -134,7 +140,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         return weight_bytes(self.model)
 
     def last_layer_weights(self) -> dict[str, Tensor]:
-        return last_layer_weights(self.layers[-1], self.norm, float(self.shape.get("rms_norm_eps", 1e-5)))
+        with gathered(self.layers[-1]):
+            found = last_layer_weights(self.layers[-1], self.norm, float(self.shape.get("rms_norm_eps", 1e-5)))
+            return {name: weight.clone() for name, weight in found.items()} if self.sharded else found
 
     def compile(self, **options: Any) -> None:
         """Compiles the norms and MLPs of the decoder layers, to fuse their elementwise operations. `options` are those
@@ -152,7 +160,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         # transformers' models expect int64
         token, position = to_device([row.token_T.long(), row.position_T.long()], self.device)
         documents, whole = row.without_filler(), None
-        for a, b in group_documents(documents, PASS_TOKENS[self.device.type]) if self.packs else documents:
+        width = token.numel() if self.sharded else PASS_TOKENS[self.device.type]
+        for a, b in group_documents(documents, width) if self.packs else documents:
             inside, T = [(start - a, end - a) for start, end in documents if a <= start < b], token.numel()
             part = self._run_documents(token[a:b], position[a:b], inside, layers)
             if b - a == T:

@@ -47,7 +47,9 @@ def make_evaluator(
 
     def evaluate(draft: Draft) -> dict[str, float]:
         engine = Engine(prepared.target, draft, template_kwargs=prepared.template.kwargs)
-        own, counts, failure = prompts[ranks.rank :: ranks.size], (0, 0), None
+        # the ranks of a sharded target decode together, which gives each the traces of all prompts
+        own = prompts if prepared.target.sharded else prompts[ranks.rank :: ranks.size]
+        counts, failure = (0, 0), None
         try:
             counts = committed_per_round(greedy_traces(engine, own, prepared.eval_tokens))
         except Exception as e:  # which the other ranks must hear of

@@ -49,6 +49,8 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
     from fledge.train.ranks import connected, local_rank, started_by_torchrun
 
     device = torch.device(resolve_device(options.device))
+    if options.shard_target and not started_by_torchrun():
+        raise ValueError("--shard-target splits the target over several GPUs; give --gpus, or start with torchrun")
     if started_by_torchrun():
         if device.index is not None:
             raise ValueError(

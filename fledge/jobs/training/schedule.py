@@ -13,11 +13,19 @@ from fledge.train.ranks import Ranks
 from fledge.train.trainer import Schedule
 
 
-def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, say: Callable[[str], None]) -> Schedule:
+def make_schedule(
+    recipe: Recipe, rows: Rows, width: int, ranks: Ranks, lockstep: bool, say: Callable[[str], None]
+) -> Schedule:
     """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, the
-    default learning rate is 0.5 / width, and by default a step has one row for each rank."""
+    default learning rate is 0.5 / width, and by default a step has one row for each rank. With `lockstep`, every rank
+    must have as many rows; raises ValueError if they cannot."""
     requested = recipe.schedule
     rows_per_step = requested.rows_per_step or ranks.size
+    if rows_per_step % ranks.size and lockstep:
+        raise ValueError(
+            f"--rows-per-step {rows_per_step} with --shard-target on {ranks.size} GPUs: every GPU must have as many "
+            f"rows; give {ranks.size}, {2 * ranks.size}, .."
+        )
     if rows_per_step % ranks.size:
         idle = "some ranks wait in every step" if rows_per_step > ranks.size else "some ranks have nothing to do"
         say(f"{rows_per_step} rows a step for {ranks.size} ranks: {idle}; --rows-per-step should be a multiple")

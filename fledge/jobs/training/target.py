@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from fledge.targets.loading import load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.heap import retain_freed_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 EVAL_TOKENS = 64  # default of --eval-tokens
 
@@ -37,14 +41,15 @@ class PreparedTarget:
     decodes: bool
 
 
-def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget:
-    """Loads and checks the target. Raises ValueError for a length beyond its context, for layers that it does not have,
-    and if τ is to be measured with a target that cannot verify drafts."""
+def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
+    """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
+    beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
+    drafts, and if one that cannot process packed documents together is to be sharded."""
     set_up_process(recipe.compute)
     data, requested = recipe.data, recipe.target
     target = load_target(
         requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code,
+        trust_remote_code=requested.trust_remote_code, mesh=mesh,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
     if data.max_length and data.max_length > target.context:
@@ -56,6 +61,10 @@ def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget
     if requested.compile:
         target.compile()
     source = LiveFeatures(target, layers)
+    if not target.packs and mesh is not None:
+        raise ValueError(
+            f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
+        )
     if not target.packs:
         say("this target cannot process packed documents together, so it processes them one at a time")
     return PreparedTarget(

@@ -1,0 +1,83 @@
+"""Targets that are larger than a GPU: their layers are sharded over the ranks by torch's FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fledge.targets.structure import find_decoder, layers_and_norm
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Callable[[nn.Module], None]) -> None:
+    """Shards the decoder layers of a causal language model over the ranks of a mesh of one dimension.
+
+    `fill(module)` gives a module's own weights and buffers their values on this rank's device. It is called for one
+    layer after the other, so that a rank never holds more than one whole layer, and then for the rest of the model.
+    Embeddings, final norm and head stay whole on every rank, as the draft and the teacher read them all the time. In a
+    forward pass, each layer is gathered before it computes and freed after it, while the next one is gathered.
+
+    From then on all ranks have to run the same number of forward passes. Raises ValueError if the decoder's layers
+    cannot be identified.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    decoder = find_decoder(model, count)
+    layers, _ = layers_and_norm(decoder, count)
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    for layer in layers:
+        for module in layer.modules():
+            fill(module)
+        fully_shard(layer, mesh=mesh)
+    for module in model.modules():
+        if id(module) not in inside:
+            fill(module)
+    whole = {p for p in decoder.parameters() if not isinstance(p, DTensor)}
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that the layers know of each other
+    model.requires_grad_(False)
+    for layer in layers:  # once outside of inference mode, in which the buffers of gathered weights must not be made
+        with gathered(layer):
+            pass
+
+
+def fill_from_first(device: torch.device) -> Callable[[nn.Module], None]:
+    """A `fill` for `shard_layers`: rank 0 has the values, the model of any other rank may be on the meta device."""
+    return fill_with(device, lambda x: dist.broadcast(x, src=0))
+
+
+def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
+    """A `fill` for `shard_layers`: moves weights and buffers to a device, and then overwrites them. Weights on the meta
+    device have no values before."""
+    moved: dict[Tensor, Tensor] = {}  # by the tensor before: tied weights belong to several modules
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        for group in (module._parameters, module._buffers):
+            for name, x in group.items():
+                if x is None or isinstance(x, DTensor):
+                    continue
+                if x not in moved:
+                    value = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
+                    overwrite(value)
+                    moved[x] = nn.Parameter(value, requires_grad=False) if group is module._parameters else value
+                group[name] = moved[x]
+
+    return fill
+
+
+@contextmanager
+def gathered(layer: nn.Module) -> Iterator[None]:
+    """Context manager: within the block, a layer has its whole weights on every rank. All ranks have to enter it."""
+    if not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
