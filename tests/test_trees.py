@@ -16,10 +16,11 @@ from torch import Tensor
 from fledge.decode import sources, verify
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
-from fledge.decode.shapes import DynamicTree
 from fledge.decode.state import RoundState
+from fledge.kernels.dynamic_tree import Candidates, definition
 from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
+from fledge.models.draft_decoder import DraftDecoder
 from fledge.models.kv_cache import KVCache, TreeRows
 from fledge.targets.cache import TargetCache
 from fledge.targets.native.decoder import NativeDecoder
@@ -465,19 +466,24 @@ def a_level_too_deep(rotations: Any, source: sources.StepSource, position_BL: Te
     return rotations(source, position_BL + 1)
 
 
-def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
-    return rows(x_BMJ, at_BS if x_BMJ.dtype == torch.bool else 0 * at_BS)
+def read_the_first_ones_state(step: Any, *given: Any, row_M: Tensor | None = None) -> Tensor:
+    return step(*given, row_M=None if row_M is None else 0 * row_M)
 
 
-def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, score_BF: Tensor) -> Any:
-    return children(tree, logits, 0 * score_BF)
+def forget_the_score_so_far(scores: Any, found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
+    return logp_BMw
+
+
+def see_cousins(own: Any, found: Candidates, level: int) -> Tensor:
+    return own(found, level).sum(0).expand(found.width, -1)
 
 
 DRAFTING = [
     (TreeRows, "__init__", see_uncles),
     (sources.StepSource, "_rotations", a_level_too_deep),
-    (sources, "rows_of", read_the_first_ones_state),
-    (DynamicTree, "children", forget_the_score_so_far),
+    (DraftDecoder, "step", read_the_first_ones_state),
+    (definition, "cumulative_scores", forget_the_score_so_far),
+    (definition, "_own_bits", see_cousins),
 ]
 
 

@@ -33,14 +33,14 @@ from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 class Front:
     """The nodes of one level, F of each request's tree, that are expanded together.
 
-    `token_BF` are their target ids, int64. `above_BF` are the places of their parents among the nodes expanded before
-    (int64; None: node f's parent is node f). `seen_BFJ` says which expanded nodes below the root each one sees, this
-    level's included, in the order of expansion (bool; None: all of them, as in a chain).
+    `token_BF` are their target ids, int64. `above_BF` are their parents, as rows of the last pass, whose rows are
+    grouped by request (int64; None: node f's parent is node f). `visible` says which expanded nodes below the root each
+    one sees, this level's included, in the order of expansion (None: all of them, as in a chain).
     """
 
     token_BF: Tensor
     above_BF: Tensor | None = None
-    seen_BFJ: Tensor | None = None
+    visible: Visible | None = None
 
 
 class Source:
@@ -220,18 +220,14 @@ class StepSource(Source):
     def expand(self, front: Front) -> Tensor:
         B, F = front.token_BF.shape
         end = self.scratch + F
-        if front.seen_BFJ is None:
+        visible = front.visible
+        if visible is None:
             visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end)
-        else:
-            visible = Visible(front.seen_BFJ)
-        rows = TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end])
-        rotation = self.rotations[self.level]
-        if F > 1:
-            rotation = tuple(x[:, None].expand(B, F, -1).flatten(0, 1) for x in rotation)
-        hidden = self.fed_back
-        if front.above_BF is not None:
-            hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
-        out = self.decoder.step(front.token_BF.flatten(), hidden, rotation, CachedRows(rows))
+        attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end]))
+        row_M = None if front.above_BF is None else front.above_BF.flatten()
+        out = self.decoder.step(
+            front.token_BF.flatten(), self.fed_back, self.rotations[self.level], attend, row_M=row_M
+        )
         self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
 
@@ -281,11 +277,6 @@ class OnePassSource(Source):
 
     def end(self, slot_BN: Tensor) -> None:
         """Nothing was added to the cache but the fresh slots."""
-
-
-def rows_of(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
-    """The rows of each request at some places (int64), [B, S, J]."""
-    return x_BMJ.gather(1, at_BS[..., None].expand(-1, -1, x_BMJ.shape[2]))
 
 
 def _widened(x_BR: Tensor, more: int) -> Tensor:
