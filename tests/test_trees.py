@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.decode import sources, verify
+from fledge.decode import sources
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.state import RoundState
+from fledge.kernels import acceptance
 from fledge.kernels.dynamic_tree import Candidates, definition
 from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
@@ -434,7 +435,7 @@ MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (NativeDecoder, "rotation", rotate_all_nodes_like_the_root),
     (Tree, "ancestors", see_all_nodes),
-    (verify, "matches", follow_any_child),
+    (acceptance, "matches", follow_any_child),
 ]
 
 
