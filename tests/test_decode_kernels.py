@@ -472,6 +472,8 @@ def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (argmax_rows(tied, impl="triton") == 3).all()
     for rows in (x, tied, last, none, x[..., ::2]):
         assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))
+        ids_V = torch.randperm(rows.shape[-1], device=DEVICE)
+        assert torch.equal(argmax_rows(rows, ids_V, impl="triton"), ids_V[argmax_rows(rows, impl="definition")])
 
 
 def in_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,8 @@ class Shape(Protocol):
     expanded: int
     ends_early: bool = False
 
-    def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        """The trees below the roots (target ids, int64 [B]), whose logits are given. Returns them and, for
+    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        """The trees below the roots (target ids, int64 [B]) from the logits of `Source.begin`. Returns them and, for
         `Source.end`, which expanded node each of their nodes was, int64 [B, N]."""
         ...
 
@@ -48,42 +48,50 @@ class Chain(Shape):
         self.depth, self.confidence = depth, confidence
         self.levels, self.nodes, self.expanded = depth, depth + 1, depth - 1
         self.ends_early = confidence > 0
+        self.level_K = torch.arange(depth, device=device)
         # node n was the n-th to be expanded, but for the last of each chain, which was not
         self.slot_N = torch.arange(-1, depth, device=device)
         self.whole_slot_N = self.slot_N.where(self.slot_N < depth - 1, -1)
 
-    def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        decoder, B = source.decoder, root_B.numel()
-        tokens, qs, chances = [root_B], [], []
-        logits_BW = logits_B1W[:, 0]
-        for k in range(self.depth):
-            choice_B, q_BW = self._choose(logits_BW, source, k)
-            tokens.append(decoder.to_target(choice_B))
-            qs.append(q_BW)
+    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        tokens, qs, chances = [root_B[:, None]], [], []
+        logits_BSW, k = logits_BKW[:, : self.depth], 0
+        while True:
+            token_BS, q_BSW, chance_BS = self._choose(logits_BSW, source, k)
+            tokens.append(token_BS)
+            qs.append(q_BSW)
             if self.confidence:
-                chance_B = logits_BW.softmax(-1).gather(1, choice_B[:, None])[:, 0]
-                chances.append(chance_B * chances[-1] if chances else chance_B)
+                chances.append(chance_BS.cumprod(1) * (chances[-1][:, -1:] if chances else 1))
                 if source.sequential and bool((chances[-1] < self.confidence).all()):
                     break
-            if k + 1 < self.depth:
-                logits_BW = source.expand(Front(tokens[-1][:, None]))[:, 0]
-        token_BN = torch.stack(tokens, dim=1)
-        N, count_B, slot_BN = len(tokens), None, self.whole_slot_N.expand(B, -1)
+            k += token_BS.shape[1]
+            if k == self.depth:
+                break
+            logits_BSW = source.expand(Front(token_BS))
+        token_BN = torch.cat(tokens, dim=1)
+        (B, N), count_B = token_BN.shape, None
+        slot_BN = self.whole_slot_N.expand(B, -1)
         if self.confidence:
-            likely = [chance_B >= self.confidence for chance_B in chances[: N - 2]]
-            count_B = 2 + sum(likely, torch.zeros_like(root_B))
+            count_B = 2 + (torch.cat(chances, dim=1)[:, : N - 2] >= self.confidence).sum(1)
             slot_BN = torch.where(self.slot_N[:N] < count_B[:, None] - 2, self.slot_N[:N], -1)
-        q_BKW = None if qs[0] is None else torch.stack(qs, dim=1)
+        q_BKW = None if qs[0] is None else torch.cat(qs, dim=1)
         return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
-    def _choose(self, logits_BW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None]:
-        """The draft ids of step k, int64 [B]; where they are drawn, with their distributions, float64 [B, W]."""
-        sampling = source.sampling
-        if sampling is None or not sampling.samples_draft:
-            return argmax_rows(logits_BW), None
-        scores_BW = sampling.settle(sampling.temper(logits_BW.double()))
-        state_B1 = sampling.keys(source.cache.length_B[:, None] + 1 + k, DRAFT)
-        return gumbel_argmax(scores_BW, state_B1[:, 0]), scores_BW.softmax(-1)
+    def _choose(self, logits_BSW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The target ids of the tokens of S levels from level k on, int64 [B, S]; where they are drawn, their
+        distributions, float64 [B, S, W]; and where chains end early, the draft's probability of each, [B, S]."""
+        sampling, decoder, q_BSW = source.sampling, source.decoder, None
+        if sampling is not None and sampling.samples_draft:
+            scores_BSW = sampling.settle(sampling.temper(logits_BSW.double()))
+            position_BS = source.cache.length_B[:, None] + 1 + k + self.level_K[: logits_BSW.shape[1]]
+            choice_BS = gumbel_argmax(scores_BSW, sampling.keys(position_BS, DRAFT))
+            q_BSW = scores_BSW.softmax(-1)
+        elif self.confidence:
+            choice_BS = argmax_rows(logits_BSW)
+        else:
+            return argmax_rows(logits_BSW, decoder.target_id_W), None, None
+        chance_BS = logits_BSW.softmax(-1).gather(2, choice_BS[..., None])[..., 0] if self.confidence else None
+        return decoder.to_target(choice_BS), q_BSW, chance_BS
 
 
 class NoTree(Shape):
@@ -105,10 +113,10 @@ class DynamicTree(Shape):
         self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
         self.levels, self.expanded = depth, (depth - 1) * self.width
 
-    def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         ids_W, w = source.decoder.target_id_W, self.width
         found = Candidates.empty(root_B.numel(), self.depth, w, root_B.device)
-        front = add_level(found, 0, *likeliest(logits_B1W, w), ids_W)
+        front = add_level(found, 0, *likeliest(logits_BKW[:, :1], w), ids_W)
         for level in range(1, self.depth):
             visible = VisibleBits(found.seen(level - 1), level * w)
             logits_BMW = source.expand(Front(*front, visible))
@@ -179,8 +187,8 @@ class FixedTree(Shape):
         self.slot_N = torch.full((self.nodes,), -1, device=draft.device)
         self.slot_N[nodes] = torch.arange(self.expanded, device=draft.device)
 
-    def grow(self, source: Source, root_B: Tensor, logits_B1W: Tensor) -> tuple[Tree, Tensor]:
-        B, logits = root_B.numel(), logits_B1W
+    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        B, logits = root_B.numel(), logits_BKW[:, :1]
         token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
         for i, level in enumerate(self.places):
             F = level.parents.numel()

@@ -106,8 +106,8 @@ class Source:
         return other
 
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after
-        them, [B, 1, W]."""
+        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after them
+        and at all further levels whose logits depend on nothing else, [B, K, W] with K of at least 1."""
         raise NotImplementedError
 
     def expand(self, front: Front) -> Tensor:
@@ -269,7 +269,7 @@ class OnePassSource(Source):
         self.cache.keep(None, state.count_B)
         self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (B, K))
         self.level = 0
-        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
+        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW
 
     def expand(self, front: Front) -> Tensor:
         self.level += 1
