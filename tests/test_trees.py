@@ -19,6 +19,7 @@ from fledge.decode.propose import Drafting
 from fledge.decode.state import RoundState
 from fledge.kernels import acceptance
 from fledge.kernels.dynamic_tree import Candidates, definition
+from fledge.kernels.fresh_rows import FreshRows
 from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
 from fledge.models.draft_decoder import DraftDecoder
@@ -466,8 +467,10 @@ def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible: Any,
     begin(rows, cache, n, Visible(torch.ones_like(visible.mask_BSJ)) if drafts else visible, **options)
 
 
-def a_level_too_deep(rotations: Any, source: sources.StepSource, position_BL: Tensor) -> tuple[Tensor, Tensor]:
-    return rotations(source, position_BL + 1)
+def a_level_too_deep(fresh_rows: Any, token_BR: Tensor, *given: Any, **options: Any) -> FreshRows:
+    rows = fresh_rows(token_BR, *given, **options)
+    level_M = torch.arange(rows.position_M.numel()) >= token_BR.numel()
+    return replace(rows, position_M=rows.position_M + level_M)
 
 
 def read_the_first_ones_state(step: Any, *given: Any, row_M: Tensor | None = None) -> Tensor:
@@ -484,7 +487,7 @@ def see_cousins(own: Any, found: Candidates, level: int) -> Tensor:
 
 DRAFTING = [
     (TreeRows, "__init__", see_uncles),
-    (sources.StepSource, "_rotations", a_level_too_deep),
+    (sources, "fresh_rows", a_level_too_deep),
     (DraftDecoder, "step", read_the_first_ones_state),
     (definition, "cumulative_scores", forget_the_score_so_far),
     (definition, "_own_bits", see_cousins),
