@@ -257,9 +257,11 @@ class OnePassSource(Source):
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         K, draft = self.depth, self.draft
         rows = self._fresh(state, masked=K - 1, mask_token=draft.config.mask_token_id)
-        # one product for the states of the fresh slots and, behind them, the mask's
-        state_ME = self.decoder.fuse(torch.cat([state.aux_BRAD.to(draft.dtype).flatten(0, 1), draft.mask_states]))
-        out = self._run(rows, state_ME, self.decoder.rotation(rows.position_M), rows.asked_BS)
+        aux_MAD = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        if K > 1:  # one product for the states of the fresh tokens and, behind them, the mask's
+            aux_MAD = torch.cat([aux_MAD, draft.mask_states])
+        rotation = self.decoder.rotation(rows.position_M)
+        out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (-1, K))
         self.level = 0
