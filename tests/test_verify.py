@@ -231,6 +231,7 @@ class GivenLogits:
     def __init__(self, logits_BKW: Tensor, sampling: BatchSampling | None, length_B: Tensor):
         self.logits_BKW, self.sampling, self.level = logits_BKW, sampling, 0
         self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
+        self.target_id_W = torch.arange(logits_BKW.shape[2], device=logits_BKW.device)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
@@ -243,8 +244,16 @@ class GivenLogits:
 def grown(
     sampling: BatchSampling | None, logits_BKW: Tensor, length_B: Tensor, confidence: float
 ) -> tuple[Tree, Tensor]:
-    source = GivenLogits(logits_BKW, sampling, length_B)
-    return Chain(logits_BKW.shape[1], confidence, logits_BKW.device).grow(source, length_B, logits_BKW[:, :1])
+    """The chains, which are the same from the logits of one level at a time and of all at once."""
+    chain, grown = Chain(logits_BKW.shape[1], confidence, logits_BKW.device), []
+    for known in (1, logits_BKW.shape[1]):
+        source = GivenLogits(logits_BKW, sampling, length_B)
+        grown.append(chain.grow(source, length_B, logits_BKW[:, :known]))
+    if not logits_BKW.is_meta:
+        (step, slot_BN), (whole, _) = grown
+        for a, b in zip((*vars(step).values(), slot_BN), (*vars(whole).values(), grown[1][1]), strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    return grown[0]
 
 
 def test_nothing_asks_for_a_value() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
+from fledge.kernels.acceptance import accept_own
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
@@ -86,46 +87,18 @@ def verify_by_rejection(
 
 def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Verdict:
     """`verify_by_match` of processed scores."""
-    depth_BN = tree.depths()
-    own_BN = choose(tree, scores_BNV, depth_BN, length_B, sampling)
-    if own_BN.shape[1] == 1:  # nothing was drafted
-        return Verdict(torch.zeros_like(own_BN), torch.ones_like(own_BN[:, 0]), own_BN)
-    matched_BN = matches(tree, own_BN)
-    node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
-    if tree.count_B is not None:
-        matched_BN = matched_BN & (node_N < tree.count_B[:, None])
-    if tree.parent_BN is None:
-        return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
-    path_BNN = tree.ancestors()
-    accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
-    # siblings differ, so that at most one node of a level is accepted
-    level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
-    hit_BRN = accepted_BN[:, None] & (depth_BN[:, None] == level_R1)
-    path_BR = torch.where(hit_BRN, node_N, 0).amax(-1)
-    return Verdict.of(path_BR, hit_BRN.any(-1).sum(-1), own_BN.gather(1, path_BR))
+    return accept_own(tree, choose(tree, scores_BNV, length_B, sampling))
 
 
-def choose(tree: Tree, scores_BNV: Tensor, depth_BN: Tensor, length_B: Tensor, sampling: BatchSampling) -> Tensor:
-    """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position.
-
-    `depth_BN` are the nodes' levels below the root, int64.
-    """
+def choose(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Tensor:
+    """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position."""
     if not sampling.samples:
         return argmax_rows(scores_BNV)
     noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
     if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
+        depth_BN = tree.depths()
         noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]
     return noise.add_(sampling.settle(scores_BNV)).argmax(-1)
-
-
-def matches(tree: Tree, own_BN: Tensor) -> Tensor:
-    """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
-    parent_BN = tree.parent_BN
-    if parent_BN is None:
-        matched_BN = torch.ones_like(own_BN, dtype=torch.bool)
-        matched_BN[:, 1:] = tree.token_BN[:, 1:] == own_BN[:, :-1]
-        return matched_BN
-    return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)
 
 
 def accept_by_rejection(
