@@ -125,7 +125,7 @@ def train(options: TrainOptions) -> None:
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
 
-    run(options, ProgressDisplay().say)
+    run(options, ProgressDisplay())
 
 
 @_command("eval", EvalOptions)

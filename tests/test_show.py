@@ -169,7 +169,7 @@ def test_a_models_text_is_escaped_for_a_terminal_and_exact_in_a_pipe(terminal, m
     out = io.StringIO()
     out.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", out)
-    generate(GenerateOptions(target=str(made / "target"), prompt="the"), print)
+    generate(GenerateOptions(target=str(made / "target"), prompt="the"), ProgressDisplay())
     assert out.getvalue() == ("\\x1b[31mred\t\\u202ex\\r\n\n" if terminal else "\x1b[31mred\t\u202ex\r\n\n")
 
 

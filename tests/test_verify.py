@@ -13,10 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.decode.sampling import BatchSampling, see, seen_tokens
+from fledge.decode.sampling import BatchSampling, see, seen_by_node, seen_tokens
 from fledge.decode.shapes import Chain
 from fledge.decode.sources import Front
-from fledge.decode.verify import Processing, residual, verify, verify_by_match, verify_by_rejection
+from fledge.decode.verify import (
+    Processing,
+    accept_by_match,
+    draw_along_the_path,
+    residual,
+    verify,
+    verify_by_match,
+    verify_by_rejection,
+)
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import Remembers
 from support.verification import match_by_definition, rejection_by_definition
@@ -125,6 +133,20 @@ def test_both_rules_are_their_definitions(kind: str) -> None:
             assert by_rejection[b] == made.by_rejection(b), (seed, b)
             lengths |= {len(by_match[b][0]), -len(by_rejection[b][0])}
     assert {1, 2, 3, 4, -1, -2, -3, -4} <= lengths
+
+
+@pytest.mark.parametrize("kind", ["any", "ties", "impossible"])
+def test_drawing_along_the_path_is_drawing_at_all_nodes(kind: str) -> None:
+    """The same verdict, padding included, for trees and chains."""
+    for seed in range(60):
+        made = case(seed, kind)
+        for tree in (made.tree, replace(made.chain, q_BKW=None)):
+            logits_BNV, length_B, sampling = made.given
+            seen_BNV = seen_by_node(tree, made.seen_BV)
+            found = draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
+            expected = accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
+            for name, x in vars(expected).items():
+                assert torch.equal(getattr(found, name), x), (seed, name)
 
 
 def one_of(tree: Tree, b: int) -> Tree:

@@ -50,6 +50,11 @@ class Proposer:
         return self.source.draft
 
     @property
+    def amounts(self) -> tuple[Amount, ...]:
+        """What can be drafted."""
+        return tuple(self.shapes)
+
+    @property
     def levels(self) -> int:
         """The most tokens of a drafted path."""
         return self.shape.levels

@@ -6,7 +6,8 @@ Leviathan et al. 2023, Chen et al. 2023): a drafted token x ~ q is accepted with
 first rejected one is replaced by a draw from (p - q)+.
 
 Both rules are functions of tensors for all requests and nodes at once. They wait for no device, and their shapes do not
-depend on values. Only logits processors, which are Python objects with a state, are called node by node.
+depend on values. Only logits processors, which are Python objects with a state, are called node by node; and sampling
+by match on a CPU draws along the accepted path, since most nodes are not on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
 from fledge.kernels.acceptance import accept_own
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
+from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
 
 IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
@@ -69,6 +70,8 @@ def verify_by_match(
     The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
     seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+    if sampling.samples and logits_BNV.device.type == "cpu":
+        return draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
     return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
 
 
@@ -94,11 +97,43 @@ def choose(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSamp
     """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position."""
     if not sampling.samples:
         return argmax_rows(scores_BNV)
-    noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
+    state_BN = sampling.keys(_positions(length_B, tree.levels + 1), TOKEN)
     if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
-        depth_BN = tree.depths()
-        noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]
-    return noise.add_(sampling.settle(scores_BNV)).argmax(-1)
+        state_BN = state_BN.gather(1, tree.depths())
+    return gumbel_argmax(sampling.settle(scores_BNV), state_BN)
+
+
+def draw_along_the_path(
+    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BNV: Tensor | None
+) -> Verdict:  # fmt: skip
+    """The verdict of `accept_by_match` for sampling, with scores and draws of the accepted nodes only. `seen_BNV` are
+    the tokens before each node (bool), if some requests penalize them. Reads the drawn tokens after each level."""
+    B, N = tree.token_BN.shape
+    drafted, counts = tree.token_BN.tolist(), [N] * B if tree.count_B is None else tree.count_B.tolist()
+    parents = [[*range(-1, N - 1)]] * B if tree.parent_BN is None else tree.parent_BN.tolist()
+    state_BR = sampling.keys(_positions(length_B, tree.levels + 1), TOKEN)
+    paths: list[list[int]] = [[0] for _ in range(B)]
+    tokens: list[list[int]] = [[] for _ in range(B)]
+    going = list(range(B))
+    while going:
+        at = torch.tensor(going), torch.tensor([paths[b][-1] for b in going])
+        own = sampling if len(going) == B else sampling.select(at[0])
+        scores_b1V = own.process(logits_BNV[at][:, None], None if seen_BNV is None else seen_BNV[at][:, None])
+        level = len(tokens[going[0]])
+        drawn = gumbel_argmax(own.settle(scores_b1V)[:, 0], state_BR[at[0], level]).tolist()
+        still = []
+        for b, token in zip(going, drawn, strict=True):
+            node = paths[b][-1]
+            tokens[b].append(token)
+            of_node = (i for i in range(node + 1, counts[b]) if parents[b][i] == node and drafted[b][i] == token)
+            if (child := next(of_node, None)) is not None:
+                paths[b].append(child)
+                still.append(b)
+        going = still
+    R = tree.levels + 1
+    path_BR = torch.tensor([path + path[-1:] * (R - len(path)) for path in paths])
+    token_BR = torch.tensor([own + [0] * (R - len(own)) for own in tokens])
+    return Verdict(path_BR, torch.tensor([len(path) for path in paths]), token_BR)
 
 
 def accept_by_rejection(
