@@ -473,9 +473,10 @@ def a_level_too_deep(fresh_rows: Any, token_BR: Tensor, *given: Any, **options: 
     return replace(rows, position_M=rows.position_M + level_M)
 
 
-def read_the_first_ones_state(step: Any, *given: Any) -> Tensor:
-    *others, asked, row_M = given
-    return step(*others, asked, None if row_M is None else 0 * row_M)
+def read_the_first_ones_state(step: Any, *given: Any, row_M: Tensor | None = None) -> Tensor:
+    if len(given) == 7:  # the pass over committed tokens gives it by its place
+        return step(*given)
+    return step(*given, row_M=None if row_M is None else 0 * row_M)
 
 
 def forget_the_score_so_far(scores: Any, found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
