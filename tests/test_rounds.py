@@ -239,7 +239,7 @@ def test_nothing_is_captured_after_preparing_on_a_gpu(
 ) -> None:
     made = tiny_target()
     target = target_of(made.model.to("cuda", torch.bfloat16), made.tokenizer, implementation="native")
-    engine = Engine(target, tiny_draft(target), **drafting)
+    engine = Engine(target, tiny_draft(target).to("cuda"), **drafting)
     prepared = engine.prepare(3, tokens=60, temperature=0.8, top_k=9)
     assert prepared.rounds >= 3 and prepared.bytes > 0
 

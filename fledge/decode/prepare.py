@@ -65,7 +65,7 @@ def prepare(
         able = [(engine, used) for engine, used in taken if used.captures and not sampling.processors]
         if not able:
             return Prepared()
-        began, free = time.perf_counter(), _free_bytes(taken)
+        began, before = time.perf_counter(), _reserved_bytes(taken)
         # room in all caches first, and for the longest segments: a cache that grows ends the graphs that read it
         rooms = [(min(tokens or TOKENS, engine.target.context), used) for engine, used in able]
         for longest, used in sorted(rooms, key=lambda room: room[1].slots(room[0]), reverse=True):
@@ -74,7 +74,7 @@ def prepare(
         total = len(sizes) * sum(len(used.proposer.amounts) for _, used in able)
         with count("capturing rounds", total) as advance:
             rounds = sum(used.prepare(_request(engine, sampling), sizes, advance) for engine, used in able)
-        return Prepared(rounds, time.perf_counter() - began, free - _free_bytes(taken))
+        return Prepared(rounds, time.perf_counter() - began, _reserved_bytes(taken) - before)
 
 
 def _kinds(engine: Engine, speculate: bool) -> list[bool]:
@@ -89,9 +89,9 @@ def _request(engine: Engine, sampling: Sampling) -> Request:
     return Request(0, [0, 0], sampling, TextStream(engine.target.tokenizer, ()), 2, frozenset(), Completion())
 
 
-def _free_bytes(batches: Sequence[tuple[Engine, Batch]]) -> int:
-    """The free memory of the batches' GPUs."""
+def _reserved_bytes(batches: Sequence[tuple[Engine, Batch]]) -> int:
+    """The memory that this process holds on the batches' GPUs."""
     devices = {
         d for _, b in batches for d in (b.target.device, *([b.proposer.draft.device] if b.proposer.draft else []))
     }
-    return sum(torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda")
+    return sum(torch.cuda.memory_reserved(device) for device in devices if device.type == "cuda")

@@ -29,8 +29,10 @@ def _in_order(bits):
 def ordered(x):
     """int32 numbers in the same order as float32 numbers; equal for equal ones, and largest for NaN."""
     x = tl.where(x == 0, 0.0, x)  # -0 equals 0
-    x = tl.where(x == x, x, float("nan"))  # one NaN, whose bits are above those of +inf
-    return _in_order(x.to(tl.int32, bitcast=True))
+    bits = x.to(tl.int32, bitcast=True)
+    # one NaN, above +inf, chosen by its bits: compilers do not tell one NaN from another
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+    return _in_order(bits)
 
 
 @triton.jit
