@@ -108,8 +108,8 @@ def measure(options: argparse.Namespace) -> dict:
         seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
         found = {
             "start_s": time.time() - STARTED, "data_s": seconds, "cache_s": loaded,
-            "cpu": cpu / seconds / os.cpu_count(), "tokens": data.report.tokens, "documents": len(data.documents), "rows": len(first),
-            "sha256": fingerprint(data.documents),
+            "cpu": cpu / seconds / os.cpu_count(), "tokens": data.report.tokens, "documents": len(data.documents),
+            "rows": len(first), "sha256": fingerprint(data.documents),
             "peak_gib": (peak()[0] - before) / 2**30, "workers_gib": peak()[1] / 2**30,
         }  # fmt: skip
         address = (0, 0)

@@ -37,9 +37,13 @@ class TokenFile:
         found = self._values[part].copy()
         self._read += found.nbytes
         if self._read >= RELEASE_BYTES:
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._read = 0
+            self.release()
         return found
+
+    def release(self) -> None:
+        """Gives the pages that were read back to the operating system."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._read = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self.path, self.count)

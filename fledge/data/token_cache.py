@@ -202,7 +202,8 @@ class _Job:
             return _load(entry, self.names)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile) as e:
             if report_damage:
-                self.say(f"the tokenized data in {entry} is damaged ({e}), so it is made again")
+                reason = f"{MANIFEST} lacks {e}" if isinstance(e, LookupError) else e
+                self.say(f"the tokenized data in {entry} is damaged ({reason}), so it is made again")
             return None
 
 
