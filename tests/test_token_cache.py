@@ -34,7 +34,8 @@ from fledge.types import Document
 from support.chats import tiny_chats
 from support.commands import python
 from support.files import write_rows
-from support.targets import CHATML, tiny_tokenizer
+from support.runs import recipe_of
+from support.targets import CHATML, tiny_target_directory, tiny_tokenizer
 
 STOP = 1  # <|im_end|>
 
@@ -206,7 +207,7 @@ def test_only_what_decides_the_data_makes_it_anew(tmp_path: Path) -> None:
 
     request = asked(chats)
     assert makes(request) and not makes(request)
-    other = ChatTemplate(tiny_tokenizer(vocab_size=390), [STOP])
+    other = ChatTemplate(tiny_tokenizer(vocab_size=300), [STOP])
     renamed = shutil.copy(chats, tmp_path / "renamed.jsonl")
     same = [asked(renamed), asked(chats, seed=4)]  # nothing is drawn, so the seed does not matter
     new = [
@@ -553,3 +554,21 @@ def test_small_data_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None
     assert [tokenize.default_workers(n) for n in (0, 9_999, 10_000, 20_000, 10**6)] == [1, 1, 2, 4, 32]
     monkeypatch.setattr(tokenize, "_cores", lambda: 2)
     assert tokenize.default_workers(10**6) == 2
+
+
+def test_fledge_train_keeps_its_data_where_it_is_told(fledge, tmp_path: Path, monkeypatch) -> None:
+    """The second run reads what the first has made, and so does a resumed run, from any directory."""
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
+    monkeypatch.chdir(tmp_path)
+    words = "--target", target, "--data", chats, "--data-cache", "kept", "--data-workers", 2
+    words = *words, *"--max-length 64 --row-length 128 --steps 2 --depth 2 --draft-vocab 200 --device cpu".split()
+    first, second = (fledge("train", *words, "--out", tmp_path / name) for name in ("a", "b"))
+    assert first.code == second.code == 0, first.err + second.err
+    assert f"is kept for later runs in {tmp_path}/kept/tokens/" in first.err.replace("\n", "")
+    assert f"is read from {tmp_path}/kept/tokens/" in second.err and "reading chats" not in second.err
+    settled = [recipe_of(tmp_path / name)["settled"] for name in ("a", "b")]
+    assert settled[0] == settled[1] and recipe_of(tmp_path / "a")["data_cache"] == str(tmp_path / "kept")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = fledge("train", "--resume", tmp_path / "a")
+    assert again.code == 0 and "is read from" in again.err and not list(Path().iterdir()), again.err
