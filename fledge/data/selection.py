@@ -18,7 +18,7 @@ from fledge.data.record import Record
 MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold out is used for training only
 
 
-@dataclass
+@dataclass(frozen=True)
 class Selection:
     """The records to train on and those held out, as indices of the readable records of all sources, in order.
 
