@@ -359,6 +359,7 @@ def test_a_writer_that_is_stopped_leaves_nothing_that_reads_as_whole(tmp_path: P
         assert "in the middle\n" in iter(process.stdout.readline, "")
         started = children(process)
         assert len(started) == (workers if workers > 1 else 0)
+        assert all(os.getpgid(n) == n for n in started), "Ctrl-C on a terminal reaches the workers"
         process.send_signal(number)
         assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
     assert_ended(started)
@@ -380,6 +381,22 @@ def test_processes_that_start_together_make_the_data_once(tmp_path: Path) -> Non
         re.search(r"waiting, because the tokenized data in .* is in use: process \d+", t) or "kept" in t for t in said
     )
     assert len({text.split()[-1] for text in said}) == 1
+
+
+def test_data_that_was_made_while_the_lock_was_taken_is_not_made_again(tmp_path: Path, monkeypatch) -> None:
+    request, job, other = asked(tiny_chats(tmp_path / "chats.jsonl", 30)), Job(tmp_path / "c"), Job(tmp_path / "c")
+    lock = token_cache.exclusive_lock
+
+    @contextmanager
+    def late(*args):
+        monkeypatch.setattr(token_cache, "exclusive_lock", lock)
+        other.load(request)
+        with lock(*args):
+            yield
+
+    monkeypatch.setattr(token_cache, "exclusive_lock", late)
+    assert_same(job.load(request).documents, by_definition(request)[0])
+    assert (job.tokenized, other.tokenized) == (0, 30)
 
 
 READER = """
@@ -416,6 +433,19 @@ def test_documents_are_the_same_after_their_pages_were_given_back(tmp_path: Path
     monkeypatch.setattr(TokenFile, "release", lambda file, plain=TokenFile.release: given_back.append(1) or plain(file))
     assert_same(table, by_definition(request)[0])
     assert len(given_back) > 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of a process is read as on Linux")
+def test_memory_does_not_grow_with_a_file_that_is_read(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    file, count = tmp_path / "tokens", 1 << 26
+    file.touch()
+    os.truncate(file, 4 * count)
+    tokens, before = TokenFile(file, count), resident()
+    grown = [len(tokens[i : i + 500]) and resident() - before for i in range(0, count, 5_000)]
+    assert max(grown) < 1.5 * documents.RELEASE_BYTES < 4 * count / 2
 
 
 # -- disks that cannot be written -------------------------------------------------------------------------------------

@@ -16,34 +16,35 @@ from torch import Tensor
 from fledge.types import Document
 
 ITEM_BYTES = 4  # tokens and spans are int32
-RELEASE_BYTES = 1 << 26  # after so many bytes were read, a `TokenFile` gives its pages back
+RELEASE_BYTES = 1 << 26  # when so many bytes may have been mapped, a `TokenFile` gives its pages back
+FAULT_BYTES = 1 << 21  # Linux maps up to so many bytes around a page that is read
 
 
 class TokenFile:
     """A file of `count` int32 values that is mapped into memory; slices are read as copies.
 
-    Pages that were read count as memory of the process until they are given back, which happens every RELEASE_BYTES.
-    The process's memory therefore does not grow with the file; the operating system keeps the pages while it has room,
+    Pages that were read count as memory of the process until they are given back, which happens about every
+    RELEASE_BYTES. The process's memory therefore does not grow with the file; the operating system keeps the pages while it has room,
     once for all processes. A copy that is sent to another process maps the file again.
     """
 
     def __init__(self, path: Path, count: int):
-        self.path, self.count, self._read = path, count, 0
+        self.path, self.count, self._mapped = path, count, 0
         with path.open("rb") as f:
             self._map = mmap.mmap(f.fileno(), count * ITEM_BYTES, access=mmap.ACCESS_READ)
         self._values = np.frombuffer(self._map, dtype=np.int32)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         found = self._values[part].copy()
-        self._read += found.nbytes
-        if self._read >= RELEASE_BYTES:
+        self._mapped += found.nbytes + FAULT_BYTES
+        if self._mapped >= RELEASE_BYTES:
             self.release()
         return found
 
     def release(self) -> None:
         """Gives the pages that were read back to the operating system."""
         self._map.madvise(mmap.MADV_DONTNEED)
-        self._read = 0
+        self._mapped = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self.path, self.count)
