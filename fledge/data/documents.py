@@ -24,8 +24,8 @@ class TokenFile:
     """A file of `count` int32 values that is mapped into memory; slices are read as copies.
 
     Pages that were read count as memory of the process until they are given back, which happens about every
-    RELEASE_BYTES. The process's memory therefore does not grow with the file; the operating system keeps the pages while it has room,
-    once for all processes. A copy that is sent to another process maps the file again.
+    RELEASE_BYTES. The process's memory therefore does not grow with the file; the operating system keeps the pages
+    while it has room, once for all processes. A copy that is sent to another process maps the file again.
     """
 
     def __init__(self, path: Path, count: int):
