@@ -194,14 +194,18 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
 # -- locks ------------------------------------------------------------------------------------------------------------
 
 
+class InUse(ValueError):
+    """Another process holds a lock."""
+
+
 @contextlib.contextmanager
 def exclusive_lock(lock: Path, resource: str, warn: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Context manager: holds an exclusive lock on the file `lock` while the block runs.
 
     `resource` names what the lock protects, for messages. The operating system releases the lock when the process ends
-    for any reason, so a lock file left behind locks nothing. Raises ValueError, naming the owning process, if another
-    process holds the lock, and if the lock file cannot be opened. If the file system does not support locks, `warn` is
-    called with a message and the block runs without a lock.
+    for any reason, so a lock file left behind locks nothing. Raises InUse, naming the owning process, if another
+    process holds the lock, and ValueError if the lock file cannot be opened. If the file system does not support locks,
+    `warn` is called with a message and the block runs without a lock.
     """
     handle = _acquire(lock, resource, warn)
     try:
@@ -229,7 +233,7 @@ def _acquire(lock: Path, resource: str, warn: Callable[[str], None]) -> int:
         except BlockingIOError as e:
             owner = os.read(handle, 200).decode(errors="replace").strip() or "another process is writing it"
             os.close(handle)
-            raise ValueError(f"{resource} is in use: {owner}; wait until that process has ended, or stop it") from e
+            raise InUse(f"{resource} is in use: {owner}; wait until that process has ended, or stop it") from e
         except OSError as e:
             if e.errno not in LOCKS_UNSUPPORTED:
                 os.close(handle)

@@ -170,6 +170,30 @@ def test_decode_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert [row["error"] for row in failed] == errors
 
 
+def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start finds what the first has made."""
+    out = tmp_path / "data.json"
+    words = (
+        "--out",
+        out,
+        "--records",
+        200,
+        "--workers",
+        2,
+        "--work",
+        tmp_path,
+        "--target",
+        BENCH.parent / "demo" / "target",
+    )
+    monkeypatch.setattr(sys, "argv", ["data", *map(str, words)])
+    runpy.run_path(str(BENCH / "data.py"), run_name="__main__")
+    found = json.loads(out.read_text())
+    first, second = found["first"], found["second"]
+    assert first["workers_gib"] > 0 == second["workers_gib"] and first["documents"] == 200 - 16 == second["documents"]
+    assert first["sha256"] == second["sha256"] and second["cache_s"] < first["cache_s"]
+    assert found["cache_mb"] * 1e6 > 8 * first["tokens"] and [p.name for p in tmp_path.iterdir()] == ["data.json"]
+
+
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo, prompts = BENCH.parent / "demo", tmp_path / "code.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')

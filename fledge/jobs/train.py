@@ -108,6 +108,14 @@ class TrainOptions(Options):
         "JSON object of chat template variables, e.g. '{\"enable_thinking\": false}'", None
     )
     skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
+    data_cache: str | None = opt(
+        "directory that keeps the tokenized data for later runs (default: $FLEDGE_CACHE, or fledge in the user's cache "
+        "directory)", None
+    )  # fmt: skip
+    data_workers: int | None = opt(
+        "number of processes that tokenize the data; 1 starts no other process (default: as many as cores, at most 32; "
+        "1 for small data)", None, minimum=1, maximum=1024,
+    )  # fmt: skip
     eval_prompts: str | None = opt(
         "file or hub id of prompts on which τ is measured during training; the first turns of 32 prompts are used "
         "(default: 16 held-out records of the data)", None

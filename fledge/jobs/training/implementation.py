@@ -80,7 +80,7 @@ def _warm_up(trial: Trial, implementation: Implementation) -> None:
 def _longest_row_message(tokens: int, implementation: Implementation, rows: Rows) -> str:
     return (
         f"the longest row that fits with {implementation.slots:,} slots in flight has {tokens:,} tokens (documents of "
-        f"at most {max(d.tokens.numel() for d in rows.documents):,} tokens); a row that is 10% longer does not fit"
+        f"at most {rows.longest():,} tokens); a row that is 10% longer does not fit"
     )
 
 

@@ -41,13 +41,16 @@ class TargetRecipe:
 @dataclass(frozen=True)
 class DataRecipe:
     """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
-    the target and the data are loaded."""
+    the target and the data are loaded. `cache` is the directory of tokenized data and `workers` the number of processes
+    that tokenize; None stands for the defaults."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
     skip_bad: bool
     max_length: int | None
     row_length: int | None
+    cache: str | None
+    workers: int | None
 
     @property
     def longest(self) -> int:
@@ -271,7 +274,10 @@ def _data(options: TrainOptions, existing: ExistingDraft | None) -> DataRecipe:
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
-    return DataRecipe(tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length)
+    return DataRecipe(
+        tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
+        options.data_workers,
+    )  # fmt: skip
 
 
 def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:

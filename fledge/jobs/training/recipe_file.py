@@ -85,7 +85,7 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """The options with absolute paths, so that they are valid in any current directory."""
     from fledge.data.read import absolute_source
 
-    paths = {n: getattr(options, n) for n in ("target", "init_from")}
+    paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
     prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
     return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
