@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,14 @@ def make_documents(
     return documents, DataReport(count, len(documents), windowed, len(refused), first_refusal, tokens, supervised)
 
 
+def fingerprint(documents: Sequence[Document]) -> str:
+    """SHA-256 of the tokens and spans of all documents, in hexadecimal."""
+    digest = hashlib.sha256()
+    for d in documents:
+        digest.update(d.tokens.numpy().tobytes() + d.spans.numpy().tobytes())
+    return digest.hexdigest()
+
+
 class Rows:
     """The packed rows of all epochs, addressed by (epoch, index of the row within the epoch)."""
 
@@ -95,7 +104,8 @@ class Rows:
 
     def __getitem__(self, address: tuple[int, int]) -> Packed:
         epoch, i = address
-        return make_row([self.documents[j] for j in self.epoch(epoch)[i]], self.row_length)
+        indices = self.epoch(epoch)[i]
+        return make_row([self.documents[j] for j in indices], self.row_length, sources=indices)
 
     def tokens(self, address: tuple[int, int]) -> int:
         """The number of tokens in a row, without filler."""

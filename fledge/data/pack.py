@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -51,7 +52,9 @@ def pack(documents: list[Document], row_length: int, seed: int, open_rows: int =
 FILLER_LENGTH = 128  # tokens of a filler document; short, because attention costs the square of a document's length
 
 
-def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Packed:
+def make_row(
+    documents: list[Document], row_length: int, pad_id: int = 0, sources: Sequence[int] = ()
+) -> Packed:  # fmt: skip
     """Concatenates documents and fills the rest of the row with filler tokens `pad_id` (see `Packed`).
 
     All tensors of the result are int32 [row_length].
@@ -70,4 +73,4 @@ def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Pac
         at, spans = at + n, spans + int(d.spans.max()) + 1
     rest = torch.arange(row_length - at, dtype=torch.int32)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
-    return Packed(token, span, position, doc)
+    return Packed(token, span, position, doc, tuple(sources))

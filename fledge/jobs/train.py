@@ -33,6 +33,10 @@ class TrainOptions(Options):
         "training data: a file, quoted glob or hub id (owner/name@revision:split); @0.5 at the end takes half of it, "
         "@2 all of it twice; repeatable", repeatable=True
     )  # fmt: skip
+    features: str | None = opt(
+        "train from the hidden states in this directory, which `fledge features` has written; it has the documents and "
+        "names the target, so --data is not needed", None
+    )  # fmt: skip
     out: str = opt("directory of the new run; the draft to serve is written to OUT/draft", OUT)
     resume: str | None = opt("continue the run in this directory with its own options", None)
     init_from: str | None = opt(
@@ -178,7 +182,7 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by a resolved recipe, in a directory that this process has locked. `recorded` are the settled values of
     the run that is resumed; None for a new run."""
-    from fledge.jobs.training.data import make_rows, read_data
+    from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
     from fledge.jobs.training.implementation import choose_implementation
@@ -190,7 +194,7 @@ def _train(
 
     target = prepare_target(recipe, say)
     check_shape(recipe, target)
-    documents, held_out = read_data(recipe, target, say, progress)
+    documents, held_out = training_data(recipe, target, say, progress)
     draft = make_draft(recipe, target, documents, say)
     rows = make_rows(recipe, target, documents, say)
     schedule = make_schedule(recipe, rows, draft.config.hidden_size)

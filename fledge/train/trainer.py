@@ -105,6 +105,7 @@ def train(
         run.save_checkpoint(draft, save_dtype, state)
 
     remaining = _rows_from(rows, progress.address, (schedule.steps - progress.step) * schedule.rows_per_step)
+    remaining = source.ahead(remaining)
     upcoming = with_features(
         remaining, source.features, draft.device, prefetch=schedule.implementation.prefetch
     )  # fmt: skip

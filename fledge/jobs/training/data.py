@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ import torch
 from fledge.data.dataset import Rows, make_documents
 from fledge.data.read import read_records
 from fledge.data.record import Record
-from fledge.jobs.training.recipe import Recipe
+from fledge.data.template import ChatTemplate
+from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PreparedTarget
 from fledge.types import Document
 
@@ -23,20 +23,38 @@ ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position a
 Say = Callable[[str], None]
 
 
-def read_data(recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any) -> tuple[list[Document], list[Record]]:
-    """The documents to train on, and the records held out to measure τ.
+def training_data(
+    recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any
+) -> tuple[list[Document], list[Record]]:
+    """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
+    data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
+    measures = prepared.decodes and not recipe.evaluation.prompts
+    if cache := recipe.features:
+        known = cache.manifest
+        say(
+            f"{cache.path} has features of {known.documents:,} documents, {known.tokens:,} tokens, in {known.precision}"
+        )
+        return cache.documents, cache.held_out() if measures else []
+    return read_data(
+        recipe.data, recipe.seed, prepared.template, prepared.max_length, say, progress, hold_out=measures
+    )  # fmt: skip
 
-    No record is held out if --eval-prompts is given, if τ cannot be measured for this target, or if the data has fewer
-    than 10 * EVAL_RECORDS records.
+
+def read_data(
+    data: DataRecipe, seed: int, template: ChatTemplate, max_length: int, say: Say, progress: Any, *, hold_out: bool
+) -> tuple[list[Document], list[Record]]:
+    """The documents of the data sources, of at most `max_length` tokens, and the records held out to measure τ.
+
+    No record is held out without `hold_out`, or if the data has fewer than 10 * EVAL_RECORDS records.
     """
-    data, skipped = recipe.data, []
-    records = read_records(list(data.sources), recipe.seed, skip=skipped.append if data.skip_bad else None)
+    skipped: list[str] = []
+    records = read_records(list(data.sources), seed, skip=skipped.append if data.skip_bad else None)
     held_out: list[Record] = []
-    if prepared.decodes and not recipe.evaluation.prompts and len(records) >= 10 * EVAL_RECORDS:
-        records, held_out = _hold_out(records, recipe.seed, say)
+    if hold_out and len(records) >= 10 * EVAL_RECORDS:
+        records, held_out = _hold_out(records, seed, say)
     with progress.count("reading chats", len(records)) as advance:
         documents, report = make_documents(
-            records, prepared.template, prepared.max_length, skip_bad=data.skip_bad, skipped=skipped, advance=advance
+            records, template, max_length, skip_bad=data.skip_bad, skipped=skipped, advance=advance
         )
     say(str(report))
     return documents, held_out
@@ -85,11 +103,3 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def fingerprint(documents: Sequence[Document]) -> str:
-    """SHA-256 of the tokens and spans of all documents, in hexadecimal."""
-    digest = hashlib.sha256()
-    for d in documents:
-        digest.update(d.tokens.numpy().tobytes() + d.spans.numpy().tobytes())
-    return digest.hexdigest()

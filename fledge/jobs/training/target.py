@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from fledge.data.template import ChatTemplate
+from fledge.features.cache import FeatureCache
+from fledge.features.source import DiskFeatures
 from fledge.jobs.options import default_new_tokens, parse_dtype
-from fledge.jobs.training.recipe import ComputeRecipe, ExistingDraft, Recipe
+from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
+from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
+from fledge.targets.interface import Target
 from fledge.targets.loading import load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
@@ -40,24 +44,14 @@ class PreparedTarget:
 def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget:
     """Loads and checks the target. Raises ValueError for a length beyond its context, for layers that it does not have,
     and if τ is to be measured with a target that cannot verify drafts."""
-    set_up_process(recipe.compute)
-    data, requested = recipe.data, recipe.target
-    target = load_target(
-        requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code,
-        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
-    )  # fmt: skip
-    if data.max_length and data.max_length > target.context:
-        raise ValueError(
-            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
-        )
+    set_up_process(recipe.compute.device)
+    data = recipe.data
+    target = open_target(recipe.target, data, recipe.compute.device)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
-    if requested.compile:
-        target.compile()
-    source = LiveFeatures(target, layers)
-    if not target.packs:
-        say("this target cannot process packed documents together, so it processes them one at a time")
+    source = (
+        _stored_features(recipe.features, target, layers) if recipe.features else live_features(target, layers, say)
+    )
     return PreparedTarget(
         target=target,
         layers=layers,
@@ -69,10 +63,61 @@ def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget
     )
 
 
-def set_up_process(compute: ComputeRecipe) -> None:
+def open_target(requested: TargetRecipe, data: DataRecipe, device: str) -> TransformersTarget:
+    """Loads a target, and compiles it if requested. Raises ValueError if documents may be longer than its context."""
+    target = load_target(
+        requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        trust_remote_code=requested.trust_remote_code,
+        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
+    )  # fmt: skip
+    if data.max_length and data.max_length > target.context:
+        raise ValueError(
+            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
+        )
+    if requested.compile:
+        target.compile()
+    return target
+
+
+def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
+    """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
+    source = LiveFeatures(target, layers)
+    if not target.packs:
+        say("this target cannot process packed documents together, so it processes them one at a time")
+    return source
+
+
+def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
+    """Features on disk. Raises ValueError if they are not complete, or not those of the target and the layers."""
+    known = cache.manifest
+    for what, ours, theirs in (
+        ("target", known.target_sha256, target_fingerprint(target)),
+        ("tokenizer", known.tokenizer_sha256, tokenizer_sha256(target.tokenizer)),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the features in {cache.path} are of another {what} than that of {target.name}; they were computed by "
+                f"{known.target}"
+            )
+    if not layers and not known.all_last:
+        raise ValueError(
+            f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
+            "tokens; write features with --all-final-states"
+        )
+    for shard in cache.shards:
+        cache.offsets(shard)
+    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype)
+
+
+def target_fingerprint(target: Target) -> str:
+    """`target_sha256` of a loaded target."""
+    return target_sha256(target.embedding, target.head_weight, target.last_layer_weights())
+
+
+def set_up_process(device: str) -> None:
     """Makes torch's process-wide settings: the current GPU and the number of threads, or the heap settings on a CPU."""
-    if compute.gpu:
-        torch.cuda.set_device(torch.device(compute.device).index or 0)  # Triton launches on the current device
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)  # Triton launches on the current device
         torch.set_num_threads(1)  # the CPU handles only small tensors, which are slower with several threads
     else:
         retain_freed_memory()
@@ -83,11 +128,16 @@ def _layers(recipe: Recipe) -> tuple[int, ...] | None:
     if not recipe.method.reads_layers:
         return ()
     draft = recipe.draft
-    return draft.config.aux_layers if isinstance(draft, ExistingDraft) else draft.aux_layers
+    if isinstance(draft, ExistingDraft):
+        return draft.config.aux_layers
+    return draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None
 
 
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
+    if recipe.features and not (recipe.evaluation.every or recipe.evaluation.prompts):
+        say("τ is not measured by decoding, for which the target would have to run; --eval-every measures it")
+        return False
     if not target.rollback_problem:
         return True
     if recipe.evaluation.every or recipe.evaluation.prompts:
