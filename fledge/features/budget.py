@@ -40,9 +40,20 @@ def shard_bytes(total: int, budget: int | None) -> int:
     return size if budget is None else max(1, min(size, budget // STREAMED_SHARDS))
 
 
-def free_bytes(path: Path) -> int:
-    """The free bytes of the disk on which a path is, or would be created."""
-    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+def default_budget(path: Path, taken: int = 0) -> int:
+    """The bytes that features at `path` may take without a budget: the free ones less a reserve, and those `taken`."""
+    free = shutil.disk_usage(existing_parent(path)).free
+    return free - reserve_of(free) + taken
+
+
+def reserve_of(free: int) -> int:
+    """The bytes to leave free on a disk that has `free` free bytes."""
+    return min(RESERVE, int(RESERVED_SHARE * free))
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 @dataclass(frozen=True)
@@ -59,12 +70,13 @@ class DiskPlan:
     @classmethod
     def of(cls, cache: FeatureCache, budget: int | None) -> DiskPlan:
         """The plan for a budget in bytes; None is the free space less the reserve."""
-        free = free_bytes(cache.path)
+        free = shutil.disk_usage(existing_parent(cache.path)).free
         files = [cache.file(i) for i in cache.shards]
         taken = sum(f.stat().st_size for f in files if f.exists()) + document_bytes(cache)
         total = sum(cache.bytes(i) for i in cache.shards) + document_bytes(cache)
-        reserve = min(RESERVE, int(RESERVED_SHARE * free))
-        return cls(total, taken, free + taken - reserve if budget is None else budget, free, reserve)
+        return cls(
+            total, taken, default_budget(cache.path, taken) if budget is None else budget, free, reserve_of(free)
+        )
 
     def shard_budget(self, cache: FeatureCache) -> int:
         """The part of the budget that is left for shards."""
@@ -72,9 +84,7 @@ class DiskPlan:
 
     def describe(self, cache: FeatureCache) -> str:
         known = cache.manifest
-        states = (
-            "the final states of all" if known.all_last else f"final states of {known.last_states / known.tokens:.0%}"
-        )
+        states = f"final states of {known.last_states / known.tokens:.0%}"
         return (
             f"{known.tokens:,} tokens ({states}) take {self.total / known.tokens:,.0f} bytes a token in "
             f"{known.precision}, {format_bytes(self.total)} in {len(cache.shards):,} shards; the disk budget is "

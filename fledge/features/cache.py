@@ -202,6 +202,11 @@ class FeatureCache:
         """Writes a shard; it has its name only when all of it is on the disk."""
         replace_bytes(self.file(shard), save(tensors, self.metadata(shard)), self.temporary(shard))
 
+    def release(self, shard: int) -> None:
+        """Deletes a shard of a stream after its use."""
+        self.used(shard).touch()
+        self.file(shard).unlink(missing_ok=True)
+
     def offsets(self, shard: int) -> dict[str, int]:
         """The position of each tensor in a shard's file, in bytes.
 

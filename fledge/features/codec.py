@@ -7,6 +7,7 @@ s. The final hidden states, whose products with the head are the soft targets, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +54,14 @@ def encode_layers(states_TAD: Tensor, precision: Precision) -> tuple[Tensor, Ten
     return (states_TAD / scale_TA[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_TA
 
 
-def decode_layers(stored_TAD: Tensor, scale_TA: Tensor | None, out_TAD: Tensor) -> None:
-    """Writes stored states into `out_TAD`, whose dtype is the dtype of computation; products with scales are float32.
-
-    Layer by layer, so that the float32 products take the memory of one layer.
-    """
-    for i in range(stored_TAD.shape[1]):
-        states_TD = stored_TAD[:, i]
-        out_TAD[:, i] = states_TD if scale_TA is None else states_TD.float() * scale_TA[:, i, None]
+def decode_layers(
+    stored_TLD: Tensor, scale_TL: Tensor | None, out_TAD: Tensor, columns: Sequence[int] | None = None
+) -> None:  # fmt: skip
+    """Writes the stored states of L layers, or of A of them (`columns`), into `out_TAD`, whose dtype is the dtype of
+    computation. Products with scales are float32; one layer at a time, so that they take little memory."""
+    for i, column in enumerate(range(stored_TLD.shape[1]) if columns is None else columns):
+        states_TD = stored_TLD[:, column]
+        out_TAD[:, i] = states_TD if scale_TL is None else states_TD.float() * scale_TL[:, column, None]
 
 
 def round_features(features: Features, precision: Precision) -> Features:

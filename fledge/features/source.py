@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +18,11 @@ from torch import Tensor
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import decode_layers
 from fledge.features.layout import LAST, LAYERS, SCALES
-from fledge.types import Features, Packed
+from fledge.types import Document, Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
+POLL_SECONDS = 0.2
+PATIENCE_SECONDS = 30  # how long a shard of a stream is waited for without a message
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ class DiskFeatures:
 
     def __init__(
         self, cache: FeatureCache, layers: Sequence[int], logits: Callable[[Tensor], Tensor], device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype, say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
-        self.cache, self.logits, self.device, self.dtype = cache, logits, device, dtype
+        self.cache, self.logits, self.device, self.dtype, self.say = cache, logits, device, dtype, say
         known = cache.layout.layers
         if missing := [i for i in layers if i not in known]:
             raise ValueError(
@@ -52,6 +56,7 @@ class DiskFeatures:
             )
         self.columns = [known.index(i) for i in layers]
         self._read_ahead: dict[int, tuple[Packed, Future[StoredRow]]] = {}  # by the id of the row
+        self._closed = threading.Event()  # set when reading ahead ends, so that no thread waits for a shard any more
 
     def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
         """The same rows. The next ROWS_AHEAD are read from the disk by threads before they are asked for."""
@@ -65,19 +70,21 @@ class DiskFeatures:
                     if upcoming and (row is None or len(upcoming) > ROWS_AHEAD):
                         yield upcoming.popleft()
             finally:
+                self._closed.set()
                 self._read_ahead.clear()
                 executor.shutdown(wait=True, cancel_futures=True)
 
     def features(self, row: Packed) -> Features:
-        """The features of a packed row whose `sources` are documents of the cache. A document that is cut off gets the
-        features of its first tokens."""
+        """The features of a packed row whose `sources` are documents of the cache. A row without sources, as it is used
+        to measure the memory of a training step, gets zeros, through the same steps and in as much memory."""
         _, reading = self._read_ahead.pop(id(row), (None, None))
         stored = self.read(row) if reading is None else reading.result()
         tensors = {name: x.to(self.device, non_blocking=True) for name, x in stored.tensors.items()}
-        T, N, D = row.token_T.numel(), tensors[LAYERS].shape[0], self.cache.layout.width
-        layers, scales = tensors[LAYERS][:, self.columns], tensors.get(SCALES)
+        T, D = row.token_T.numel(), self.cache.layout.width
         aux_TAD = torch.zeros(T, len(self.columns), D, dtype=self.dtype, device=self.device)
-        decode_layers(layers, None if scales is None else scales[:, self.columns], aux_TAD[:N])
+        if self.columns:
+            layers = tensors[LAYERS]
+            decode_layers(layers, tensors.get(SCALES), aux_TAD[: layers.shape[0]], self.columns)
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
         last_TD[stored.last_P.to(self.device, non_blocking=True)] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
@@ -85,31 +92,26 @@ class DiskFeatures:
     def read(self, row: Packed) -> StoredRow:
         """Reads a row's features into pinned memory, if the device is a GPU. Raises ValueError for shards that are
         missing, truncated, damaged or of other features."""
-        cache, layout = self.cache, self.cache.layout
+        layout, pin = self.cache.layout, self.device.type == "cuda"
         ranges = row.without_filler()
-        assert len(row.sources) == len(ranges), "features on disk need the sources of a row's documents"
-        kept = []
-        for source, (start, end) in zip(row.sources, ranges, strict=True):
-            tokens = layout.last_tokens(cache.documents[source])
-            kept.append(tokens[tokens < end - start] + start)
-        last_P, N = torch.cat(kept), ranges[-1][1]
-        pin = self.device.type == "cuda"
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, pin_memory=pin)
-            for name, (dtype, shape) in layout.tensors(N, last_P.numel()).items()
-        }
-        at = 0
-        for source, (start, end), tokens in zip(row.sources, ranges, kept, strict=True):
-            slices = {LAYERS: slice(start, end), SCALES: slice(start, end), LAST: slice(at, at + tokens.numel())}
-            self._read_document(source, {name: x[slices[name]] for name, x in tensors.items()})
-            at += tokens.numel()
+        kept = [layout.last_tokens(Document(row.token_T[a:b], row.span_T[a:b])) for a, b in ranges]
+        shapes = layout.tensors(ranges[-1][1], sum(tokens.numel() for tokens in kept))
+        names = [LAST, *(name for name in (LAYERS, SCALES) if name in shapes and self.columns)]
+        make = torch.empty if row.sources else torch.zeros
+        tensors = {name: make(shapes[name][1], dtype=shapes[name][0], pin_memory=pin) for name in names}
+        last = 0
+        for document, (start, end), tokens in zip(row.sources, ranges, kept, strict=bool(row.sources)):
+            slices = {LAYERS: slice(start, end), SCALES: slice(start, end), LAST: slice(last, last + tokens.numel())}
+            self._read_document(document, {name: x[slices[name]] for name, x in tensors.items()})
+            last += tokens.numel()
+        last_P = torch.cat([tokens + start for tokens, (start, _) in zip(kept, ranges, strict=True)])
         return StoredRow(tensors, last_P.pin_memory() if pin else last_P)
 
     def _read_document(self, document: int, parts: dict[str, Tensor]) -> None:
-        """Reads the beginning of a document's features into `parts`, as many as they have rows."""
+        """Reads a document's features into `parts`, tensors by name."""
         shard, tokens, last = self._places[document]
         first = {LAYERS: tokens, SCALES: tokens, LAST: last}
-        offsets = self._offsets(shard)
+        offsets = self._offsets(shard)  # also checks the file
         with self.cache.file(shard).open("rb", buffering=0) as f:
             for name, part in parts.items():
                 row_bytes = part[0].nbytes if len(part) else 0
@@ -118,7 +120,17 @@ class DiskFeatures:
 
     @functools.cache  # noqa: B019 (a source lives as long as its training)
     def _offsets(self, shard: int) -> dict[str, int]:
+        if self.cache.manifest.stream:
+            self._wait_for(shard)
         return self.cache.offsets(shard)
+
+    def _wait_for(self, shard: int) -> None:
+        """Waits until a shard of a stream is written. Says so if it takes long."""
+        began, said = time.monotonic(), False
+        while not self.cache.is_written(shard) and not self._closed.wait(POLL_SECONDS):
+            if not said and time.monotonic() - began > PATIENCE_SECONDS:
+                self.say(f"waiting for {self.cache.file(shard)}, which `fledge features` has to write")
+                said = True
 
     @functools.cached_property
     def _places(self) -> list[tuple[int, int, int]]:

@@ -159,8 +159,9 @@ class FeatureWriter:
         for i in self.cache.shards:
             if i != shard and self.cache.temporary(i).exists():
                 taken += self.cache.bytes(i)
-            elif self.cache.file(i).exists():
-                taken += self.cache.file(i).stat().st_size
+            else:
+                with contextlib.suppress(FileNotFoundError):  # not written yet, or used and deleted
+                    taken += self.cache.file(i).stat().st_size
         return taken
 
     @contextlib.contextmanager

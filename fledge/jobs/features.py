@@ -60,14 +60,16 @@ class FeaturesOptions(Options):
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes the features, or those that are missing. Raises ValueError before anything is written if they do not fit
     in the disk budget, or if the directory holds other features."""
-    from fledge.features.budget import DiskPlan, parse_bytes
+    from fledge.features.budget import DiskPlan, default_budget, parse_bytes
     from fledge.features.writer import FeatureWriter
 
     out = check_output_path(options.out, "--out", directory=True)
     budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
+    if options.stream and budget is None:
+        budget = default_budget(out)
     source, data, documents, held_out = _prepare(options, say, progress)
     cache = _open(out, _manifest(options, source, data, documents, budget), documents)
-    plan = DiskPlan.of(cache, budget)
+    plan = DiskPlan.of(cache, cache.manifest.budget if options.stream else budget)
     say(plan.describe(cache))
     plan.check(cache)
     if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
@@ -173,6 +175,9 @@ def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
     cache = FeatureCache.open(out, documents)
     if difference := cache.manifest.difference(new):
         raise ValueError(f"{out} holds features of {difference}; choose another --out")
+    if cache.manifest.stream != new.stream:
+        kind = "a stream" if cache.manifest.stream else "no stream"
+        raise ValueError(f"{out} is {kind}; {'give' if cache.manifest.stream else 'leave out'} --stream")
     return cache
 
 

@@ -182,6 +182,7 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by a resolved recipe, in a directory that this process has locked. `recorded` are the settled values of
     the run that is resumed; None for a new run."""
+    from fledge.data.dataset import StreamedRows
     from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -190,6 +191,7 @@ def _train(
     from fledge.jobs.training.run import TrainingRun, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
+    from fledge.jobs.training.stream import StreamingRun
     from fledge.jobs.training.target import prepare_target
 
     target = prepare_target(recipe, say)
@@ -198,6 +200,9 @@ def _train(
     draft = make_draft(recipe, target, documents, say)
     rows = make_rows(recipe, target, documents, say)
     schedule = make_schedule(recipe, rows, draft.config.hidden_size)
+    if isinstance(rows, StreamedRows):
+        directory = StreamingRun(directory.path, recipe.features, rows)
+        schedule = directory.limit(schedule, resumed=recorded is not None, say=say)
     implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, say)
     if recipe.compute.longest_row:
         return {}

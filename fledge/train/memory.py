@@ -153,7 +153,7 @@ def resize_row(row: Packed, tokens: int) -> Packed:
         span = torch.where(torch.arange(tokens) < max(share * tokens, 3), doc, -1)
     else:
         span = torch.where(span >= 0, span + copy * (1 + int(row.span_T.max())), -1)
-    return Packed(token, span, position, doc, row.sources * times)
+    return Packed(token, span, position, doc)
 
 
 def candidates(impl: Implementation, *, slots: int | None, activations: str) -> list[Implementation]:

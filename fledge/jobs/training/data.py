@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows, make_documents
+from fledge.data.dataset import Rows, StreamedRows, make_documents
 from fledge.data.read import read_records
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
@@ -84,6 +84,8 @@ def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: list[Document
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
     _check_memory(row, prepared)
+    if recipe.features and recipe.features.manifest.stream:
+        return StreamedRows(documents, row, recipe.seed, recipe.features.manifest.shards)
     return Rows(documents, row, recipe.seed)
 
 

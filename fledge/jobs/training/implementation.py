@@ -66,7 +66,9 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule) 
         ttt(draft, row, features, source.logits, schedule.objective, implementation)
         return upcoming  # the iterator holds the features of the next row, which count too
 
-    return Trial(draft, rows.heaviest(), step, schedule.rows_per_step)
+    # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
+    heaviest = [replace(row, sources=()) for row in rows.heaviest()]
+    return Trial(draft, heaviest, step, schedule.rows_per_step)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:

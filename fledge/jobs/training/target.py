@@ -49,9 +49,10 @@ def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget
     target = open_target(recipe.target, data, recipe.compute.device)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
-    source = (
-        _stored_features(recipe.features, target, layers) if recipe.features else live_features(target, layers, say)
-    )
+    if cache := recipe.features:
+        source = _stored_features(cache, target, layers, say)
+    else:
+        source = live_features(target, layers, say)
     return PreparedTarget(
         target=target,
         layers=layers,
@@ -87,8 +88,11 @@ def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Call
     return source
 
 
-def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
-    """Features on disk. Raises ValueError if they are not complete, or not those of the target and the layers."""
+def _stored_features(
+    cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]
+) -> DiskFeatures:
+    """Features on disk. Raises ValueError if they are not those of the target and the layers, or not complete, except
+    for a stream."""
     known = cache.manifest
     for what, ours, theirs in (
         ("target", known.target_sha256, target_fingerprint(target)),
@@ -104,9 +108,9 @@ def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tu
             f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
             "tokens; write features with --all-final-states"
         )
-    for shard in cache.shards:
+    for shard in () if known.stream else cache.shards:
         cache.offsets(shard)
-    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype)
+    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype, say)
 
 
 def target_fingerprint(target: Target) -> str:
