@@ -195,8 +195,8 @@ class FeatureCache:
         return self.sizes.bytes(self.layout, *self.manifest.shards[shard])
 
     def metadata(self, shard: int) -> dict[str, str]:
-        """The metadata in a shard's file."""
-        return {"manifest": self.manifest.id, "shard": str(shard)}
+        """The metadata in a shard's file: a single entry, since safetensors writes several in any order."""
+        return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
 
     def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
         """Writes a shard; it has its name only when all of it is on the disk."""
