@@ -127,3 +127,12 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["means"]["eager"]["error"] == pytest.approx(abs(defined[0] - defined[1]) / 2)
     assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
     assert record(tmp_path, monkeypatch, "impls", *words) == found
+
+
+def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--shape", "tiny", "--tokens", 1000, "--document", 100, "--row-length", 250, "--rows", 3, "--depth", 2
+    found = record(tmp_path, monkeypatch, "features", *words, "--work", tmp_path / "work", "--supervised", 0.5)
+    layers, scales, last = 3 * 64, 3 * 4, 64 * 2 * (50 - 1) / 100
+    assert found["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
+    assert all(found[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
+    assert found["step_from_disk"]["tokens_per_s"] > 0 and not (tmp_path / "work").exists()

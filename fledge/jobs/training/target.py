@@ -15,7 +15,7 @@ from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, Targe
 from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import Target
-from fledge.targets.loading import load_target
+from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.heap import retain_freed_memory
@@ -46,7 +46,8 @@ def prepare_target(recipe: Recipe, say: Callable[[str], None]) -> PreparedTarget
     and if τ is to be measured with a target that cannot verify drafts."""
     set_up_process(recipe.compute.device)
     data = recipe.data
-    target = open_target(recipe.target, data, recipe.compute.device)
+    head = _open_head(recipe, say) if recipe.features and not _decoding_option(recipe) else None
+    target = head or open_target(recipe.target, data, recipe.compute.device)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
     if cache := recipe.features:
@@ -78,6 +79,18 @@ def open_target(requested: TargetRecipe, data: DataRecipe, device: str) -> Trans
     if requested.compile:
         target.compile()
     return target
+
+
+def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
+    """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
+    requested = recipe.target
+    head = load_head(
+        requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype),
+        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code,
+    )  # fmt: skip
+    if head is None:
+        say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
+    return head
 
 
 def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
@@ -137,15 +150,19 @@ def _layers(recipe: Recipe) -> tuple[int, ...] | None:
     return draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None
 
 
+def _decoding_option(recipe: Recipe) -> str | None:
+    """The flag of the option, if there is one, that asks for measurements of τ by decoding."""
+    return "--eval-every" if recipe.evaluation.every else "--eval-prompts" if recipe.evaluation.prompts else None
+
+
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
-    if recipe.features and not (recipe.evaluation.every or recipe.evaluation.prompts):
+    if recipe.features and not _decoding_option(recipe):
         say("τ is not measured by decoding, for which the target would have to run; --eval-every measures it")
         return False
     if not target.rollback_problem:
         return True
-    if recipe.evaluation.every or recipe.evaluation.prompts:
-        flag = "--eval-every" if recipe.evaluation.every else "--eval-prompts"
+    if flag := _decoding_option(recipe):
         raise ValueError(
             f"{flag} measures τ by decoding, but {target.name} cannot verify drafts: {target.rollback_problem}; leave "
             f"{flag} out to train without measuring τ"
