@@ -92,7 +92,7 @@ def test_one_cache_for_every_method(method: str, fledge: Fledge, made: Path, tmp
 def test_features_of_supervised_tokens_are_not_enough_for_eagle1(fledge: Fledge, made: Path, tmp_path: Path) -> None:
     assert fledge(*write_words(made, tmp_path / "f")).code == 0
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--method", "eagle1")
-    assert ran.code == 2 and "write features with --all-final-states" in ran.err
+    assert ran.code == 2 and "write them with fledge features --all-final-states" in ran.err
     ran = fledge(*write_words(made, tmp_path / "g", "--aux-layers", "none"))
     assert ran.code == 2 and "--aux-layers none needs --all-final-states" in ran.err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,9 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     target.model.save_pretrained(tmp_path, max_shard_size="30KB")
     target.tokenizer.save_pretrained(tmp_path)
     whole = load_target(tmp_path)
-    key_files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    others = {f for f in key_files.values() if all(".layers.1." in k for k, name in key_files.items() if name == f)}
-    assert len(set(key_files.values())) > 3 and others
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    others = set(files.values()) - {file for key, file in files.items() if not re.search(r"layers\.[012]\.", key)}
+    assert others
     for file in others:  # files of other layers are not read
         (tmp_path / file).write_bytes(b"")
     assert_same(load_head(tmp_path), whole)

@@ -59,7 +59,7 @@ class StreamingRun(RunDirectory):
         if between < 1:
             raise ValueError(
                 f"the disk budget of the stream, {format_bytes(known.budget)}, is too small for steps of {per_step:,} "
-                "rows; write it with a larger --disk-budget, or lower --rows-per-step or --row-length"
+                "rows; lower --rows-per-step or --row-length, or raise the budget (fledge features --disk-budget)"
             )
         if between < schedule.save_every:
             say(f"a checkpoint is saved every {between:,} steps, so that used shards can be deleted in time")

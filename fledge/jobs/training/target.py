@@ -119,7 +119,7 @@ def _stored_features(
     if not layers and not known.all_last:
         raise ValueError(
             f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
-            "tokens; write features with --all-final-states"
+            "tokens; write them with fledge features --all-final-states"
         )
     for shard in () if known.stream else cache.shards:
         cache.offsets(shard)
