@@ -28,6 +28,7 @@ from fledge.data.dataset import fingerprint
 from fledge.data.record import Record
 from fledge.features.codec import PRECISIONS
 from fledge.features.layout import HEADER_BYTES, Layout, Sizes
+from fledge.fields import check_template_kwargs, shortened
 from fledge.files import TEMPORARY, replace_bytes, replace_text
 from fledge.types import Document
 
@@ -249,22 +250,33 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
-            raise ValueError(f"{file} has format {content.get('format')!r:.20}, and this version reads format {FORMAT}")
+            raise ValueError(f"its format is {content.get('format')!r:.20}, and this version reads format {FORMAT}")
         manifest = Manifest(**content)
-        _check_manifest(manifest)
-    except (TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError) as e:
-        raise ValueError(f"{file} is damaged ({type(e).__name__}); {_ANEW}") from e
+        if wrong := next((name for name, fine in _checks(manifest).items() if not fine), None):
+            raise ValueError(f"the value of {wrong} is not valid")
+        check_template_kwargs(manifest.template_kwargs or {}, "template_kwargs")
+    except (TypeError, AttributeError, ValueError, RecursionError) as e:
+        raise ValueError(f"{file} cannot be read: {shortened(str(e))}; {_ANEW}") from e
     return manifest
 
 
-def _check_manifest(manifest: Manifest) -> None:
-    """Raises TypeError for a value of the wrong type, and KeyError for an unknown precision."""
+def _checks(manifest: Manifest) -> dict[str, bool]:
+    """Whether the values of a manifest have the right types and fit together, by field."""
     kinds = {"int": int, "str": str, "bool": bool, "list[str]": list, "list[int]": list, "list[list[int]]": list}
-    for f in fields(Manifest):
-        kind = kinds.get(str(f.type))
-        if kind is not None and type(getattr(manifest, f.name)) is not kind:
-            raise TypeError(f.name)
-    PRECISIONS[manifest.precision]
-    edges = [0, *(end for _, end in manifest.shards)]
-    if [first for first, _ in manifest.shards] != edges[:-1] or edges[-1] != manifest.documents:
-        raise TypeError("shards")
+    found = {f.name: type(getattr(manifest, f.name)) is kinds[str(f.type)] for f in fields(Manifest) if f.type in kinds}
+    if not all(found.values()):
+        return found
+    shards = manifest.shards
+    pairs = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int for i in s) for s in shards)
+    edges = [0, *(s[1] for s in shards)] if pairs else []
+    consecutive = pairs and [s[0] for s in shards] == edges[:-1] and all(a < b for a, b in shards)
+    return {
+        "precision": manifest.precision in PRECISIONS,
+        "shards": bool(shards) and consecutive and edges[-1] == manifest.documents,
+        "layers": all(type(i) is int for i in manifest.layers),
+        "width": manifest.width > 0,
+        "tokens": manifest.tokens > 0,
+        "max_length": manifest.max_length > 2,
+        "budget": type(manifest.budget) is int if manifest.stream else manifest.budget is None,
+        "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
+    }
