@@ -217,6 +217,20 @@ def test_the_budget_is_checked_before_the_first_byte(fledge: Fledge, made: Path,
         assert ran.code == 2 and "the features take" in ran.err and not (tmp_path / "f").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--precision", "fp4"), "--precision fp4 is not one of float32, bfloat16, float16, fp8"),
+        (("--precision", "float16"), "--precision float16 has a smaller range than the target's float32"),
+        (("--aux-layers", "2,99"), "layers [2, 99] were requested, but the target has layers 0..8"),
+        (("--max-length", 9999), "--max-length 9999 is more than the target's context"),
+    ],
+)
+def test_wrong_options_write_nothing(words, message: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    ran = fledge(*write_words(made, tmp_path / "f", *words))
+    assert ran.code == 2 and message in ran.err and not (tmp_path / "f").exists(), ran.err
+
+
 def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
     from fledge.features import cache as cache_module
 
@@ -256,6 +270,15 @@ def test_options_with_features(words, message, fledge: Fledge, made: Path, tmp_p
         assert fledge(*write_words(made, out)).code == 0
     ran = fledge("train", "--features", out, "--out", tmp_path / "run", "--steps", 1, "--depth", 2, *words)
     assert ran.code == (0 if message is None else 2) and (message is None or message in ran.err), ran.err
+
+
+def test_other_files_are_left_alone(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    (tmp_path / "documents.safetensors").write_text("a killed writer's")
+    (tmp_path / "notes.txt").write_text("mine")
+    ran = fledge(*write_words(made, tmp_path))
+    assert ran.code == 2 and "holds other files, such as notes.txt; choose another --out" in ran.err
+    (tmp_path / "notes.txt").unlink()
+    assert fledge(*write_words(made, tmp_path)).code == 0
 
 
 def test_a_directory_without_features(fledge: Fledge, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import decode_layers
 from fledge.features.layout import LAST, LAYERS, SCALES
+from fledge.kernels.implementations import current_device
 from fledge.types import Document, Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
@@ -98,14 +99,16 @@ class DiskFeatures:
         shapes = layout.tensors(ranges[-1][1], sum(tokens.numel() for tokens in kept))
         names = [LAST, *(name for name in (LAYERS, SCALES) if name in shapes and self.columns)]
         make = torch.empty if row.sources else torch.zeros
-        tensors = {name: make(shapes[name][1], dtype=shapes[name][0], pin_memory=pin) for name in names}
+        with current_device(self.device):  # in a thread it would be the first GPU, which pinning would initialize
+            tensors = {name: make(shapes[name][1], dtype=shapes[name][0], pin_memory=pin) for name in names}
         last = 0
         for document, (start, end), tokens in zip(row.sources, ranges, kept, strict=bool(row.sources)):
             slices = {LAYERS: slice(start, end), SCALES: slice(start, end), LAST: slice(last, last + tokens.numel())}
             self._read_document(document, {name: x[slices[name]] for name, x in tensors.items()})
             last += tokens.numel()
         last_P = torch.cat([tokens + start for tokens, (start, _) in zip(kept, ranges, strict=True)])
-        return StoredRow(tensors, last_P.pin_memory() if pin else last_P)
+        with current_device(self.device):
+            return StoredRow(tensors, last_P.pin_memory() if pin else last_P)
 
     def _read_document(self, document: int, parts: dict[str, Tensor]) -> None:
         """Reads a document's features into `parts`, tensors by name."""

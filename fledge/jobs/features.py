@@ -61,8 +61,13 @@ def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> 
     """Writes the features, or those that are missing. Raises ValueError before anything is written if they do not fit
     in the disk budget, or if the directory holds other features."""
     from fledge.features.budget import DiskPlan, default_budget, parse_bytes
+    from fledge.features.codec import PRECISIONS
     from fledge.features.writer import FeatureWriter
 
+    if not options.data:
+        raise ValueError("give --data FILE")
+    if options.precision not in (None, *PRECISIONS):
+        raise ValueError(f"--precision {options.precision} is not one of {', '.join(PRECISIONS)}")
     out = check_output_path(options.out, "--out", directory=True)
     budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
     if options.stream and budget is None:
@@ -125,7 +130,6 @@ def _manifest(
     from fledge.data.dataset import fingerprint
     from fledge.features.budget import shard_bytes
     from fledge.features.cache import FORMAT, Manifest
-    from fledge.features.codec import PRECISIONS
     from fledge.features.layout import Layout, Sizes, split_shards
     from fledge.jobs.training.target import target_fingerprint
     from fledge.models.weights import template_sha256, tokenizer_sha256
@@ -133,8 +137,8 @@ def _manifest(
     target = source.target
     dtype = str(target.dtype).removeprefix("torch.")
     precision = options.precision or ("float32" if dtype == "float64" else dtype)
-    if precision not in PRECISIONS:
-        raise ValueError(f"--precision {precision} is not one of {', '.join(PRECISIONS)}")
+    if precision == "float16" and dtype != "float16":
+        raise ValueError(f"--precision float16 has a smaller range than the target's {dtype}; use bfloat16")
     layout = Layout(source.layers, target.embedding.shape[1], precision, options.all_final_states)
     sizes = Sizes.of(documents, layout)
     tokens, last_states = sum(sizes.tokens), sum(sizes.last)
@@ -167,10 +171,14 @@ def _manifest(
 
 def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
     """The features in a directory, or new ones that are not written yet. Raises ValueError if the directory holds other
-    features than `new`."""
-    from fledge.features.cache import MANIFEST, FeatureCache
+    features than `new`, or other files."""
+    from fledge.features.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache
 
     if not (out / MANIFEST).exists():
+        names = [f.name for f in out.iterdir()] if out.exists() else []
+        # a killed process may have left the documents
+        if other := next((n for n in sorted(names) if n not in (DOCUMENTS, HELD_OUT) and not n.startswith(".")), None):
+            raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
         return FeatureCache(out, new, documents)
     cache = FeatureCache.open(out, documents)
     if difference := cache.manifest.difference(new):
@@ -199,7 +207,7 @@ def _checked(source: LiveFeatures) -> Callable[[Packed], Features]:
     def compute(row: Packed) -> Features:
         features = source.features(row)
         for states in (features.aux_TAD, features.last_TD):
-            source.target.check_numbers(states)
+            source.target.check_numbers(states.abs())  # so that -inf, which logits may have, is refused too
         return features
 
     return compute

@@ -89,7 +89,7 @@ def _choice_message(chosen: Implementation, taken: int, available: int, rows: Ro
         f"rows of {rows.row_length:,} tokens take about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB with "
         f"--impl {chosen.attention} and {chosen.slots:,} slots in flight"
         + (", recomputing the MLP's activations" if chosen.recompute else "")
-        + (", running the target one row ahead" if chosen.prefetch else "")
+        + (", preparing the features of the next row meanwhile" if chosen.prefetch else "")
     )
 
 
