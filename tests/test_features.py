@@ -21,6 +21,7 @@ from fledge.features.cache import FeatureCache
 from fledge.features.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
 from fledge.features.layout import Layout, Sizes, split_shards, teacher_tokens
 from fledge.features.source import DiskFeatures
+from fledge.features.writer import FeatureWriter
 from fledge.files import exclusive_lock
 from fledge.methods import CHOICES
 from fledge.targets.compatibility import layers_of
@@ -29,7 +30,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective, ttt
 from fledge.train.plan import teacher_rows
-from fledge.types import Document, Packed
+from fledge.types import Document, Features, Packed
 from support.features import UNLIMITED, RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of
 from support.targets import P_EAGLE, tiny_draft
@@ -346,8 +347,18 @@ def test_a_stream_waits_for_space_and_for_shards(target, live, tmp_path, monkeyp
     cache = new_cache(tmp_path / "cache", DOCUMENTS, layout, stream=True, budget=UNLIMITED)
     budget = 2 * max(cache.bytes(i) for i in cache.shards)
     assert len(cache.shards) > 4
-    thread = threading.Thread(target=writer_of(cache, live, budget, say=lambda line: None).write)
-    thread.start()
+    one_at_a_time, threads = threading.Lock(), []
+
+    def compute(row: Packed) -> Features:  # a target's hooks are for one thread at a time
+        with one_at_a_time:
+            return live.features(row)
+
+    for _ in range(2):
+        there = FeatureCache.open(cache.path)
+        writer = FeatureWriter(there, compute, budget, 0, lambda line: None, lambda tokens: None)
+        threads.append(threading.Thread(target=writer.write, daemon=True))
+    for thread in threads:
+        thread.start()
     rows = StreamedRows(DOCUMENTS, 64, 0, cache.manifest.shards)
     source, address = disk_source(cache, live), (0, 0)
     for row in source.ahead(rows[0, i] for i in range(len(rows.epoch(0)))):
@@ -356,7 +367,8 @@ def test_a_stream_waits_for_space_and_for_shards(target, live, tmp_path, monkeyp
         address = rows.next(address)
         for shard in range(rows.finished_parts(address)):
             cache.release(shard)
-    thread.join(60)
+    for thread in threads:
+        thread.join(60)
     assert all(cache.used(i).exists() for i in cache.shards) and not list(cache.path.glob("shard*.safetensors"))
     with pytest.raises(ValueError, match="was trained on and deleted"):
         cache.offsets(0)

@@ -199,7 +199,7 @@ def test_a_shard_that_is_deleted_during_training(fledge: Fledge, made: Path, tmp
 
     monkeypatch.setattr(trainer, "optimizer_step", deleting)
     ran = fledge(*words)
-    assert ran.code == 2 and "shard-" in ran.err and "Traceback" not in ran.err
+    assert ran.code == 2 and re.search(r"shard-\d+.safetensors is missing; run the same", ran.err), ran.err
     shutil.copytree(saved, tmp_path / "f", dirs_exist_ok=True)
     assert fledge("train", "--resume", tmp_path / "run").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "unbroken")

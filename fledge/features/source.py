@@ -61,6 +61,7 @@ class DiskFeatures:
 
     def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
         """The same rows. The next ROWS_AHEAD are read from the disk by threads before they are asked for."""
+        self._closed.clear()
         with ThreadPoolExecutor(ROWS_AHEAD) as executor:
             upcoming: deque[Packed] = deque()
             try:
@@ -115,11 +116,15 @@ class DiskFeatures:
         shard, tokens, last = self._places[document]
         first = {LAYERS: tokens, SCALES: tokens, LAST: last}
         offsets = self._offsets(shard)  # also checks the file
-        with self.cache.file(shard).open("rb", buffering=0) as f:
-            for name, part in parts.items():
-                row_bytes = part[0].nbytes if len(part) else 0
-                f.seek(offsets[name] + first[name] * row_bytes)
-                _fill(f, part)
+        try:
+            with self.cache.file(shard).open("rb", buffering=0) as f:
+                for name, part in parts.items():
+                    row_bytes = part[0].nbytes if len(part) else 0
+                    f.seek(offsets[name] + first[name] * row_bytes)
+                    _fill(f, part)
+        except FileNotFoundError:
+            self.cache.offsets(shard)  # says what is missing, and the remedy
+            raise
 
     @functools.cache  # noqa: B019 (a source lives as long as its training)
     def _offsets(self, shard: int) -> dict[str, int]:

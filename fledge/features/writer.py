@@ -86,13 +86,14 @@ class FeatureWriter:
                     time.sleep(POLL_SECONDS)
 
     def _claim(self, shard: int, executor: ThreadPoolExecutor) -> bool:
-        """Writes a shard, unless another process has written it or is writing it. Returns whether it did."""
+        """Writes a shard, unless another process has written it or is writing it, or it is not its turn. Returns
+        whether it did."""
         with contextlib.ExitStack() as claim:
             try:
                 claim.enter_context(exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))))
             except InUse:
                 return False
-            if self.cache.is_written(shard):
+            if self.cache.is_written(shard) or not self._in_turn(shard):
                 return False
             self._allot(shard)
             try:
@@ -103,6 +104,13 @@ class FeatureWriter:
                 raise
             self._saving = executor.submit(self._save, shard, tensors, claim.pop_all())
         return True
+
+    def _in_turn(self, shard: int) -> bool:
+        """Whether all shards that training needs before this one have their share of the budget. In a stream, a later
+        shard could otherwise take the space of one that training waits for."""
+        return not self.cache.manifest.stream or all(
+            self.cache.is_written(i) or self.cache.temporary(i).exists() for i in range(shard)
+        )
 
     def _save(self, shard: int, tensors: dict[str, Tensor], claim: contextlib.ExitStack) -> None:
         with claim:

@@ -12,12 +12,14 @@ import torch
 from fledge.data.dataset import StreamedRows
 from fledge.features.budget import document_bytes, format_bytes
 from fledge.features.cache import FeatureCache
+from fledge.features.layout import HEADER_BYTES
 from fledge.features.source import ROWS_AHEAD
 from fledge.models.draft import Draft
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.trainer import Schedule
 
 OPEN_SHARDS = 3  # the shards of the first and last row that are in use, and one that is being written
+ROWS_IN_USE = ROWS_AHEAD + 2  # those that are read ahead, the one that is trained on and the next one, if prefetched
 
 
 class StreamingRun(RunDirectory):
@@ -54,8 +56,8 @@ class StreamingRun(RunDirectory):
             raise ValueError(f"{self.cache.path} has {rows:,} rows; lower --rows-per-step or --row-length")
         steps, known = min(schedule.steps, rows // per_step), self.cache.manifest
         room = known.budget - document_bytes(self.cache) - OPEN_SHARDS * max(map(self.cache.bytes, self.cache.shards))
-        row_bytes = self.cache.layout.bytes(self.rows.row_length, self.rows.row_length)
-        between = (room // row_bytes - ROWS_AHEAD) // per_step
+        row_bytes = HEADER_BYTES + self.cache.layout.bytes(self.rows.row_length, self.rows.row_length)
+        between = (room // row_bytes - ROWS_IN_USE) // per_step
         if between < 1:
             raise ValueError(
                 f"the disk budget of the stream, {format_bytes(known.budget)}, is too small for steps of {per_step:,} "
