@@ -136,3 +136,16 @@ def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
     assert all(found[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
     assert found["step_from_disk"]["tokens_per_s"] > 0 and not (tmp_path / "work").exists()
+
+
+def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["the young bird tries"]}\n')
+    found = record(
+        tmp_path, monkeypatch, "features_precision", "--target", target, "--data", chats, "--prompts", prompts,
+        "--precisions", "fp8", "--features", "--max-length 64", "--work", tmp_path / "work",
+        "--train", "--steps 2 --depth 2 --draft-vocab 200 --row-length 128 --eval-tokens 8",
+    )  # fmt: skip
+    (row,) = found["rows"]
+    assert row["precision"] == "fp8" and row["tau"] >= 1 and row["bytes_per_token"] > 3 * 32

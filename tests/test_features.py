@@ -30,6 +30,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective, ttt
 from fledge.train.plan import teacher_rows
+from fledge.train.prefetch import with_features
 from fledge.types import Document, Features, Packed
 from support.features import UNLIMITED, RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of
@@ -164,6 +165,35 @@ def test_float32_features_are_those_that_the_target_computes(target, live, tmp_p
     stored, computed = disk_source(cache, live).features(row), live.features(row)
     torch.testing.assert_close(stored.aux_TAD, computed.aux_TAD, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(stored.last_TD, computed.last_TD, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_on_a_gpu(precision: str, dtype: torch.dtype, target, live, tmp_path) -> None:
+    """Read ahead, uploaded on a side stream and decoded there, they are bit for bit those on the CPU."""
+    cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, precision, all_last=True))
+    writer_of(cache, live).write()
+    rows = Rows(DOCUMENTS, 90, seed=0)
+    wanted = [rows[0, i] for i in range(len(rows.epoch(0)))]
+    here = DiskFeatures(cache, LAYERS, live.logits, torch.device("cpu"), dtype)
+    there = DiskFeatures(cache, LAYERS, live.logits, torch.device("cuda"), dtype)
+    given = with_features(there.ahead(iter(wanted)), there.features, there.device, prefetch=True)
+    for row, (found_row, found) in zip(wanted, given, strict=True):
+        expected = here.features(row)
+        assert found_row is row and torch.equal(found.aux_TAD.cpu(), expected.aux_TAD)
+        assert torch.equal(found.last_TD.cpu(), expected.last_TD)
+
+
+@pytest.mark.gpu
+def test_writing_on_a_gpu_rounds_as_on_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(100, 3, 64, generator=generator) * torch.logspace(-3, 3, 100)[:, None, None]
+    for precision in PRECISIONS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            here, there = (encode_layers(x, precision) for x in (states.to(dtype), states.to("cuda", dtype)))
+            for a, b in zip(here, there, strict=True):
+                assert (a is None and b is None) or torch.equal(a.float(), b.cpu().float())
 
 
 def test_a_draft_reads_some_of_the_stored_layers(target, live, tmp_path) -> None:

@@ -89,6 +89,17 @@ def test_one_cache_for_every_method(method: str, fledge: Fledge, made: Path, tmp
     assert len(losses(tmp_path / "run")) == 5
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
+def test_features_for_eagle1_alone(precision: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    words = "--aux-layers", "none", "--all-final-states", "--precision", precision
+    wrote = fledge(*write_words(made, tmp_path / "f", *words))
+    assert wrote.code == 0 and FeatureCache.open(tmp_path / "f").manifest.layers == [], wrote.err
+    words = "train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--steps", 2, "--device", "cpu"
+    assert fledge(*words, "--method", "eagle1").code == 0
+    ran = fledge(*words[:4], tmp_path / "other", *words[5:])
+    assert ran.code == 2 and "has the hidden states of layers [], and the draft also reads" in ran.err
+
+
 def test_features_of_supervised_tokens_are_not_enough_for_eagle1(fledge: Fledge, made: Path, tmp_path: Path) -> None:
     assert fledge(*write_words(made, tmp_path / "f")).code == 0
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--method", "eagle1")
@@ -148,7 +159,7 @@ def test_another_run_in_the_same_directory_is_refused(fledge: Fledge, made: Path
     assert fledge(*write_words(made, tmp_path / "f")).code == 0
     before = {f: (tmp_path / "f" / f).stat().st_mtime_ns for f in listing(tmp_path / "f")}
     for more, what in (
-        (("--precision", "fp8"), "another precision (fp8, not float32)"),
+        (("--precision", "fp8"), "another precision (float32, not fp8)"),
         (("--data", f"{made / 'chats.jsonl'}@0.5"), "another data"),
         (("--aux-layers", "1,2,3"), "another layers"),
         (("--stream", "--disk-budget", "1MB"), "is no stream; leave out --stream"),

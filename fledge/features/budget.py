@@ -85,9 +85,10 @@ class DiskPlan:
     def describe(self, cache: FeatureCache) -> str:
         known = cache.manifest
         states = f"final states of {known.last_states / known.tokens:.0%}"
+        shards = "1 shard" if len(cache.shards) == 1 else f"{len(cache.shards):,} shards"
         return (
             f"{known.tokens:,} tokens ({states}) take {self.total / known.tokens:,.0f} bytes a token in "
-            f"{known.precision}, {format_bytes(self.total)} in {len(cache.shards):,} shards; the disk budget is "
+            f"{known.precision}, {format_bytes(self.total)} in {shards}; the disk budget is "
             f"{format_bytes(self.budget)}, and {format_bytes(self.free)} are free"
         )
 

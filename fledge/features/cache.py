@@ -101,7 +101,7 @@ class Manifest:
         for name, what in IDENTITY.items():
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                shown = "" if name.endswith("sha256") else f" ({theirs}, not {ours})"
+                shown = "" if name.endswith("sha256") else f" ({ours}, not {theirs})"
                 return f"another {what}{shown}"
         return None
 

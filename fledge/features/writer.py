@@ -156,6 +156,8 @@ class FeatureWriter:
             if not self.cache.manifest.stream:
                 limit = f"exceed the disk budget of {self.budget:,} bytes" if excess > 0 else "nearly fill the disk"
                 raise ValueError(f"{self.cache.file(shard)} would {limit}; free some space, {CONTINUE}")
+            if self._saving is not None and self._saving.done():
+                self._finish_saving()  # raises its error, if it failed
             if not waiting:
                 self.say("the disk budget is used up; waiting until `fledge train` has used and deleted shards")
             waiting = True

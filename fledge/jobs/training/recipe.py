@@ -27,7 +27,7 @@ SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 FEATURE_OPTIONS = ("data", "max_length", "template_kwargs", "skip_bad", "compile_target")
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
-WITH_FEATURES = "with --features, which has the documents and was computed by the target;"
+WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 
 
