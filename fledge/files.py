@@ -123,14 +123,19 @@ def _fsync(path: Path) -> None:
 def replace_text(file: str | Path, text: str) -> None:
     """Writes a small UTF-8 file atomically. If `file` is a symbolic link, the file it points to is replaced.
 
-    The text is written to a temporary file with a random name in the same directory, which is then renamed. A full
-    disk raises OSError with the cause and a remedy; the old content stays.
+    The text is written to a temporary file with a random name in the same directory (see `replace_bytes`).
     """
     file = Path(os.path.realpath(file))
-    temporary = file.with_name(TEMPORARY + secrets.token_hex(8))
+    replace_bytes(file, text.encode(), file.with_name(TEMPORARY + secrets.token_hex(8)))
+
+
+def replace_bytes(file: Path, content: bytes, temporary: Path) -> None:
+    """Writes a file atomically: to `temporary`, a path in the same directory, which is then renamed. A file that a
+    killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old content of
+    `file` stays."""
     try:
-        with temporary.open("x", encoding="utf-8") as f:
-            f.write(text)
+        with open(temporary, "wb", opener=_open_no_link) as f:
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(file)
@@ -139,6 +144,10 @@ def replace_text(file: str | Path, text: str) -> None:
         if (full := disk_full_errno(e)) is None:
             raise
         raise OSError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def remove_temporary_files(directory: Path) -> None:

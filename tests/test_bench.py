@@ -238,3 +238,25 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["means"]["eager"]["error"] == pytest.approx(abs(defined[0] - defined[1]) / 2)
     assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
     assert record(tmp_path, monkeypatch, "impls", *words) == found
+
+
+def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--shape", "tiny", "--tokens", 1000, "--document", 100, "--row-length", 250, "--rows", 3, "--depth", 2
+    found = record(tmp_path, monkeypatch, "features", *words, "--work", tmp_path / "work", "--supervised", 0.5)
+    layers, scales, last = 3 * 64, 3 * 4, 64 * 2 * (50 - 1) / 100
+    assert found["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
+    assert all(found[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
+    assert found["step_from_disk"]["tokens_per_s"] > 0 and not (tmp_path / "work").exists()
+
+
+def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["the young bird tries"]}\n')
+    found = record(
+        tmp_path, monkeypatch, "features_precision", "--target", target, "--data", chats, "--prompts", prompts,
+        "--precisions", "fp8", "--features", "--max-length 64", "--work", tmp_path / "work",
+        "--train", "--steps 2 --depth 2 --draft-vocab 200 --row-length 128 --eval-tokens 8",
+    )  # fmt: skip
+    (row,) = found["rows"]
+    assert row["precision"] == "fp8" and row["tau"] >= 1 and row["bytes_per_token"] > 3 * 32

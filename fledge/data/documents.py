@@ -86,7 +86,9 @@ class DocumentTable(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, i: int) -> Document:
+    def __getitem__(self, i: int | slice) -> Document | list[Document]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
         a = int(self.starts[i])
         b = a + int(self.lengths[i])
         return Document(torch.from_numpy(self.tokens[a:b]), torch.from_numpy(self.spans[a:b]))

@@ -56,7 +56,9 @@ def pack(documents: Sequence[Document], row_length: int, seed: int, open_rows: i
 FILLER_LENGTH = 128  # tokens of a filler document; short, because attention costs the square of a document's length
 
 
-def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Packed:
+def make_row(
+    documents: list[Document], row_length: int, pad_id: int = 0, sources: Sequence[int] = ()
+) -> Packed:  # fmt: skip
     """Concatenates documents and fills the rest of the row with filler tokens `pad_id` (see `Packed`).
 
     All tensors of the result are int32 [row_length].
@@ -75,4 +77,4 @@ def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Pac
         at, spans = at + n, spans + int(d.spans.max()) + 1
     rest = torch.arange(row_length - at, dtype=torch.int32)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
-    return Packed(token, span, position, doc)
+    return Packed(token, span, position, doc, tuple(sources))

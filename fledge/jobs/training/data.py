@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows
-from fledge.data.documents import DocumentTable, lengths_of
+from fledge.data.dataset import Rows, StreamedRows
+from fledge.data.documents import lengths_of
 from fledge.data.record import Record
+from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, cache_directory, load_data
-from fledge.jobs.training.recipe import Recipe
+from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PreparedTarget
 from fledge.types import Document
 
@@ -23,21 +24,34 @@ ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position a
 Say = Callable[[str], None]
 
 
-def read_data(recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any) -> tuple[DocumentTable, list[Record]]:
-    """The documents to train on, and the records held out to measure τ.
+def training_data(
+    recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any
+) -> tuple[Sequence[Document], list[Record]]:
+    """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
+    data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
+    measures = prepared.decodes and not recipe.evaluation.prompts
+    if cache := recipe.features:
+        known = cache.manifest
+        say(
+            f"{cache.path} has features of {known.documents:,} documents, {known.tokens:,} tokens, in {known.precision}"
+        )
+        return cache.documents, cache.held_out() if measures else []
+    return read_data(
+        recipe.data, recipe.seed, prepared.template, prepared.max_length, say, progress, hold_out=measures
+    )  # fmt: skip
 
-    No record is held out if --eval-prompts is given, if τ cannot be measured for this target, or if the data is too
-    small (see `select`).
+
+def read_data(
+    data: DataRecipe, seed: int, template: ChatTemplate, max_length: int, say: Say, progress: Any, *, hold_out: bool
+) -> tuple[Sequence[Document], list[Record]]:
+    """The documents of the data sources, of at most `max_length` tokens, and the records held out to measure τ.
+
+    No record is held out without `hold_out`, or if the data is too small (see `select`).
     """
-    data = recipe.data
     request = DataRequest(
-        sources=data.sources,
-        seed=recipe.seed,
-        template=prepared.template,
-        max_length=prepared.max_length,
-        skip_bad=data.skip_bad,
-        hold_out=EVAL_RECORDS if prepared.decodes and not recipe.evaluation.prompts else 0,
-    )
+        sources=data.sources, seed=seed, template=template, max_length=max_length, skip_bad=data.skip_bad,
+        hold_out=EVAL_RECORDS if hold_out else 0,
+    )  # fmt: skip
     count = functools.partial(progress.count, unit="records")
     found = load_data(request, cache_directory(data.cache), data.workers, say, count)
     if found.held_out:
@@ -56,6 +70,8 @@ def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Docu
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
     _check_memory(row, prepared)
+    if recipe.features and recipe.features.manifest.stream:
+        return StreamedRows(documents, row, recipe.seed, recipe.features.manifest.shards)
     return Rows(documents, row, recipe.seed)
 
 

@@ -68,7 +68,9 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, 
         return upcoming  # the iterator holds the features of the next row, which count too
 
     own_rows = -(-schedule.rows_per_step // ranks.size)
-    return Trial(draft, rows.heaviest(), step, own_rows, ranks.size if ranks.shards else 1)
+    # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
+    heaviest = [replace(row, sources=()) for row in rows.heaviest()]
+    return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:
@@ -89,7 +91,7 @@ def _choice_message(chosen: Implementation, taken: int, available: int, rows: Ro
         f"rows of {rows.row_length:,} tokens take about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB with "
         f"--impl {chosen.attention} and {chosen.slots:,} slots in flight"
         + (", recomputing the MLP's activations" if chosen.recompute else "")
-        + (", running the target one row ahead" if chosen.prefetch else "")
+        + (", preparing the features of the next row meanwhile" if chosen.prefetch else "")
     )
 
 
