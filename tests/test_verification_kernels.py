@@ -15,7 +15,7 @@ needs_triton()
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = [(1, 1), (1, 2), (3, 9), (2, 64), (1, 65), (2, 130)]  # requests and nodes
+SIZES = [(1, 1), (1, 2), (3, 9), (1, 64), (2, 70)]  # requests and nodes
 
 
 def trees(B: int, N: int, seed: int, chain: bool = False, slack: int = 0) -> Tree:
@@ -70,7 +70,7 @@ def same(a: Verdict, b: Verdict) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("B", "N"), SIZES)
 def test_accepted_nodes(B: int, N: int, seed: int) -> None:
     """None, some and all nodes of paths; nodes that are padding; rows that are strided."""

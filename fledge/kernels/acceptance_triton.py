@@ -32,7 +32,7 @@ def _walk(
         tl.store(path_ptr + b * R + r, node)
         tl.store(out_ptr + b * R + r, tl.where(going, own, 0))
         child = tl.max(tl.where(real & (parent == node) & (token == own), n, 0), 0)
-        going = going & (child > 0)
+        going = child > 0  # where a path ends, it ends at each further step too
         node = tl.where(going, child, node)
         count += going.to(tl.int32)
     tl.store(count_ptr + b, count)

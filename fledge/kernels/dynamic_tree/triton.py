@@ -123,10 +123,10 @@ def _best_nodes(
     tl.store(slot_ptr, -1)
     tl.debug_barrier()  # what follows reads the indices of other threads' nodes, and overwrites their slots
     above = p // WIDTH - 1  # as which node the parent was expanded
-    below_root = chosen & (above < 0)
-    parent = tl.load(place_ptr + above, mask=chosen & (above >= 0), other=0)
-    parent = tl.load(node_ptr + parent, mask=chosen & (above >= 0), other=0)
-    tl.store(parent_ptr + node, tl.where(below_root, 0, parent).to(tl.int64), mask=chosen)
+    below = chosen & (above >= 0)
+    parent = tl.load(place_ptr + above, mask=below, other=0)
+    parent = tl.load(node_ptr + parent, mask=below, other=0)  # the root is node 0
+    tl.store(parent_ptr + node, parent.to(tl.int64), mask=chosen)
     place = tl.load(place_ptr + e, mask=e < X, other=0)
     node = tl.load(node_ptr + place, mask=e < X, other=0)
     tl.store(slot_ptr + node, e.to(tl.int64), mask=(e < X) & (node > 0))
