@@ -1,5 +1,5 @@
-"""Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, and the likeliest
-tokens of logits.
+"""Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, the likeliest tokens
+of logits, and sampling from logits.
 
     python bench/decode_kernels.py --out bench/results/decode_kernels.json
 
@@ -18,12 +18,14 @@ import torch
 from common import SHAPES, seconds
 from torch import Tensor
 
+from fledge.decode.sampling import BatchSampling
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
 from fledge.kernels.likeliest import likeliest
+from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, tree_attention
-from fledge.types import Tree
+from fledge.types import Sampling, Tree
 
 CALLS = 32
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
@@ -48,7 +50,8 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls, likeliest_calls) for M in ROWS]
+    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls
+    cases += [(make, 1, M, None) for make in rows for M in ROWS]
     for make, B, S, length in cases:
         calls, moved = make(SHAPES[options.shape], B, S, length)
         us = 1e6 * seconds_per_call(calls, options.device, options.repeats)
@@ -128,6 +131,26 @@ def likeliest_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Cal
     M, W = B * S, shape["draft_vocab_size"]
     calls = [lambda x=torch.randn(M, W): likeliest(x, LIKELIEST) for _ in range(CALLS)]
     return calls, M * (2 * W + 12 * LIKELIEST)
+
+
+def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """A draw from each of M rows of the target's logits, in float32, and the keys of its noise."""
+    M, V = B * S, shape["vocab_size"]
+    seed, position = torch.zeros(M, dtype=torch.int64), torch.arange(M)
+
+    def draw(x: Tensor) -> Tensor:
+        return gumbel_argmax(x, hash_keys(seed, seed, position, TOKEN))
+
+    calls = [lambda x=torch.randn(M, V, dtype=torch.float32): draw(x) for _ in range(CALLS)]
+    return calls, M * 4 * V
+
+
+def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """Temperature, top-k and top-p of M rows of the target's logits."""
+    M, V = B * S, shape["vocab_size"]
+    sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
+    calls = [lambda x=torch.randn(1, M, V): sampling.warp(x) for _ in range(CALLS)]
+    return calls, M * 6 * V
 
 
 def seconds_per_call(calls: list[Callable[[], object]], device: str, repeats: int) -> float:

@@ -134,11 +134,14 @@ def draw_along_the_path(
     tokens: list[list[int]] = [[] for _ in range(B)]
     going = list(range(B))
     while going:
-        at = torch.tensor(going), torch.tensor([paths[b][-1] for b in going])
-        own = sampling if len(going) == B else sampling.select(at[0])
-        scores_b1V = own.process(logits_BNV[at][:, None], None if seen_BNV is None else seen_BNV[at][:, None])
-        level = len(tokens[going[0]])
-        drawn = gumbel_argmax(own.settle(scores_b1V)[:, 0], state_BR[at[0], level]).tolist()
+        level, nodes = len(tokens[going[0]]), [paths[b][-1] for b in going]
+        if B == 1:  # without copies
+            own, at = sampling, (slice(None), slice(nodes[0], nodes[0] + 1))
+        else:
+            index_b = torch.tensor(going)
+            own, at = sampling.select(index_b), (index_b[:, None], torch.tensor(nodes)[:, None])
+        scores_b1V = own.settle(own.process(logits_BNV[at], None if seen_BNV is None else seen_BNV[at]))
+        drawn = gumbel_argmax(scores_b1V[:, 0], state_BR[going, level]).tolist()
         still = []
         for b, token in zip(going, drawn, strict=True):
             node = paths[b][-1]
