@@ -24,6 +24,7 @@ from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
 
+FEW = 2**15  # logits; on a CPU, drawing at all nodes of so many is faster than one level after the other
 IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
 
 
@@ -69,7 +70,8 @@ def verify_by_match(
     The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
     seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
-    if sampling.samples and logits_BNV.device.type == "cpu":
+    dear = sampling.filters or logits_BNV.numel() > FEW
+    if sampling.samples and dear and logits_BNV.device.type == "cpu":
         return draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
     return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 8192  # numbers of a row that are processed together, in temporary arrays that the cache holds
+BLOCK = 2**15  # numbers that are processed together, in temporary arrays that the cache holds
 MOST = 4096.0  # scores beyond this are left to the definition, as `SLACK` covers the rounding of smaller ones only
 SLACK = 1.001  # more than the relative error of exp(s - L) in float32
 LAST = 512  # more than the error of a threshold in float32, in units of 2^-32
@@ -46,38 +46,53 @@ def hash_keys_cpu(parts: Sequence[Tensor], purpose: int) -> Tensor:
 def gumbel_argmax_cpu(scores_MV: Tensor, state_M: Tensor) -> list[int | None]:
     """The argmax of scores (float32 or float64) plus Gumbel noise in each row; None where the definition has to
     decide."""
-    return [_winner(row, state) for row, state in zip(scores_MV.numpy(), state_M.tolist(), strict=True)]
+    scores, states, drawn = scores_MV.numpy(), state_M.tolist(), []
+    rows = max(1, BLOCK // scores.shape[1])
+    for i in range(0, len(states), rows):
+        drawn += _winners(scores[i : i + rows], states[i : i + rows])
+    return drawn
 
 
-def _winner(score_V: NDArray, state: int) -> int | None:
-    top = int(score_V.argmax())
-    best = float(score_V[top])
-    if not abs(best) < MOST:  # also NaN
-        return None
-    found = _can_win(score_V, state, best + _noise(top, state)).tolist()
+def _winners(score_MV: NDArray, states: Sequence[int]) -> list[int | None]:
+    tops, bests = score_MV.argmax(1).tolist(), score_MV.max(1).tolist()
+    usual = [abs(best) < MOST for best in bests]  # False for NaN too
+    levels = [
+        best + _noise(top, state) if fine else math.inf
+        for top, best, state, fine in zip(tops, bests, states, usual, strict=True)
+    ]
+    found: list[list[int]] = [[] for _ in states]
+    for at in _can_win(score_MV, states, levels):
+        row, place = divmod(at, score_MV.shape[1])
+        found[row].append(place)
+    return [_winner(score_MV[row], found[row], state) if usual[row] else None for row, state in enumerate(states)]
+
+
+def _winner(score_V: NDArray, found: Sequence[int], state: int) -> int | None:
     if len(found) == 1:
         return found[0]
     values = sorted((float(score_V[place]) + _noise(place, state), place) for place in found)
     return values[-1][1] if values[-1][0] - values[-2][0] > CLOSE else None
 
 
-def _can_win(score_V: NDArray, state: int, level: float) -> NDArray:
-    """The places, ascending, of all tokens whose values may be at least `level`."""
-    counter, start, found = _counters(score_V.size), np.uint64(state & ALL), []
-    for first in range(0, score_V.size, BLOCK):
+def _can_win(score_MV: NDArray, states: Sequence[int], levels: Sequence[float]) -> list[int]:
+    """All m * V + v of which token v of row m may have a value of at least the row's level."""
+    V, found = score_MV.shape[1], []
+    counter, start = _counters(V), np.array([state & ALL for state in states], dtype=np.uint64)[:, None]
+    level = np.array(levels, dtype=score_MV.dtype)[:, None]
+    for first in range(0, V, BLOCK):
         # SplitMix64's finaliser without its last step, which changes bit 32 and those below only
         x = counter[first : first + BLOCK] + start
         x ^= x >> _30
         x *= _FIRST
         x ^= x >> _27
         x *= _SECOND
-        threshold = score_V[first : first + BLOCK] - score_V.dtype.type(level)
+        threshold = score_MV[:, first : first + BLOCK] - level
         np.exp(threshold, out=threshold)
         threshold *= -SLACK * 2.0**32
         threshold += 2.0**32 - LAST
-        np.maximum(threshold, 0, out=threshold)
-        found.append(np.flatnonzero(x.view(np.uint32)[_UPPER::2] >= threshold.astype(np.uint32)) + first)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+        np.fmax(threshold, 0, out=threshold)  # 0 for NaN
+        found += (np.flatnonzero(x.view(np.uint32)[:, _UPPER::2] >= threshold.astype(np.uint32)) + first).tolist()
+    return found
 
 
 def _noise(place: int, state: int) -> float:
