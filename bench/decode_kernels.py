@@ -1,5 +1,5 @@
 """Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, the likeliest tokens
-of logits, and what drafting and verifying a tree take between the passes.
+of logits, sampling from logits, and what drafting and verifying a tree take between the passes.
 
     python bench/decode_kernels.py --out bench/results/decode_kernels.json
 
@@ -21,6 +21,7 @@ import torch
 from common import SHAPES, seconds
 from torch import Tensor
 
+from fledge.decode.sampling import BatchSampling
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.acceptance import accept_own
@@ -28,8 +29,9 @@ from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fu
 from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
 from fledge.kernels.fresh_rows import fresh_rows
 from fledge.kernels.likeliest import likeliest
+from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
-from fledge.types import Tree
+from fledge.types import Sampling, Tree
 
 CALLS = 32
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
@@ -54,7 +56,8 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls, likeliest_calls) for M in ROWS]
+    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls
+    cases += [(make, 1, M, None) for make in rows for M in ROWS]
     cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
     for make, B, S, length in cases:
@@ -136,6 +139,26 @@ def likeliest_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Cal
     M, W = B * S, shape["draft_vocab_size"]
     calls = [lambda x=torch.randn(M, W): likeliest(x, LIKELIEST) for _ in range(CALLS)]
     return calls, M * (2 * W + 12 * LIKELIEST)
+
+
+def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """A draw from each of M rows of the target's logits, in float32, and the keys of its noise."""
+    M, V = B * S, shape["vocab_size"]
+    seed, position = torch.zeros(M, dtype=torch.int64), torch.arange(M)
+
+    def draw(x: Tensor) -> Tensor:
+        return gumbel_argmax(x, hash_keys(seed, seed, position, TOKEN))
+
+    calls = [lambda x=torch.randn(M, V, dtype=torch.float32): draw(x) for _ in range(CALLS)]
+    return calls, M * 4 * V
+
+
+def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """Temperature, top-k and top-p of M rows of the target's logits."""
+    M, V = B * S, shape["vocab_size"]
+    sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
+    calls = [lambda x=torch.randn(1, M, V): sampling.warp(x) for _ in range(CALLS)]
+    return calls, M * 6 * V
 
 
 def candidates(B: int) -> tuple[Candidates, Tensor, Tensor]:

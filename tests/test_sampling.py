@@ -186,6 +186,15 @@ def test_the_fast_draws_are_those_of_the_definition(impl: str, kind: str, dtype:
         assert torch.equal(gumbel_argmax(scores[:, None], state[0], impl=impl)[0, 0], expected[0])
 
 
+@pytest.mark.gpu
+def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
+    """Token for token those of the definition on that GPU."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        scores = random_scores(60, 128_256, dtype, scale=3.0).cuda()
+        state = hash_keys(*(torch.tensor(x, device="cuda") for x in (1, 2)), torch.arange(60, device="cuda"), 0)
+        assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
+
+
 def test_near_ties_are_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that differ by less than the error of a logarithm, and numbers that no threshold is computed for."""
     asked: list[int] = []

@@ -25,6 +25,7 @@ from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
 
+FEW = 2**15  # logits; on a CPU, drawing at all nodes of so many is faster than one level after the other
 IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
 
 
@@ -70,7 +71,8 @@ def verify_by_match(
     The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
     seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
-    if sampling.samples and logits_BNV.device.type == "cpu":
+    dear = sampling.filters or logits_BNV.numel() > FEW
+    if sampling.samples and dear and logits_BNV.device.type == "cpu":
         return draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
     return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
 
@@ -116,11 +118,14 @@ def draw_along_the_path(
     tokens: list[list[int]] = [[] for _ in range(B)]
     going = list(range(B))
     while going:
-        at = torch.tensor(going), torch.tensor([paths[b][-1] for b in going])
-        own = sampling if len(going) == B else sampling.select(at[0])
-        scores_b1V = own.process(logits_BNV[at][:, None], None if seen_BNV is None else seen_BNV[at][:, None])
-        level = len(tokens[going[0]])
-        drawn = gumbel_argmax(own.settle(scores_b1V)[:, 0], state_BR[at[0], level]).tolist()
+        level, nodes = len(tokens[going[0]]), [paths[b][-1] for b in going]
+        if B == 1:  # without copies
+            own, at = sampling, (slice(None), slice(nodes[0], nodes[0] + 1))
+        else:
+            index_b = torch.tensor(going)
+            own, at = sampling.select(index_b), (index_b[:, None], torch.tensor(nodes)[:, None])
+        scores_b1V = own.settle(own.process(logits_BNV[at], None if seen_BNV is None else seen_BNV[at]))
+        drawn = gumbel_argmax(scores_b1V[:, 0], state_BR[going, level]).tolist()
         still = []
         for b, token in zip(going, drawn, strict=True):
             node = paths[b][-1]

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fledge.kernels.implementations import current_device
+
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
 IMPLS = ("definition", "numpy", "triton")
 
@@ -58,7 +60,8 @@ def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int, *, 
     if impl == "triton":
         from fledge.kernels.sampling_triton import hash_keys_triton
 
-        return hash_keys_triton(seed, request, position, purpose)
+        with current_device(position.device):
+            return hash_keys_triton(seed, request, position, purpose)
     state = _mix(seed + _GOLDEN)
     for part in (request, position, purpose):
         state = _mix(state + _GOLDEN + part)
@@ -90,7 +93,8 @@ def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> 
     if impl == "triton":
         from fledge.kernels.sampling_triton import gumbel_argmax_triton
 
-        return gumbel_argmax_triton(scores, state)
+        with current_device(scores.device):
+            return gumbel_argmax_triton(scores, state)
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
 
 
