@@ -186,6 +186,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         BENCH.parent / "demo" / "target",
     )
     monkeypatch.setattr(sys, "argv", ["data", *map(str, words)])
+    monkeypatch.setenv("PYTHONPATH", str(BENCH.parent))  # for the processes that it starts
     runpy.run_path(str(BENCH / "data.py"), run_name="__main__")
     found = json.loads(out.read_text())
     first, second = found["first"], found["second"]
