@@ -48,7 +48,7 @@ def encode_layers(states_TAD: Tensor, precision: Precision) -> tuple[Tensor, Ten
     if not precision.scaled:
         return states_TAD.to(precision.layers), None
     states_TAD = states_TAD.float()
-    scale_TA = states_TAD.abs().amax(-1) / FP8_MAX
+    scale_TA = states_TAD.abs().amax(-1) * (1 / FP8_MAX)  # GPUs would round the quotient otherwise than CPUs
     # also where the largest state is so small that its scale is zero: the states then become zeros
     scale_TA = torch.where(scale_TA > 0, scale_TA, 1.0)
     return (states_TAD / scale_TA[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_TA
