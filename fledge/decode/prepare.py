@@ -90,8 +90,11 @@ def _request(engine: Engine, sampling: Sampling) -> Request:
 
 
 def _reserved_bytes(batches: Sequence[tuple[Engine, Batch]]) -> int:
-    """The memory that this process holds on the batches' GPUs."""
+    """The memory that this process holds on the batches' GPUs, without what it keeps for later allocations."""
     devices = {
         d for _, b in batches for d in (b.target.device, *([b.proposer.draft.device] if b.proposer.draft else []))
     }
-    return sum(torch.cuda.memory_reserved(device) for device in devices if device.type == "cuda")
+    gpus = [device for device in devices if device.type == "cuda"]
+    if gpus:
+        torch.cuda.empty_cache()  # as a capture does, so that the difference is what was captured
+    return sum(torch.cuda.memory_reserved(device) for device in gpus)
