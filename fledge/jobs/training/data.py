@@ -14,7 +14,7 @@ from fledge.data.dataset import Rows, make_documents
 from fledge.data.read import read_records
 from fledge.data.record import Record
 from fledge.jobs.training.recipe import Recipe
-from fledge.jobs.training.target import PreparedTarget
+from fledge.jobs.training.target import PlannedTarget
 from fledge.types import Document
 
 EVAL_RECORDS = 16  # records held out to measure τ
@@ -23,7 +23,7 @@ ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position a
 Say = Callable[[str], None]
 
 
-def read_data(recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any) -> tuple[list[Document], list[Record]]:
+def read_data(recipe: Recipe, prepared: PlannedTarget, say: Say, progress: Any) -> tuple[list[Document], list[Record]]:
     """The documents to train on, and the records held out to measure τ.
 
     No record is held out if --eval-prompts is given, if τ cannot be measured for this target, or if the data has fewer
@@ -57,19 +57,23 @@ def _hold_out(records: list[Record], seed: int, say: Say) -> tuple[list[Record],
     return others, held_out
 
 
-def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Rows:
-    """The documents packed into rows. A row is no longer than the data. Raises ValueError if the target's hidden states
-    for one row do not fit in memory."""
+def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: list[Document], say: Say) -> Rows:
+    """`pack_rows`. Raises ValueError if the target's hidden states for one row do not fit in memory."""
+    rows = pack_rows(recipe, prepared, documents, say)
+    _check_memory(rows.row_length, prepared)
+    return rows
+
+
+def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: list[Document], say: Say) -> Rows:
+    """The documents packed into rows. A row is no longer than the data."""
     asked = recipe.data.row_length or 2 * prepared.max_length
     tokens = sum(d.tokens.numel() for d in documents)
     if asked > tokens and recipe.data.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
-    row = min(asked, tokens)
-    _check_memory(row, prepared)
-    return Rows(documents, row, recipe.seed)
+    return Rows(documents, min(asked, tokens), recipe.seed)
 
 
-def _check_memory(row: int, prepared: PreparedTarget) -> None:
+def _check_memory(row: int, prepared: PlannedTarget) -> None:
     target = prepared.target
     states, width = len(prepared.layers) + 1, target.embedding.shape[1]
     needed, total = row * (ROW_BYTES + states * width * target.dtype.itemsize), total_memory(target.device)

@@ -10,7 +10,7 @@ import torch
 from fledge.config import DraftConfig
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
-from fledge.jobs.training.target import PreparedTarget
+from fledge.jobs.training.target import PlannedTarget, PreparedTarget
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
@@ -35,6 +35,16 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
     """Validates the shape of a new draft before the data is read. Raises ValueError if it is not valid."""
     if not isinstance(recipe.draft, ExistingDraft):
         _config(recipe, prepared, mask_token=0)
+
+
+def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
+    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
+    existing = isinstance(recipe.draft, ExistingDraft)
+    with torch.device("meta"):
+        draft = Draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.requires_grad_(recipe.train_embeddings)
+    return draft.to(planned.target.dtype)
 
 
 def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
@@ -81,7 +91,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Documen
     return draft
 
 
-def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) -> DraftConfig:
+def _config(recipe: Recipe, prepared: PlannedTarget, mask_token: int | None) -> DraftConfig:
     shape = prepared.target.shape
     return DraftConfig.for_target(
         shape,

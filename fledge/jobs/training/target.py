@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,21 +24,38 @@ EVAL_TOKENS = 64  # default of --eval-tokens
 
 
 @dataclass(frozen=True)
-class PreparedTarget:
-    """A loaded target and what training needs of it.
+class PlannedTarget:
+    """A target, whose weights need not be loaded, and what is known of it before it computes.
 
-    `layers` are the layers whose outputs the draft reads. `source` computes the features and the teacher's logits.
-    `max_length` is the maximum document length and `eval_tokens` the number of new tokens per prompt when τ is
-    measured. `decodes` tells whether τ can be measured by decoding.
+    `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
+    the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
     """
 
     target: TransformersTarget
     layers: tuple[int, ...]
-    source: FeatureSource
     template: ChatTemplate
     max_length: int
     eval_tokens: int
     decodes: bool
+
+
+@dataclass(frozen=True)
+class PreparedTarget(PlannedTarget):
+    """A loaded target and what training needs of it. `source` computes the features and the teacher's logits."""
+
+    source: FeatureSource
+
+
+def plan_target(recipe: Recipe) -> PlannedTarget:
+    """The target without its weights, which is assumed to verify drafts and to process packed documents together.
+    Raises ValueError as `prepare_target` does for what needs no weights."""
+    requested = recipe.target
+    target = load_target(
+        requested.name, device="cpu" if recipe.compute.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
+        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
+    )  # fmt: skip
+    _check_length(recipe, target)
+    return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes=True))
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
@@ -52,10 +69,7 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
         trust_remote_code=requested.trust_remote_code, mesh=mesh,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
-    if data.max_length and data.max_length > target.context:
-        raise ValueError(
-            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
-        )
+    _check_length(recipe, target)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
     if requested.compile:
@@ -67,12 +81,22 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
         )
     if not target.packs:
         say("this target cannot process packed documents together, so it processes them one at a time")
-    return PreparedTarget(
+    return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
+
+
+def _check_length(recipe: Recipe, target: TransformersTarget) -> None:
+    asked = recipe.data.max_length
+    if asked and asked > target.context:
+        raise ValueError(f"--max-length {asked} is more than the target's context; give {target.context} or less")
+
+
+def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
+    """The fields of `PlannedTarget`."""
+    return dict(
         target=target,
         layers=layers,
-        source=source,
-        template=ChatTemplate(target.tokenizer, target.stop_ids, data.template_kwargs),
-        max_length=min(data.longest, target.context),
+        template=ChatTemplate(target.tokenizer, target.stop_ids, recipe.data.template_kwargs),
+        max_length=min(recipe.data.longest, target.context),
         eval_tokens=recipe.evaluation.tokens or default_new_tokens(EVAL_TOKENS, target.context),
         decodes=decodes,
     )
