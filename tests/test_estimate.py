@@ -15,7 +15,7 @@ from fledge.config import DraftConfig
 from fledge.models.draft import Draft
 from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.estimate import Placement, Sizes, Work, row_moments, disk_parts, memory_parts, total
+from fledge.train.estimate import Placement, Sizes, Work, disk_parts, memory_parts, row_moments, total
 from fledge.train.objective import Implementation
 from support.chats import tiny_chats
 from support.targets import tiny_target, tiny_target_directory

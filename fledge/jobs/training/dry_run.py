@@ -15,7 +15,7 @@ import torch
 from fledge.decode.engine import resolve_device
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
-from fledge.jobs.training.data import pack_rows, read_data, total_memory
+from fledge.jobs.training.data import make_rows, pack_rows, read_data, total_memory
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import NOTHING_TO_SHARD, needs_processes, run_ranks, start_processes
@@ -125,6 +125,8 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
         target = prepare_target(recipe, ranks.mesh if plan.placed.target > 1 else None, say)
+        if not target.decodes:  # as the plan assumed; no records are held out then
+            rows = make_rows(recipe, target, read_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, plan.schedule, ranks, say)
     schedule = replace(plan.schedule, implementation=ranks.from_first(implementation))

@@ -36,8 +36,8 @@ def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
         f"{TIMED} steps took {timing.seconds / TIMED:.2f} s each, {timing.tokens / timing.seconds:,.0f} tokens/s{peak}."
     )
     printer.print(
-        f"{_count(plan.left, 'step')} would take about {_duration(seconds)}, without measurements of τ, checkpoints and "
-        "the start."
+        f"{_count(plan.left, 'step')} would take about {_duration(seconds)}, without the start, checkpoints and "
+        "measurements of τ."
     )
 
 
