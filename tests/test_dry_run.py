@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import fledge as package
-from fledge.jobs.display import ProgressDisplay
+from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.training import dry_run, launch
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
@@ -136,6 +137,27 @@ def test_gpus_that_are_not_there_need_no_weights(words: list[Any], fledge: Fledg
     assert fledge(*words, "--dry-run", "--device", "cpu").code == 2  # to be timed, the target is loaded
 
 
+@pytest.mark.parametrize("method", ["eagle3.1", "eagle1", "peagle --layers 2", "eagle3 --train-embeddings"])
+def test_the_draft_of_every_method_is_planned(method: str, words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
+    """The plan trains as many parameters as the run, and as one that continues its draft, which must fit the target."""
+    if method == "eagle1":
+        del words[9:11]  # it has the target's vocabulary
+    words += ["--method", *method.split()]
+    planned = fledge(*words, "--dry-run", "--gpu-memory", 8)
+    assert planned.code == 0, planned.err
+    trained = fledge(*words, "--device", "cpu", "--steps", 1)
+    count = re.search(r"training ([\d,]+) parameters", trained.err)[1]
+    assert f"The draft has {count} parameters, in float32." in planned.out
+    again = [*words[:7], "--init-from", tmp_path / "run/draft", "--dry-run", "--gpu-memory", 8, "--out", tmp_path / "b"]
+    if "train-embeddings" in method:
+        again.append("--train-embeddings")
+    assert f"The draft has {count} parameters" in (continued := fledge(*again)).out, continued.err
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    (tmp_path / "target/config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    refused = fledge(*again)
+    assert refused.code == 2 and "--init-from" in refused.err and "hidden states of size" in refused.err
+
+
 @pytest.mark.parametrize("memory", [80, 141])
 def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, large: list[Any], fledge: Fledge) -> None:
     machine = ("--gpus", 8, "--gpu-memory", memory)
@@ -180,7 +202,7 @@ def test_a_full_disk_is_noticed(large: list[Any], fledge: Fledge, monkeypatch: p
     planned = fledge(*large, "--gpus", 8, "--gpu-memory", 141, "--shard-target")
     assert planned.code == 1 and "Memory: fits" in planned.out, planned.err
     assert re.search(
-        r"Disk: does not fit, 41\.\d GiB of the 30\.0 GiB that are free at .*; choose another", planned.out
+        r"Disk: does not fit, 41\.\d GiB of the 30\.0 GiB that are free where .*; choose another", planned.out
     )
 
 
@@ -237,3 +259,22 @@ def test_ranks_print_one_plan_and_time_together(words: list[Any], tmp_path: Path
         assert went.stdout.count("2 ranks on CPUs, and each has the whole target") == plans, went.stdout
         assert went.stdout.count("3 steps took") == went.stdout.count("would take about") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_amounts_are_a_table_on_a_terminal() -> None:
+    printer = ResultPrinter()
+    printer.console = Console(force_terminal=True, width=60, color_system=None)
+    with printer.console.capture() as captured:
+        printer.amounts("disk", [("draft", "5.2 GiB"), ("metrics", "0.1 MiB")])
+    lines = [line.split() for line in captured.get().splitlines() if line.strip()]
+    assert lines[0] == ["disk"] and lines[2:] == [["draft", "5.2", "GiB"], ["metrics", "0.1", "MiB"]]
+
+
+@pytest.mark.gpu
+def test_steps_are_timed_on_a_gpu(words: list[Any], fledge: Fledge) -> None:
+    """The plan fits, the implementation is measured as for a run, and so is the peak."""
+    planned = fledge(*words, "--dry-run", "--device", "cuda", "--dtype", "bfloat16")
+    assert planned.code == 0, planned.err
+    assert "One GPU has the whole target" in planned.out and "rows of 128 tokens take about" in planned.err
+    assert re.search(r"3 steps took .* tokens/s; their peak on a GPU was [\d.]+ (MiB|GiB)\.\n", planned.out)
+    assert "would take about" in planned.out

@@ -38,8 +38,11 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
 
 
 def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
-    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
+    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid, or if an
+    existing draft does not fit the target."""
     existing = isinstance(recipe.draft, ExistingDraft)
+    if existing:
+        _check_match(recipe.draft, planned)
     with torch.device("meta"):
         draft = Draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
@@ -51,8 +54,7 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Do
     """The draft of --init-from. Raises ValueError if it does not fit the target, the data or --train-embeddings."""
     name, target = recipe.draft.name, prepared.target
     draft = load_draft(name)
-    if problem := mismatch(draft.config, target):
-        raise ValueError(f"--init-from {name} does not fit {target.name}: {problem}")
+    _check_match(recipe.draft, prepared)
     coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
@@ -69,6 +71,11 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Do
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.train_embeddings)
     return draft.train()
+
+
+def _check_match(draft: ExistingDraft, planned: PlannedTarget) -> None:
+    if problem := mismatch(draft.config, planned.target):
+        raise ValueError(f"--init-from {draft.name} does not fit {planned.target.name}: {problem}")
 
 
 def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:

@@ -43,6 +43,8 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
     `arguments` are those of the command, with which it starts a process for each of several GPUs. Raises ValueError for
     options that a run would refuse, and for machines that cannot be planned.
     """
+    if options.gpu_memory is not None and options.device not in ("auto", "cuda"):  # a recipe's device does not matter
+        raise ValueError(f"--gpu-memory with --device {options.device}; leave one of them out")
     follows = started_by_torchrun() and options.gpus is not None  # the process that started this one printed the plan
     say: Say = (lambda line: None) if follows else display.say
     options, recorded, directory = complete_options(options, True, say)
@@ -65,15 +67,14 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
 
 
 def find_machine(options: TrainOptions) -> Machine:
-    """The machine that the options name: this one, or one that is not there. Raises ValueError if they name none."""
+    """The machine that complete options name: this one, or one that is not there. Raises ValueError if they do not
+    say enough about it."""
     ranks = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else options.gpus or 1
     if options.shard_target and ranks == 1:
         raise ValueError(NOTHING_TO_SHARD)
     if options.gpu_memory is not None:
         if started_by_torchrun():
             raise ValueError("--gpu-memory plans for GPUs that are not there; start it without torchrun")
-        if options.device not in ("auto", "cuda"):
-            raise ValueError(f"--gpu-memory with --device {options.device}; leave one of them out")
         return Machine(ranks, "cuda", int(options.gpu_memory * GB), there=False)
     count = torch.cuda.device_count()
     if not started_by_torchrun() and ranks > max(count, 1):

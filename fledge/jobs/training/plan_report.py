@@ -81,7 +81,7 @@ def _memory_verdict(plan: Plan) -> str:
 
 
 def _disk_verdict(plan: Plan) -> str:
-    amounts = f"{_size(total(plan.disk))} of the {_size(plan.free_disk)} that are free at {plan.directory.path}"
+    amounts = f"{_size(total(plan.disk))} of the {_size(plan.free_disk)} that are free where {plan.directory.path} is"
     return f"Disk: fits, {amounts}." if plan.fits_disk else f"Disk: does not fit, {amounts}; choose another --out."
 
 
