@@ -20,6 +20,7 @@ from rich.console import Console
 import fledge as package
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.training import dry_run, launch
+from fledge.train.memory import DoesNotFit
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
 from support.files import metrics_of
@@ -116,6 +117,10 @@ def test_the_rest_of_a_stopped_run_is_planned(
     assert "4 steps would take about" in planned.out
     imagined = fledge(*resume, "--gpu-memory", 8)
     assert imagined.code == 0 and "4 of them are left" in imagined.out and "are not there" in imagined.out
+    small = fledge(*resume, "--gpu-memory", 0.001)  # a resumed run keeps its slots and rows
+    assert small.code == 1 and "does not fit" in small.out and "would fit" not in small.out
+    fresh = fledge(*words[:-1], tmp_path / "b", "--row-length", 2000, "--dry-run", "--gpu-memory", 0.004)
+    assert fresh.code == 1 and "would fit with --row-length" in fresh.out
     assert files_in(tmp_path) == before
     tiny_chats(tmp_path / "chats.jsonl", 41)
     assert (changed := fledge(*resume)).code == 2 and "the data differs from that of the run in" in changed.err
@@ -197,6 +202,15 @@ def test_the_named_cure_makes_it_fit(given: str, cure: str, large: list[Any], fl
     assert cured.code == 0, cured.out + cured.err
 
 
+def test_data_without_live_slots_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
+    """Answers shorter than the depth leave nothing to train at most of the steps."""
+    chat = [{"role": "user", "content": "the young bird"}, {"role": "assistant", "content": "fly"}]
+    words[4].write_text(json.dumps({"messages": chat}) + "\n")
+    del words[5:9]  # the lengths
+    planned = fledge(*words, "--dry-run", "--gpu-memory", 8)
+    assert planned.code == 0 and "Steps: 1 row of" in planned.out, planned.err
+
+
 def test_a_full_disk_is_noticed(large: list[Any], fledge: Fledge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=30 << 30))
     planned = fledge(*large, "--gpus", 8, "--gpu-memory", 141, "--shard-target")
@@ -204,6 +218,21 @@ def test_a_full_disk_is_noticed(large: list[Any], fledge: Fledge, monkeypatch: p
     assert re.search(
         r"Disk: does not fit, 41\.\d GiB of the 30\.0 GiB that are free where .*; choose another", planned.out
     )
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [("time_steps", torch.OutOfMemoryError), ("choose_implementation", DoesNotFit)]
+)
+def test_a_step_that_runs_out_of_memory_does_not_fit(
+    where: str, error: type[Exception], words: list[Any], fledge: Fledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error("too much")
+
+    monkeypatch.setattr(dry_run, where, fail)
+    planned = fledge(*words, "--dry-run", "--device", "cpu")
+    assert planned.code == 1, planned.err
+    assert "Memory: does not fit, as steps show that were tried: too much\n" in planned.out
 
 
 @pytest.mark.parametrize(

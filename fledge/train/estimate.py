@@ -123,7 +123,8 @@ def row_moments(sizes: Sizes, work: Work, impl: Implementation) -> list[list[Par
     draft, config, width = sizes.draft, sizes.draft.config, sizes.draft.dtype.itemsize
     live, steps = max(work.slots[0], 1), len(work.slots)
     n = min(impl.slots or live, live)
-    chunks, slots = -(-live // n), sum(-(-count * n // live) for count in work.slots)  # slots of a chunk at all steps
+    chunks = -(-live // n)
+    slots = max(sum(-(-count * n // live) for count in work.slots), 1)  # of a chunk, at all steps
     head = 0 if config.family.borrows_head else draft.lm_head.weight.numel()
     others = sizes.trained - head
     sums = FLOAT32 * head + GRADIENT_SUM_BYTES * sizes.trained * (work.rows > 1)

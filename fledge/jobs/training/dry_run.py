@@ -29,6 +29,7 @@ from fledge.jobs.training.timing import Timing, time_steps
 from fledge.targets.size import target_bytes
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.estimate import Placement, Sizes
+from fledge.train.memory import DoesNotFit
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 
 GB = 10**9
@@ -60,7 +61,11 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
     if starts:
         return start_processes(machine.ranks, arguments)
     with run_ranks(options) as ranks:
-        timing = _time(plan, recorded, ranks, display.say if ranks.leads else lambda line: None, display)
+        try:
+            timing = _time(plan, recorded, ranks, display.say if ranks.leads else lambda line: None, display)
+        except (DoesNotFit, torch.OutOfMemoryError) as e:
+            printer.print(f"Memory: does not fit, as steps show that were tried: {e}")
+            return 1
         if ranks.leads:
             print_timing(plan, timing, printer)
     return 0
@@ -115,8 +120,9 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         work=work_of(rows, schedule, machine),
         placed=Placement(machine.ranks if options.shard_target else 1, machine.ranks if ranks.shards else 1),
         asked=tuple(implementations(recipe.compute)),
-        done=min(int((saved or {}).get("step", 0)), schedule.steps),
         directory=directory,
+        resumed=options.resume is not None,
+        done=min(int((saved or {}).get("step", 0)), schedule.steps),
     )
 
 

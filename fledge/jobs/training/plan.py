@@ -17,6 +17,7 @@ from fledge.train.objective import Implementation
 from fledge.train.trainer import Schedule
 
 MORE_GPUS = (2, 4, 8, 16)  # that a cure may name
+FEW_SLOTS = 64  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run. `asked` are the implementations to choose from, from fast to small, and `done` the steps that a
-    resumed run has done."""
+    """A planned run. `asked` are the implementations to choose from, from fast to small. `resumed` tells whether the
+    directory holds a run to continue, of which `done` steps are done."""
 
     machine: Machine
     recipe: Recipe
@@ -48,8 +49,9 @@ class Plan:
     work: Work
     placed: Placement
     asked: tuple[Implementation, ...]
-    done: int
     directory: RunDirectory
+    resumed: bool = False
+    done: int = 0
 
     @property
     def left(self) -> int:
@@ -95,12 +97,8 @@ class Plan:
     def cures(self) -> Iterator[str]:
         """Changes of the options with which the run fits in memory, each by itself; none if it takes more."""
         ranks, gpu = self.machine.ranks, self.machine.device == "cuda"
-        slots = min(impl.slots for impl in self.asked)
-        fewest = min(n for n, *_ in CANDIDATES) if gpu else 64
-        if slots > fewest and replace(self, asked=(replace(self.asked[-1], slots=fewest),)).fits_memory:
-            yield f"--slots {fewest}"
-        if tokens := self._shorter_row():
-            yield f"--row-length {tokens} (and --max-length no longer)"
+        if not self.resumed:  # a resumed run keeps its slots and rows
+            yield from self._less_work()
         if self.placed.optimizer < ranks and replace(self, placed=replace(self.placed, optimizer=ranks)).fits_memory:
             yield "no --replicate"
         if gpu and 1 == self.placed.target < ranks and self._sharded(ranks).fits_memory:
@@ -109,6 +107,15 @@ class Plan:
             more = (n for n in MORE_GPUS if n > ranks and self._sharded(n).fits_memory)
             if (gpus := next(more, None)) is not None:
                 yield f"--gpus {gpus} --shard-target"
+
+    def _less_work(self) -> Iterator[str]:
+        """Those of `cures` that change what a rank computes at a time."""
+        fewest = min(n for n, *_ in CANDIDATES) if self.machine.device == "cuda" else FEW_SLOTS
+        fewer = replace(self, asked=(replace(self.asked[-1], slots=fewest),))
+        if self.asked[-1].slots > fewest and fewer.fits_memory:
+            yield f"--slots {fewest}"
+        if tokens := self._shorter_row():
+            yield f"--row-length {tokens} (and --max-length no longer)"
 
     def _sharded(self, ranks: int) -> Plan:
         """The same on a number of GPUs that share the target's layers."""
