@@ -61,6 +61,8 @@ def interleaved(files: list[str], limit: int) -> list[Any]:
 
 def measure(engine: Engine, prompts: list[Any], draft: str, *, speculate: bool, options: argparse.Namespace) -> dict:
     asked = dict(max_new_tokens=options.max_new_tokens, speculate=speculate)
+    longest = max(len(engine.template.prompt_ids(p)) for p in prompts)
+    engine.prepare(options.batch, tokens=longest + options.max_new_tokens, speculate=speculate)
     engine.generate_all(prompts, batch=options.batch, **(asked | {"max_new_tokens": 8}))
     made, speeds = {}, {}
     for batch in (1, options.batch):

@@ -7,7 +7,8 @@ Random weights accept nothing, so each round commits one token and the figures a
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
 of `--new` tokens after the prompt, prefill and host included, over the number of `rounds`. `floor_ms` is the time to
 read all weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the
-round's matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`.
+round's matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Before,
+`captured` kinds of rounds were captured as CUDA graphs in `capture_s`, which took `capture_gib` with the caches.
 
 Other engines have `wall_ms` only: transformers' `generate` for one token, and vLLM, if it is installed, for one token,
 chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
@@ -178,7 +179,8 @@ def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, pro
     def decode(tokens: int) -> list[Any]:
         return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens)
 
-    decode(new)  # captures
+    prepared = engine.prepare(batch, tokens=context + new)
+    decode(new)
     start = time.perf_counter()
     done = decode(new)
     wall = time.perf_counter() - start
@@ -198,7 +200,8 @@ def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, pro
         rounds=count, ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms,
         verify_ms=verify_ms, overhead_ms=None if gemm is None else ms - gemm,
         tokens_per_s=sum(len(d.tokens) for d in done) / wall, prefill_ms=1e3 * done[0].trace.t_prefill,
-        bytes_per_round=bytes_per_round([d.trace for d in done]),
+        bytes_per_round=bytes_per_round([d.trace for d in done]), captured=prepared.rounds,
+        capture_s=prepared.seconds, capture_gib=prepared.bytes / 2**30,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, and the likeliest
-tokens of logits.
+"""Times the kernels of decoding: attention to a cache and a tree, the small operations of a layer, the likeliest tokens
+of logits, sampling from logits, and what drafting and verifying a tree take between the passes.
 
     python bench/decode_kernels.py --out bench/results/decode_kernels.json
 
@@ -7,10 +7,13 @@ Each time is of one of 32 calls in a CUDA graph, which read 32 different pools o
 `bytes` counts what a call has to move: for attention the keys, values, queries and results. `move_us` is the time in
 which this GPU copies as many (read and written) bytes of a large tensor. B is the number of sequences, S that of new
 rows of each, and M = B S. The new rows are a chain ("attention") or a random tree ("tree"), whose mask is packed once a
-pass ("mask"). On a CPU, the definitions run, without a graph.
+pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "fresh" the
+rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are accepted. On a CPU, the
+definitions run, without a graph.
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,17 +21,22 @@ import torch
 from common import SHAPES, seconds
 from torch import Tensor
 
+from fledge.decode.sampling import BatchSampling
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
+from fledge.kernels.acceptance import accept_own
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.kernels.fresh_rows import fresh_rows
 from fledge.kernels.likeliest import likeliest
-from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, tree_attention
-from fledge.types import Tree
+from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
+from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
+from fledge.types import Sampling, Tree
 
 CALLS = 32
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
 ROWS = 1, 8, 60
-LIKELIEST = 10
+LIKELIEST, LEVELS = 10, 8
 
 
 def main() -> None:
@@ -48,7 +56,10 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    cases += [(make, 1, M, None) for make in (norm_calls, rope_calls, activation_calls, likeliest_calls) for M in ROWS]
+    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls
+    cases += [(make, 1, M, None) for make in rows for M in ROWS]
+    cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
+    cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
     for make, B, S, length in cases:
         calls, moved = make(SHAPES[options.shape], B, S, length)
         us = 1e6 * seconds_per_call(calls, options.device, options.repeats)
@@ -70,7 +81,7 @@ def attention_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Call
 
 def tree_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Callable[[], Tensor]], int]:
     """The same for a random tree of S nodes."""
-    return attention(shape, Visible(random_trees(B, S)), length)
+    return attention(shape, Visible(random_trees(B, S).ancestors()), length)
 
 
 def attention(shape: dict, visible: Visible | VisibleChain, length: int) -> tuple[list[Callable[[], Tensor]], int]:
@@ -86,15 +97,15 @@ def attention(shape: dict, visible: Visible | VisibleChain, length: int) -> tupl
     return calls, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
 
 
-def random_trees(B: int, S: int) -> Tensor:
-    """The ancestors of the nodes of trees in which each node's parent is any node before it, bool [B, S, S]."""
+def random_trees(B: int, S: int) -> Tree:
+    """Trees in which each node's parent is any node before it."""
     parents = [torch.randint(s, (B,)) if s else torch.full((B,), -1) for s in range(S)]
-    return Tree(torch.zeros(B, S, dtype=torch.int64), torch.stack(parents, 1), S - 1).ancestors()
+    return Tree(torch.zeros(B, S, dtype=torch.int64), torch.stack(parents, 1), S - 1)
 
 
 def mask_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
     """Packing of the masks of trees."""
-    calls = [lambda mask=random_trees(B, S): pack_bits(mask) for _ in range(CALLS)]
+    calls = [lambda mask=random_trees(B, S).ancestors(): pack_bits(mask) for _ in range(CALLS)]
     return calls, B * S * (S + 8 * (-(-S // 64)))
 
 
@@ -128,6 +139,83 @@ def likeliest_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Cal
     M, W = B * S, shape["draft_vocab_size"]
     calls = [lambda x=torch.randn(M, W): likeliest(x, LIKELIEST) for _ in range(CALLS)]
     return calls, M * (2 * W + 12 * LIKELIEST)
+
+
+def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """A draw from each of M rows of the target's logits, in float32, and the keys of its noise."""
+    M, V = B * S, shape["vocab_size"]
+    seed, position = torch.zeros(M, dtype=torch.int64), torch.arange(M)
+
+    def draw(x: Tensor) -> Tensor:
+        return gumbel_argmax(x, hash_keys(seed, seed, position, TOKEN))
+
+    calls = [lambda x=torch.randn(M, V, dtype=torch.float32): draw(x) for _ in range(CALLS)]
+    return calls, M * 4 * V
+
+
+def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """Temperature, top-k and top-p of M rows of the target's logits."""
+    M, V = B * S, shape["vocab_size"]
+    sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
+    calls = [lambda x=torch.randn(1, M, V): sampling.warp(x) for _ in range(CALLS)]
+    return calls, M * 6 * V
+
+
+def candidates(B: int) -> tuple[Candidates, Tensor, Tensor]:
+    """The scored nodes of grown trees, and the log-probabilities and ids of the children of a level."""
+    found = Candidates.empty(B, LEVELS, LIKELIEST, torch.get_default_device())
+    logp = -torch.rand(B, LIKELIEST, LIKELIEST, dtype=torch.float32)
+    token = torch.arange(LIKELIEST).expand(B, LIKELIEST, LIKELIEST).contiguous()
+    for level in range(LEVELS):
+        rows = LIKELIEST if level else 1
+        add_level(found, level, logp[:, :rows].contiguous(), token[:, :rows].contiguous(), torch.arange(LIKELIEST))
+    return found, logp, token
+
+
+def level_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The children of a level are scored, and the next level's nodes chosen."""
+    calls, ids = [], torch.arange(LIKELIEST)
+    for _ in range(CALLS):
+        found, logp, token = candidates(B)
+        calls.append(lambda found=found, logp=logp, token=token: add_level(found, 1, logp, token, ids))
+    return calls, B * LIKELIEST * (LIKELIEST * (4 + 8 + 4 + 8) + 8 * 6)
+
+
+def best_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The best S nodes make the tree."""
+    calls, root, ids = [], torch.zeros(B, dtype=torch.int64), torch.arange(LIKELIEST)
+    for _ in range(CALLS):
+        found, *_ = candidates(B)
+        calls.append(lambda found=found: best_nodes(found, S, root, ids))
+    return calls, B * (4 * found.score_BP.shape[1] + 8 * found.place_BX.shape[1] + 5 * 8 * S)
+
+
+def place_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The positions, slots and visibility of S nodes."""
+    start, lengths = torch.zeros(2, B, dtype=torch.int64)
+    trees = [grown_tree(B, S) for _ in range(CALLS)]
+    return [lambda tree=tree: place_trees(tree, start, lengths) for tree in trees], B * S * (8 + 8 + 8 + 8)
+
+
+def accept_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The accepted ones of S nodes."""
+    trees = [grown_tree(B, S) for _ in range(CALLS)]
+    return [lambda tree=tree: accept_own(tree, tree.token_BN) for tree in trees], B * S * (8 + 8 + 8)
+
+
+def grown_tree(B: int, S: int) -> Tree:
+    """Trees of S nodes that are LEVELS deep."""
+    found, *_ = candidates(B)
+    token, parent, _ = best_nodes(found, S, torch.zeros(B, dtype=torch.int64), torch.arange(LIKELIEST))
+    return Tree(token, parent, LEVELS)
+
+
+def fresh_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The rows of up to S fresh tokens, before a dynamic tree is drafted."""
+    token, (start, lengths, count) = torch.zeros(B, S, dtype=torch.int64), torch.ones(3, B, dtype=torch.int64)
+    nodes = (LEVELS - 1) * LIKELIEST
+    call = functools.partial(fresh_rows, token, count, start, lengths, levels=LEVELS - 1, expanded=nodes)
+    return [call] * CALLS, 8 * B * (3 * S + nodes + LEVELS)
 
 
 def seconds_per_call(calls: list[Callable[[], object]], device: str, repeats: int) -> float:

@@ -2,7 +2,8 @@
 
     python bench/prompt_sets.py --target DIR --draft DIR --prompts SETS/*.jsonl --out bench/results/prompt_sets.json
 
-Every way decodes each set twice without being counted, so that graphs are captured and `auto` has its measurements.
+Graphs are captured first. Every way then decodes each set twice without being counted, so that `auto` has its
+measurements.
 Then the ways with and without the draft take turns, `--repeats` times, and the median of each counts. `tokens_per_s`
 has prefill and host in it. `speedup` is that over decoding without the draft, and `paused` the share of rounds that
 drafted nothing.
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fledge.decode.engine import Completion, Engine, load, resolve_device
+from fledge.decode.prepare import prepare
 from fledge.eval.environment import environment
 from fledge.eval.metrics import paused, tau
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.eval.run import first_prompt
 from fledge.targets.loading import load_target
+from fledge.types import Sampling
 
 WAYS: dict[str, dict[str, Any]] = {
     "as trained": {},
@@ -65,6 +68,9 @@ def main() -> None:
 
 def measure(engine: Engine, prompts: list[Any], options: dict[str, Any], repeats: int) -> dict[str, Any]:
     """The row of a set of prompts."""
+    tokens = max(len(engine.template.prompt_ids(p)) for p in prompts) + options["max_new_tokens"]
+    sampling = Sampling(temperature=options["temperature"])
+    prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):
         decode(engine, prompts, options, True)
     decode(engine, prompts, options, False)

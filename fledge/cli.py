@@ -17,6 +17,7 @@ import typer
 from fledge import __version__
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
@@ -129,7 +130,7 @@ def train(options: TrainOptions) -> None:
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
 
-    run(options, ProgressDisplay().say)
+    run(options, ProgressDisplay())
 
 
 @_command("eval", EvalOptions)
@@ -150,6 +151,14 @@ def evaluate(options: EvalOptions) -> None:
 @_command("regenerate", RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
     from fledge.jobs.regenerate import run
+
+    display = ProgressDisplay()
+    run(options, display.say, display)
+
+
+@_command("features", FeaturesOptions)
+def features(options: FeaturesOptions) -> None:
+    from fledge.jobs.features import run
 
     display = ProgressDisplay()
     run(options, display.say, display)

@@ -123,14 +123,19 @@ def _fsync(path: Path) -> None:
 def replace_text(file: str | Path, text: str) -> None:
     """Writes a small UTF-8 file atomically. If `file` is a symbolic link, the file it points to is replaced.
 
-    The text is written to a temporary file with a random name in the same directory, which is then renamed. A full
-    disk raises OSError with the cause and a remedy; the old content stays.
+    The text is written to a temporary file with a random name in the same directory (see `replace_bytes`).
     """
     file = Path(os.path.realpath(file))
-    temporary = file.with_name(TEMPORARY + secrets.token_hex(8))
+    replace_bytes(file, text.encode(), file.with_name(TEMPORARY + secrets.token_hex(8)))
+
+
+def replace_bytes(file: Path, content: bytes, temporary: Path) -> None:
+    """Writes a file atomically: to `temporary`, a path in the same directory, which is then renamed. A file that a
+    killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old content of
+    `file` stays."""
     try:
-        with temporary.open("x", encoding="utf-8") as f:
-            f.write(text)
+        with open(temporary, "wb", opener=_open_no_link) as f:
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(file)
@@ -139,6 +144,10 @@ def replace_text(file: str | Path, text: str) -> None:
         if (full := disk_full_errno(e)) is None:
             raise
         raise OSError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def remove_temporary_files(directory: Path) -> None:
@@ -194,14 +203,18 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
 # -- locks ------------------------------------------------------------------------------------------------------------
 
 
+class InUse(ValueError):
+    """Another process holds a lock."""
+
+
 @contextlib.contextmanager
 def exclusive_lock(lock: Path, resource: str, warn: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Context manager: holds an exclusive lock on the file `lock` while the block runs.
 
     `resource` names what the lock protects, for messages. The operating system releases the lock when the process ends
-    for any reason, so a lock file left behind locks nothing. Raises ValueError, naming the owning process, if another
-    process holds the lock, and if the lock file cannot be opened. If the file system does not support locks, `warn` is
-    called with a message and the block runs without a lock.
+    for any reason, so a lock file left behind locks nothing. Raises InUse, naming the owning process, if another
+    process holds the lock, and ValueError if the lock file cannot be opened. If the file system does not support locks,
+    `warn` is called with a message and the block runs without a lock.
     """
     handle = _acquire(lock, resource, warn)
     try:
@@ -229,7 +242,7 @@ def _acquire(lock: Path, resource: str, warn: Callable[[str], None]) -> int:
         except BlockingIOError as e:
             owner = os.read(handle, 200).decode(errors="replace").strip() or "another process is writing it"
             os.close(handle)
-            raise ValueError(f"{resource} is in use: {owner}; wait until that process has ended, or stop it") from e
+            raise InUse(f"{resource} is in use: {owner}; wait until that process has ended, or stop it") from e
         except OSError as e:
             if e.errno not in LOCKS_UNSUPPORTED:
                 os.close(handle)

@@ -51,13 +51,15 @@ class Packed:
 
     `position_T` restarts at 0 in each document. `doc_T` is the index of the document. `span_T` is the id of the
     assistant span, distinct within the row, or -1. Filler consists of short documents with negative indices and spans
-    of -1: its slots are never live, and the target does not run on it.
+    of -1: its slots are never live, and the target does not run on it. `sources` are the indices of the row's documents
+    in the training set, for features that are stored by document; empty if unknown.
     """
 
     token_T: Tensor
     span_T: Tensor
     position_T: Tensor
     doc_T: Tensor
+    sources: tuple[int, ...] = ()
 
     def live(self, steps: int) -> list[Tensor]:
         """The live slots of each of `steps` TTT steps: ascending int64 tensors, each a subset of the previous one.

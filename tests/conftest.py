@@ -29,6 +29,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(requires_gpu)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenized data is kept in a directory of the tests, also by the processes that they start."""
+    os.environ["FLEDGE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def target() -> TransformersTarget:
     return tiny_target()

@@ -15,6 +15,7 @@ GROUPS = (
     {"kernels"},
     {"models"},
     {"data", "targets"},
+    {"features"},
     {"train", "decode"},
     {"eval"},
     {"jobs"},

@@ -63,7 +63,8 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         found = record(tmp_path, monkeypatch, "decode_kernels", "--shape", "tiny", "--lengths", 9, "--repeats", 1)
     finally:
         torch.set_default_dtype(dtype), torch.set_default_device(None)
-    kernels = {"attention": 3, "tree": 2, "mask": 2, "norm": 3, "rope": 3, "activation": 3, "likeliest": 3}
+    kernels = {"attention": 3, "tree": 2, "mask": 2, "norm": 3, "rope": 3, "activation": 3, "likeliest": 3, "draw": 3}
+    kernels |= {"filter": 3, "level": 2, "best": 2, "place": 2, "accept": 2, "fresh": 2}
     assert [row["kernel"] for row in found["rows"]] == [name for name, times in kernels.items() for _ in range(times)]
     assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
@@ -169,6 +170,31 @@ def test_decode_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert [row["error"] for row in failed] == errors
 
 
+def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start finds what the first has made."""
+    out = tmp_path / "data.json"
+    words = (
+        "--out",
+        out,
+        "--records",
+        200,
+        "--workers",
+        2,
+        "--work",
+        tmp_path,
+        "--target",
+        BENCH.parent / "demo" / "target",
+    )
+    monkeypatch.setattr(sys, "argv", ["data", *map(str, words)])
+    monkeypatch.setenv("PYTHONPATH", str(BENCH.parent))  # for the processes that it starts
+    runpy.run_path(str(BENCH / "data.py"), run_name="__main__")
+    found = json.loads(out.read_text())
+    first, second = found["first"], found["second"]
+    assert first["workers_gib"] > 0 == second["workers_gib"] and first["documents"] == 200 - 16 == second["documents"]
+    assert first["sha256"] == second["sha256"] and second["cache_s"] < first["cache_s"]
+    assert found["cache_mb"] * 1e6 > 8 * first["tokens"] and [p.name for p in tmp_path.iterdir()] == ["data.json"]
+
+
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo, prompts = BENCH.parent / "demo", tmp_path / "code.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
@@ -213,3 +239,25 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["means"]["eager"]["error"] == pytest.approx(abs(defined[0] - defined[1]) / 2)
     assert found["trained"]["target"] == target.name and found["trained"]["steps"] == 2
     assert record(tmp_path, monkeypatch, "impls", *words) == found
+
+
+def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--shape", "tiny", "--tokens", 1000, "--document", 100, "--row-length", 250, "--rows", 3, "--depth", 2
+    found = record(tmp_path, monkeypatch, "features", *words, "--work", tmp_path / "work", "--supervised", 0.5)
+    layers, scales, last = 3 * 64, 3 * 4, 64 * 2 * (50 - 1) / 100
+    assert found["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
+    assert all(found[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
+    assert found["step_from_disk"]["tokens_per_s"] > 0 and not (tmp_path / "work").exists()
+
+
+def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["the young bird tries"]}\n')
+    found = record(
+        tmp_path, monkeypatch, "features_precision", "--target", target, "--data", chats, "--prompts", prompts,
+        "--precisions", "fp8", "--features", "--max-length 64", "--work", tmp_path / "work",
+        "--train", "--steps 2 --depth 2 --draft-vocab 200 --row-length 128 --eval-tokens 8",
+    )  # fmt: skip
+    (row,) = found["rows"]
+    assert row["precision"] == "fp8" and row["tau"] >= 1 and row["bytes_per_token"] > 3 * 32

@@ -12,6 +12,7 @@ from fledge.kernels.likeliest import MOST, largest, likeliest
 from fledge.kernels.tree_attention import (
     COUNTERS,
     Visible,
+    VisibleBits,
     VisibleChain,
     best_impl,
     pack_bits,
@@ -125,6 +126,8 @@ def test_words_of_masks(J: int) -> None:
                 assert sum(bit << j for j, bit in enumerate(row)) == sum(
                     w % 2**64 << 64 * k for k, w in enumerate(packed)
                 )
+            more = torch.cat((words, torch.full_like(words, -1)), 2)  # words behind the last one are not read
+            assert torch.equal(VisibleBits(more, J).mask_BSJ, strided)
 
 
 @pytest.mark.parametrize("S", [31, 32, 33, 63, 64, 65])
@@ -302,11 +305,16 @@ def test_join_embedding(normed: str, M: int, E: int, dtype: torch.dtype) -> None
     norms = [x if g is None else add_rms_norm(x, None, g, 1e-5)[0] for x, g in zip(
         (embedding.double()[token], state.double()), wider, strict=True
     )]  # fmt: skip
+    row = torch.arange(2 * M + 1, device=DEVICE) * 5 % M  # states may be read several times, or not
     for impl in ("triton", "definition"):
-        found = join_embedding(token, state, embedding, *gains, 1e-5, impl=impl)
+        found, read = join_embedding(token, state, embedding, *gains, 1e-5, impl=impl)
         assert found.dtype == dtype and distance(found, torch.cat(norms, -1)) <= TOLERANCE[dtype]
-    if not normed:
-        assert torch.equal(found, torch.cat((embedding[token], state), -1))
+        assert torch.equal(read, state)
+        if not normed:
+            assert torch.equal(found, torch.cat((embedding[token], state), -1))
+        chosen, read = join_embedding(token[row], state, embedding, *gains, 1e-5, row_M=row, impl=impl)
+        expected, _ = join_embedding(token[row], state[row].contiguous(), embedding, *gains, 1e-5, impl=impl)
+        assert torch.equal(chosen, expected) and torch.equal(read, state[row])
 
 
 @pytest.mark.parametrize(("M", "width"), SHAPES)
@@ -359,6 +367,19 @@ def test_rope_to_cache(M: int, H: int, G: int, d: int, r: int, norms: str, layou
             assert torch.equal(values[:, slot].transpose(0, 1).flatten(1), qkv[:, (H + G) * d :])
 
 
+@pytest.mark.parametrize("impl", ["definition", "triton"])
+@pytest.mark.parametrize(("M", "n"), [(6, 1), (6, 2), (60, 4)])
+def test_rows_share_their_rotation(M: int, n: int, impl: str) -> None:
+    """Consecutive rows have one position; the rows of cos and sin may be strided."""
+    qkv, slot = randn(M, 4 * 16, dtype=torch.float32), torch.arange(M, device=DEVICE)
+    tables = [torch.cat((x, x), -1)[:, :16] for x in table(n, 16, torch.float32)]
+    made = []
+    for cos, sin in (tables, [x.repeat_interleave(M // n, 0) for x in tables]):
+        keys, values = torch.zeros(2, 1, M, 16, device=DEVICE)
+        made.append((rope_to_cache(qkv, cos, sin, 2, 1, 16, keys, values, slot, impl=impl), keys, values))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
 def test_rope_to_cache_rotates_as_a_draft_does() -> None:
     """Against `apply_rope`, in float64."""
     from fledge.kernels.rope import apply_rope
@@ -378,6 +399,8 @@ def test_the_layer_refuses() -> None:
     slot = torch.arange(2)
     with pytest.raises(ValueError, match="do not belong with a projection"):
         rope_to_cache(torch.ones(2, 24), cos, cos, 2, 1, 8, keys, keys, slot)
+    with pytest.raises(ValueError, match="do not belong with a projection"):  # 2 rows have 3 positions
+        rope_to_cache(torch.ones(2, 32), torch.ones(3, 8), torch.ones(3, 8), 2, 1, 8, keys, keys, slot)
     with pytest.raises(ValueError, match="even number of at most 8"):
         rope_to_cache(torch.ones(2, 32), torch.ones(2, 10), torch.ones(2, 10), 2, 1, 8, keys, keys, slot)
     with pytest.raises(ValueError, match=r"do not belong with states \(2, 8\), embeddings \(9, 4\)"):
@@ -449,6 +472,8 @@ def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (argmax_rows(tied, impl="triton") == 3).all()
     for rows in (x, tied, last, none, x[..., ::2]):
         assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))
+        ids_V = torch.randperm(rows.shape[-1], device=DEVICE)
+        assert torch.equal(argmax_rows(rows, ids_V, impl="triton"), ids_V[argmax_rows(rows, impl="definition")])
 
 
 def in_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -202,6 +202,25 @@ def test_the_named_cure_makes_it_fit(given: str, cure: str, large: list[Any], fl
     assert cured.code == 0, cured.out + cured.err
 
 
+def test_training_from_features_on_disk_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
+    """The target does not run, and only the parts are counted that are loaded; a stream cannot be planned."""
+    target, data = words[2], words[4]
+    written = fledge("features", "--target", target, "--data", data, "--out", tmp_path / "f", "--device", "cpu")
+    assert written.code == 0, written.err
+    stored = ["train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--dry-run"]
+    planned = fledge(*stored, "--gpu-memory", 8)
+    assert planned.code == 0 and "One GPU has the target's embedding, head and last layer" in planned.out, planned.err
+    assert "forward pass: " not in planned.out
+    whole = fledge(*words, "--dry-run", "--gpu-memory", 8)
+    assert gib(planned.out, "the target's embedding, head and last layer") < gib(whole.out, "the target's weights")
+    timed = fledge(*stored, "--device", "cpu")
+    assert timed.code == 0 and "3 steps took" in timed.out, timed.err
+    streamed = json.loads((tmp_path / "f/manifest.json").read_text()) | {"stream": True, "budget": 10**9}
+    (tmp_path / "f/manifest.json").write_text(json.dumps(streamed))
+    refused = fledge(*stored, "--device", "cpu")
+    assert refused.code == 2 and "it cannot be planned" in refused.err, refused.err
+
+
 def test_data_without_live_slots_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
     """Answers shorter than the depth leave nothing to train at most of the steps."""
     chat = [{"role": "user", "content": "the young bird"}, {"role": "assistant", "content": "fly"}]

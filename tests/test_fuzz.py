@@ -3,7 +3,7 @@
 The table INPUTS names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files,
 options). For each, hypothesis draws the damage, and a command that reads the input runs in this process.
 
-    make fuzz                                   # 2,210 cases
+    make fuzz                                   # 2,720 cases
     FUZZ_CASES=500 pytest tests/test_fuzz.py    # 500 cases of each kind of input
 """
 
@@ -59,6 +59,9 @@ class Input:
 
 TRAIN = "train --target target --data chats.jsonl --out new --max-length 64 --row-length 128 --steps 1".split()
 TRAIN += "--depth 2 --eval-tokens 2 --device cpu".split()
+FEATURES = "features --target target --data chats.jsonl --out features --max-length 64 --device cpu".split()
+FROM_FEATURES = "train --features features --target target --out new --row-length 128 --steps 1 --depth 2".split()
+FROM_FEATURES += "--draft-vocab 100 --device cpu".split()
 GENERATE = "generate --target target --prompt wings --max-new-tokens 3 --device cpu".split()
 EVAL = "eval --target target --draft run/draft --prompts prompts.jsonl --max-new-tokens 3 --limit 2".split()
 REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --limit 3 --max-new-tokens 2".split()
@@ -68,6 +71,8 @@ REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --li
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target, chats, prompts, and a run that was trained on them."""
     from fledge.jobs.display import ProgressDisplay
+    from fledge.jobs.features import FeaturesOptions
+    from fledge.jobs.features import run as write_features
     from fledge.jobs.train import TrainOptions, run
 
     root = tmp_path_factory.mktemp("made")
@@ -80,6 +85,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row_length=128, steps=1, depth=2, draft_vocab=100, device="cpu", eval_tokens=2,
     )  # fmt: skip
     run(options, show.say, show)
+    features = FeaturesOptions(
+        target=str(root / "target"), data=[str(root / "chats.jsonl")], out=str(root / "features"), max_length=64,
+        device="cpu",
+    )  # fmt: skip
+    write_features(features, show.say, show)
     as_before(shutil.copytree(root / "run", root / "before"))
     return root
 
@@ -262,6 +272,9 @@ INPUTS: dict[str, Input] = {
     ),
     "a train.json of an earlier version": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
     "a run's state": Input(damage_bytes("run/checkpoint/progress.json"), (("train", "--resume", "run"),)),
+    "a manifest of features": Input(damage_json("features/manifest.json"), (tuple(FROM_FEATURES), tuple(FEATURES))),
+    "documents of features": Input(damage_bytes("features/documents.safetensors"), (tuple(FROM_FEATURES),)),
+    "a shard of features": Input(damage_bytes("features/shard-00000.safetensors"), (tuple(FROM_FEATURES),)),
     "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
     "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),
     "a chat template": Input(damage_template, (tuple(GENERATE), tuple(TRAIN))),

@@ -4,6 +4,7 @@ and rows attend to what they see."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -111,6 +112,29 @@ def test_memory_is_freed_with_the_last_segment(small_pools: None) -> None:
     buffer = pool.buffer
     pool.reserve(3)
     assert pool.buffer is buffer, "it has as many"
+
+
+def test_segments_come_and_go_in_the_room_that_was_made(small_pools: None) -> None:
+    """Without growth, whatever the sizes and the order; then another size, and more or larger ones than was said."""
+    pool, draw = new_pool(), random.Random(0)
+    kept = pool.allocate([3])
+    for most, size in ((4, 10), (3, 7), (3, 12)):
+        pool.make_room(most, size)
+        buffer, taken = pool.buffer, []
+        for _ in range(200):
+            if len(taken) == most or (taken and draw.random() < 0.4):
+                pool.release(*taken.pop(draw.randrange(len(taken))))
+            else:
+                taken += pool.allocate([draw.randint(1, size) for _ in range(draw.randint(1, most - len(taken)))])
+        assert pool.buffer is buffer
+        for segment in taken:
+            pool.release(*segment)
+    slots = pool.slots
+    assert slots < 3 + 4 * 10 + 3 * 12
+    many = pool.allocate([1] * (slots - 3))
+    assert pool.slots == slots, "small segments are not widened where that does not fit"
+    pool.allocate([20])
+    assert pool.slots == slots + 20 and len({first for first, _ in [*kept, *many]}) == slots - 2
 
 
 def test_a_new_pool_has_room_for_more_than_one_short_request() -> None:

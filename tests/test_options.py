@@ -11,6 +11,7 @@ import pytest
 
 import fledge as package
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, flag_of, option_fields
@@ -20,7 +21,7 @@ from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
-    "inspect": InspectOptions,
+    "inspect": InspectOptions, "features": FeaturesOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -112,6 +113,8 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     "data/dataset.py": ("train",),
+    "features/budget.py": ("features",),
+    "features/source.py": ("train",),
     "data/vocab.py": ("train",),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},

@@ -151,7 +151,7 @@ def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch)
             "--rows-per-step", 2, "--max-length", 128, "--eval-every", 2, "--eval-tokens", 8,
         )  # fmt: skip
         assert ran.code == 0, ran.err
-        assert ("the target one row ahead" in ran.out + ran.err) == one_ahead
+        assert ("the features of the next row meanwhile" in ran.out + ran.err) == one_ahead
         found.append(metrics_of(tmp_path / str(one_ahead)))
     for a, b in zip(*found, strict=True):
         for name in {"loss", "grad_norm", "eval_tau"} & a.keys():

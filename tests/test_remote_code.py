@@ -176,6 +176,21 @@ def test_a_draft_has_no_code_to_trust(made, fledge):
     assert went.code == 2 and "give --target, or leave --trust-remote-code out" in went.err
 
 
+def test_a_tokenizer_with_code_is_sent_to_the_processes_that_tokenize(made, fledge, tmp_path):
+    target, marker = bring_code(made / "target", tmp_path, model=False, tokenizer=True)
+    words = (
+        "--data",
+        made / "chats.jsonl",
+        "--data-workers",
+        2,
+        "--data-cache",
+        tmp_path / "cache",
+        "--trust-remote-code",
+    )
+    went = fledge("train", "--target", target, *words, "--out", tmp_path / "run", *TRAIN)
+    assert went.code == 0 and "kept for later runs" in went.err and marker.exists(), went.err
+
+
 def test_data_sets_never_run_code(monkeypatch):
     asked = {}
     monkeypatch.setattr("datasets.load_dataset", lambda name, **how: asked.update(how) or [{"text": "the bird"}])

@@ -460,7 +460,7 @@ def test_training_saves_and_ends_when_standard_error_cannot_be_written(how, tmp_
 
 def test_a_signal_before_training_leaves_no_directory(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    monkeypatch.setattr("fledge.jobs.training.data.read_data", lambda *given: send(signal.SIGHUP))
+    monkeypatch.setattr("fledge.jobs.training.data.training_data", lambda *given: send(signal.SIGHUP))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and not (tmp_path / "run").exists()
 

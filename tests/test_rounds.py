@@ -7,8 +7,11 @@ CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +20,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fledge import cli
 from fledge.decode import batch as batches
 from fledge.decode import rounds
 from fledge.decode.engine import Engine
+from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.models import kv_cache
 from fledge.targets.compatibility import connect_draft
+from fledge.targets.loading import target_of
 from fledge.types import Sampling, Tree, TreeShape
 from support.amounts import RandomAmounts
 from support.decoding import prompts
@@ -118,6 +124,136 @@ def test_another_amount_is_drafted(way: dict[str, Any], captured: list[int], mon
         fast = engine.generate_all(asked, max_new_tokens=30, batch=3)
         assert [c.tokens for c in fast] == [c.tokens for c in plain]
         assert {r.drafted == 0 for c in fast for r in c.trace.rounds} == {True, False}
+
+
+def pools_of(engine: Engine) -> list[int]:
+    """The addresses of the caches of an engine's batches."""
+    batches_of = [b for kind in engine._idle_batches.values() for b in kind]
+    return [x.data_ptr() for b in batches_of for x in (b.cache.pool.buffer, *b.proposer.buffers())]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "chain, auto", "tree, auto"])
+def test_nothing_is_captured_after_preparing(
+    way: str, captured: list[int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Requests of random lengths come and go, also some without the draft where drafting rests, with the graphs and
+    caches that were prepared, to the tokens of decoding without a draft."""
+    monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
+    monkeypatch.setattr(batches, "HELD", 3)
+    target, draft, _ = good_pair(native=True)
+    drafting = WAYS.get(way) or dict(WAYS[way.removesuffix(", auto")], depth="auto", nodes="auto")
+    engine = Engine(target, draft, **drafting)
+    asked = prompts(18, longest=30, seed=2)
+    plain = Engine(target).generate_all(asked, batch=1, max_new_tokens=20)
+    shown: list[Any] = []
+
+    @contextmanager
+    def count(label: str, total: int) -> Iterator[Callable[[], None]]:
+        shown.append(total)
+        yield lambda: shown.append(label)
+
+    captured.clear()
+    prepared = engine.prepare(3, tokens=50, count=count)
+    amounts = len(engine.drafting.amounts)
+    kinds = 3 * (1 if engine.chooser is None else amounts + 2)  # of 1, 2 and 4 places; NOTHING beside and at rest
+    assert len(captured) == prepared.rounds == kinds and set(captured) == {1, 2, 4}
+    assert shown == [kinds, *["capturing rounds"] * kinds] and prepared.bytes == 0 < prepared.seconds
+    assert str(prepared).startswith(f"captured {kinds} rounds in ")
+    before, count_before = pools_of(engine), len(captured)
+    for seed in range(2):
+        if engine.chooser is not None:
+            RandomAmounts(engine, seed)
+        fast = engine.generate_all(asked, batch=3, max_new_tokens=20)
+        assert [c.tokens for c in fast] == [c.tokens for c in plain]
+        assert engine.generate(asked[4], max_new_tokens=20).tokens == plain[4].tokens
+    assert len(captured) == count_before and pools_of(engine) == before
+    assert engine.prepare(3, tokens=50).rounds == 0
+    assert engine.prepare(3, tokens=50, temperature=1.0).rounds == kinds
+    longer = engine.generate_all([p * 4 for p in asked[:6]], batch=3, max_new_tokens=40)
+    assert [c.tokens for c in longer] == [
+        c.tokens for c in Engine(target).generate_all([p * 4 for p in asked[:6]], batch=3, max_new_tokens=40)
+    ]
+    assert pools_of(engine) != before, "the caches have grown"
+
+
+def test_several_engines_are_prepared_together(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafts and no draft, which share a target: none ends the graphs of another."""
+    monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
+    target, draft, asked = good_pair(native=True)
+    engines = [Engine(target, draft, depth=2), Engine(target, draft, depth=4)]
+    arms = [*((engine, True) for engine in engines), (engines[0], False)]
+    done = prepare(arms, 4, tokens=60)
+    assert done.rounds == len(captured) == 9
+    for engine, speculate in arms:
+        engine.generate_all(asked * 3, batch=4, max_new_tokens=10, speculate=speculate)
+    assert len(captured) == 9
+
+
+def test_where_nothing_is_captured_nothing_is_prepared(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, _ = good_pair(native=True)
+
+    def refuse(label: str, total: int) -> Any:
+        raise AssertionError("there is nothing to count")
+
+    engine = Engine(target, draft, depth=2)
+    assert engine.prepare(4, processors=[lambda ids, scores: scores], count=refuse) == Prepared()
+    monkeypatch.setattr(batches, "can_capture", rounds.can_capture)
+    assert Engine(target, draft, depth=2).prepare(4, count=refuse) == Prepared() and not captured
+    tree = Engine(target, draft, mode="tree", nodes=8, width=2, depth=3)
+    for options, error in ((dict(temperature=1.0, draft="sample"), ValueError), (dict(batch=0), ValueError)):
+        with pytest.raises(error):
+            tree.prepare(**options)
+    with pytest.raises(TypeError, match="top_n"):
+        tree.prepare(top_n=4)
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_commands_say_what_they_captured(
+    command: str, captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Before the first request, and nothing is captured after that."""
+    demo = Path(__file__).parents[1] / "demo"
+    words = ["--target", demo / "target", "--draft", demo / "draft", "--depth", 2, "--max-new-tokens", 8]
+    if command == "eval":
+        (tmp_path / "two.jsonl").write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
+        words += ["--prompts", tmp_path / "two.jsonl", "--batch", 2]
+    else:
+        words += ["--prompt", "import"]
+    monkeypatch.setattr(sys, "argv", ["fledge", command, *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    said = capsys.readouterr().err
+    count = 4 if command == "eval" else 1
+    assert (
+        f"captured {count} round{'s' * (count > 1)} in " in said
+        and "capturing rounds" in said
+        and len(captured) == count
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafting", [dict(depth=4), dict(mode="tree", nodes=12, width=4, depth="auto")])
+def test_nothing_is_captured_after_preparing_on_a_gpu(
+    drafting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny_target()
+    target = target_of(made.model.to("cuda", torch.bfloat16), made.tokenizer, implementation="native")
+    engine = Engine(target, tiny_draft(target).to("cuda"), **drafting)
+    prepared = engine.prepare(3, tokens=60, temperature=0.8, top_k=9)
+    assert prepared.rounds >= 3 and prepared.bytes > 0
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError("a round was captured")
+
+    monkeypatch.setattr(rounds, "capture", refuse)
+    for seed in range(3):
+        if engine.chooser is not None:
+            RandomAmounts(engine, seed)
+        done = engine.generate_all(
+            prompts(14, longest=30, seed=seed), batch=3, max_new_tokens=25, temperature=0.8, top_k=9, seed=seed
+        )
+        assert all(len(c.tokens) <= 25 for c in done)
 
 
 def test_one_pass_drafts(captured: list[int]) -> None:

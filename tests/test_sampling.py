@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
+from fledge.kernels import sampling as sampling_kernels
 from fledge.kernels.sampling import gumbel, gumbel_argmax, hash_keys, uniforms
 from fledge.types import Sampling, Tree
 from support.verification import scores_of, uniforms_of
@@ -149,6 +151,103 @@ def test_streams_stay_what_they_were() -> None:
         [0.7403539443870636, 0.8464756398868317],
         [0.3084122699844024, 0.357463183747765],
     ]
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "like a model's": dict(scale=3.0), "flat": dict(scale=0.0), "nearly certain": dict(scale=40.0),
+    "far apart": dict(scale=3000.0), "far from zero": dict(scale=2.0, shift=-1e6), "a few": dict(scale=2.0, kept=0.1),
+}  # fmt: skip
+
+
+def random_scores(rows: int, n: int, dtype: torch.dtype, *, scale: float, shift: float = 0.0, kept: float = 1.0):
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(rows, n, generator=generator) * scale + shift
+    x[torch.rand(rows, n, generator=generator) > kept] = -torch.inf
+    x[:, n // 2] = shift  # one at least is possible
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("impl", ["numpy", "triton"])
+def test_the_fast_draws_are_those_of_the_definition(impl: str, kind: str, dtype: torch.dtype) -> None:
+    """Token for token, of rows of one number, of a block, and of several blocks; rows may be strided."""
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    for n, rows in ((1, 3), (40, 300), (2048, 40), (20_001, 8)):
+        if device == "cpu" and impl == "triton":
+            rows = min(rows, 2)  # the interpreter is slow
+        scores = random_scores(rows, n, dtype, **SCORES[kind]).to(device)
+        key = torch.tensor(n, device=device), torch.arange(rows, device=device), torch.tensor(1, device=device)
+        state = hash_keys(*key, 2)
+        expected = gumbel_argmax(scores, state, impl="definition")
+        assert torch.equal(gumbel_argmax(scores, state, impl=impl), expected)
+        strided = torch.stack([scores, -scores], -1)[..., 0]
+        assert torch.equal(gumbel_argmax(strided, state, impl=impl), expected)
+        assert torch.equal(gumbel_argmax(scores[:, None], state[0], impl=impl)[0, 0], expected[0])
+
+
+@pytest.mark.gpu
+def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
+    """Token for token those of the definition on that GPU."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        scores = random_scores(60, 128_256, dtype, scale=3.0).cuda()
+        state = hash_keys(*(torch.tensor(x, device="cuda") for x in (1, 2)), torch.arange(60, device="cuda"), 0)
+        assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
+
+
+def test_near_ties_are_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that differ by less than the error of a logarithm, and numbers that no threshold is computed for."""
+    asked: list[int] = []
+    definition = sampling_kernels.gumbel
+    monkeypatch.setattr(sampling_kernels, "gumbel", lambda state, n: asked.append(n) or definition(state, n))
+    state = hash_keys(torch.tensor(1), torch.tensor(2), torch.tensor(3), 0)
+    noise = definition(state, 50)
+    for near, by_definition in ((1e-12, True), (1e-6, False)):
+        scores = -noise.clone() - 9
+        scores[[7, 30]] += torch.tensor([9.0, 9.0 - near], dtype=torch.float64)
+        assert gumbel_argmax(scores, state) == 7 and (len(asked) > 0) == by_definition
+        asked.clear()
+    assert gumbel_argmax(torch.tensor([0.0, 1e30]), state) == 1 and asked == [2]
+
+
+def test_the_fast_states_are_those_of_the_definition() -> None:
+    seed, request = torch.tensor([[1], [-(2**63)], [7]]), torch.tensor([[0], [3], [2**63 - 1]])
+    position = torch.arange(4) + torch.tensor([[0], [9], [10**12]])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for parts in (
+        (seed, request, position), (seed[0, 0], request[0, 0], position[0, 0]), (seed[0], request[0], position[1]),
+        (seed[:0], request[:0], position[:0]), (seed, request, position[:, :1]),
+    ):  # fmt: skip
+        expected = hash_keys(*parts, 3, impl="definition")
+        assert torch.equal(hash_keys(*parts, 3, impl="numpy"), expected)
+        found = hash_keys(*(x.to(device) for x in parts), 3, impl="triton")
+        assert torch.equal(found.cpu(), expected)
+    with pytest.raises(ValueError, match="'eager' must be one of definition, numpy, triton"):
+        hash_keys(seed, request, position, 0, impl="eager")
+
+
+def filter_by_sorting(sampling: BatchSampling, scores_BNV: Tensor) -> Tensor:
+    """Top-k and top-p by their definition: the tokens in ascending order of score, of equal ones by id."""
+    out = scores_BNV.clone()
+    for b, n in itertools.product(*map(range, out.shape[:2])):
+        row, k, p = out[b, n], int(sampling.top_k_B[b]), float(sampling.top_p_B[b])
+        if 0 < k < row.numel():
+            row[row < row.topk(k).values[-1]] = -torch.inf
+        ascending, token = row.sort(stable=True)
+        gone = ascending.softmax(-1).cumsum(-1) <= torch.tensor(1 - p, dtype=torch.float64).to(row.dtype)
+        row[token[:-1][gone[:-1] & (p < 1)]] = -torch.inf
+    return out
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_filters_are_those_of_their_definition(dtype: torch.dtype, rounded: bool) -> None:
+    """Also which of equal scores stay."""
+    sampling = sampling_of()
+    for seed in range(10):
+        scores = 2 * torch.randn(len(OPTIONS), 3, V, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        scores = scores.round() if rounded else scores
+        assert torch.equal(sampling._filter(scores.clone()), filter_by_sorting(sampling, scores))
 
 
 def test_keys_broadcast() -> None:

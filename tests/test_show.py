@@ -169,7 +169,7 @@ def test_a_models_text_is_escaped_for_a_terminal_and_exact_in_a_pipe(terminal, m
     out = io.StringIO()
     out.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", out)
-    generate(GenerateOptions(target=str(made / "target"), prompt="the"), print)
+    generate(GenerateOptions(target=str(made / "target"), prompt="the"), ProgressDisplay())
     assert out.getvalue() == ("\\x1b[31mred\t\\u202ex\\r\n\n" if terminal else "\x1b[31mred\t\u202ex\r\n\n")
 
 
@@ -218,6 +218,26 @@ def test_a_bar_keeps_step_and_time_left_at_every_width(width, monkeypatch):
             advance()
     last = terminal.bars()[-1]
     assert len(last) <= width and re.search(r"96/96 .*\d:\d\d:\d\d left", last), last
+
+
+def test_a_rate_is_shown_and_a_total_may_be_unknown(monkeypatch):
+    clock = [0.0]
+    terminal = Terminal(monkeypatch, None)
+    monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
+    monkeypatch.setattr(show_module.time, "monotonic", lambda: clock[0])
+    for total in (5_120, None):
+        with terminal.show.count("reading chats", total, unit="records") as advance:
+            for _ in range(5_120):
+                clock[0] += 2**-9
+                advance()
+    assert terminal.said.getvalue().splitlines() == [
+        "reading chats 5,120/5,120, 0:00:10 elapsed, 0:00:00 left  512 records/s",
+        "reading chats 5,120, 0:00:10 elapsed  512 records/s",
+    ]
+    terminal = Terminal(monkeypatch, 120)
+    with terminal.show.count("reading chats", None, unit="records") as advance:
+        advance()
+    assert re.search(r"1/\? .*reading chats  [\d,]+ records/s", terminal.bars()[-1]), terminal.bars()[-1]
 
 
 def test_without_a_terminal_progress_is_printed_at_intervals_and_at_the_end(monkeypatch):

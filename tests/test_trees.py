@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.decode import sources, verify
+from fledge.decode import shapes, sources
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
-from fledge.decode.shapes import DynamicTree
 from fledge.decode.state import RoundState
+from fledge.kernels import acceptance
+from fledge.kernels.dynamic_tree import Candidates, definition
+from fledge.kernels.fresh_rows import FreshRows
 from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
+from fledge.models.draft_decoder import DraftDecoder
 from fledge.models.kv_cache import KVCache, TreeRows
 from fledge.targets.cache import TargetCache
 from fledge.targets.native.decoder import NativeDecoder
@@ -369,18 +372,21 @@ def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
     target, draft, asked = good_pair()
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     for tree_of in (dict(depth=4, nodes=30, width=3), dict(shape=SHAPES["mixed"])):
-        proposer = proposer_of(draft, mode="tree", **tree_of)
+        proposer, slots, compared = proposer_of(draft, mode="tree", **tree_of), [], 0
+        proposer.source.end = slots.append
         tree = propose_one(proposer, token_R, aux)
         start, buffer = first_free_slot(proposer.source.cache), proposer.source.pool.buffer
-        for path, slot in zip(paths_of(tree), proposer.source.slot_BN[0].tolist()[1:], strict=True):
+        for path, slot in zip(paths_of(tree), slots[0][0].tolist()[1:], strict=True):
             if slot >= 0:
                 chain = proposer_of(draft, depth=len(path) + 1)
                 says = iter(path)
                 with pytest.MonkeyPatch.context() as m:
-                    m.setattr(draft, "to_target", lambda chosen, s=says: torch.full_like(chosen, next(s, 0)))
+                    m.setattr(shapes, "argmax_rows", lambda x, ids, s=says: ids.new_full(x.shape[:-1], next(s, 0)))
                     propose_one(chain, token_R, aux)
                 own = chain.source.pool.buffer[..., first_free_slot(chain.source.cache) + len(path) - 1, :]
                 torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
+                compared += 1
+        assert compared > 3
 
 
 def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
@@ -433,7 +439,7 @@ MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (NativeDecoder, "rotation", rotate_all_nodes_like_the_root),
     (Tree, "ancestors", see_all_nodes),
-    (verify, "matches", follow_any_child),
+    (acceptance, "matches", follow_any_child),
 ]
 
 
@@ -461,23 +467,32 @@ def see_uncles(begin: Any, rows: TreeRows, cache: KVCache, n: int, visible: Any,
     begin(rows, cache, n, Visible(torch.ones_like(visible.mask_BSJ)) if drafts else visible, **options)
 
 
-def a_level_too_deep(rotations: Any, source: sources.StepSource, position_BL: Tensor) -> tuple[Tensor, Tensor]:
-    return rotations(source, position_BL + 1)
+def a_level_too_deep(fresh_rows: Any, token_BR: Tensor, *given: Any, **options: Any) -> FreshRows:
+    rows = fresh_rows(token_BR, *given, **options)
+    level_M = torch.arange(rows.position_M.numel()) >= token_BR.numel()
+    return replace(rows, position_M=rows.position_M + level_M)
 
 
-def read_the_first_ones_state(rows: Any, x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
-    return rows(x_BMJ, at_BS if x_BMJ.dtype == torch.bool else 0 * at_BS)
+def read_the_first_ones_state(step: Any, *given: Any, row_M: Tensor | None = None) -> Tensor:
+    if len(given) == 7:  # the pass over committed tokens gives it by its place
+        return step(*given)
+    return step(*given, row_M=None if row_M is None else 0 * row_M)
 
 
-def forget_the_score_so_far(children: Any, tree: DynamicTree, logits: Tensor, score_BF: Tensor) -> Any:
-    return children(tree, logits, 0 * score_BF)
+def forget_the_score_so_far(scores: Any, found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
+    return logp_BMw
+
+
+def see_cousins(own: Any, found: Candidates, level: int) -> Tensor:
+    return own(found, level).sum(0).expand(found.width, -1)
 
 
 DRAFTING = [
     (TreeRows, "__init__", see_uncles),
-    (sources.StepSource, "_rotations", a_level_too_deep),
-    (sources, "rows_of", read_the_first_ones_state),
-    (DynamicTree, "children", forget_the_score_so_far),
+    (sources, "fresh_rows", a_level_too_deep),
+    (DraftDecoder, "step", read_the_first_ones_state),
+    (definition, "cumulative_scores", forget_the_score_so_far),
+    (definition, "_own_bits", see_cousins),
 ]
 
 

@@ -13,10 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.decode.sampling import BatchSampling, see, seen_tokens
+from fledge.decode.sampling import BatchSampling, see, seen_by_node, seen_tokens
 from fledge.decode.shapes import Chain
 from fledge.decode.sources import Front
-from fledge.decode.verify import Processing, residual, verify, verify_by_match, verify_by_rejection
+from fledge.decode.verify import (
+    Processing,
+    accept_by_match,
+    draw_along_the_path,
+    residual,
+    verify,
+    verify_by_match,
+    verify_by_rejection,
+)
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import Remembers
 from support.verification import match_by_definition, rejection_by_definition
@@ -127,6 +135,20 @@ def test_both_rules_are_their_definitions(kind: str) -> None:
     assert {1, 2, 3, 4, -1, -2, -3, -4} <= lengths
 
 
+@pytest.mark.parametrize("kind", ["any", "ties", "impossible"])
+def test_drawing_along_the_path_is_drawing_at_all_nodes(kind: str) -> None:
+    """The same verdict, padding included, for trees and chains."""
+    for seed in range(60):
+        made = case(seed, kind)
+        for tree in (made.tree, replace(made.chain, q_BKW=None)):
+            logits_BNV, length_B, sampling = made.given
+            seen_BNV = seen_by_node(tree, made.seen_BV)
+            found = draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
+            expected = accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
+            for name, x in vars(expected).items():
+                assert torch.equal(getattr(found, name), x), (seed, name)
+
+
 def one_of(tree: Tree, b: int) -> Tree:
     """The tree of one request."""
     rows = {name: x[b, None] for name, x in vars(tree).items() if isinstance(x, Tensor) and name[0] != "_"}
@@ -231,6 +253,7 @@ class GivenLogits:
     def __init__(self, logits_BKW: Tensor, sampling: BatchSampling | None, length_B: Tensor):
         self.logits_BKW, self.sampling, self.level = logits_BKW, sampling, 0
         self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
+        self.target_id_W = torch.arange(logits_BKW.shape[2], device=logits_BKW.device)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
@@ -243,8 +266,16 @@ class GivenLogits:
 def grown(
     sampling: BatchSampling | None, logits_BKW: Tensor, length_B: Tensor, confidence: float
 ) -> tuple[Tree, Tensor]:
-    source = GivenLogits(logits_BKW, sampling, length_B)
-    return Chain(logits_BKW.shape[1], confidence, logits_BKW.device).grow(source, length_B, logits_BKW[:, :1])
+    """The chains, which are the same from the logits of one level at a time and of all at once."""
+    chain, grown = Chain(logits_BKW.shape[1], confidence, logits_BKW.device), []
+    for known in (1, logits_BKW.shape[1]):
+        source = GivenLogits(logits_BKW, sampling, length_B)
+        grown.append(chain.grow(source, length_B, logits_BKW[:, :known]))
+    if logits_BKW.device.type == "cpu":
+        (step, slot_BN), (whole, _) = grown
+        for a, b in zip((*vars(step).values(), slot_BN), (*vars(whole).values(), grown[1][1]), strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    return grown[0]
 
 
 def test_nothing_asks_for_a_value() -> None:

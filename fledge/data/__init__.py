@@ -1,1 +1,2 @@
-"""Training data: reading files and hub data sets, chat templates, windows, packing and the draft vocabulary."""
+"""Training data: reading files and hub data sets, chat templates, tokenizing and its cache, packing and the draft
+vocabulary."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from fledge.data.pack import make_row, pack, windows
+import numpy as np
+
+from fledge.data.documents import DocumentTable, lengths_of, supervised_of
+from fledge.data.pack import make_row, pack
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
+from fledge.data.token_store import TokenStore
+from fledge.data.tokenize import Batch, Settings, batches, tokenizing
 from fledge.types import Document, Packed
 
 
@@ -39,78 +46,124 @@ class DataReport:
 
 
 def make_documents(
-    records: list[Record],
+    records: Iterable[Record],
     template: ChatTemplate,
     max_length: int,
     *,
     skip_bad: bool = False,
     skipped: Sequence[str] = (),
     advance: Callable[[], None] = lambda: None,
-) -> tuple[list[Document], DataReport]:
+    order: np.ndarray | None = None,
+    store: TokenStore | None = None,
+    workers: int = 1,
+) -> tuple[DocumentTable, DataReport]:
     """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
 
     A record that the template refuses raises ValueError; with `skip_bad` it is counted as refused instead. `skipped`
     are the error messages of records that could not be read, and are counted as refused as well. `advance` is called
-    after each record. Raises ValueError if no record is usable.
+    after each record. `order` are the indices of the records, int64, in the order of their documents; an index may
+    occur several times, and by default each occurs once. The tokens are put into `store` (default: memory) and made by
+    `workers` processes (see `tokenizing`). Raises ValueError if no record is usable.
     """
-    documents: list[Document] = []
-    refused, windowed = list(skipped), 0
-    for record in records:
-        try:
-            found = template.documents(record)
-        except ValueError as e:
-            if not skip_bad:
-                raise
-            refused.append(str(e))
-            found = []
-        for document in found:
-            windowed += document.tokens.numel() > max_length
-            documents += windows(document, max_length)
-        advance()
-    count = len(records) + len(skipped)
-    if not documents and len(refused) == count:
+    store = store or TokenStore()
+    done: list[Batch] = []
+    with tokenizing(Settings(template, max_length, skip_bad), workers) as tokenize:
+        for batch in tokenize(batches(records)):
+            store.append(batch.tokens, batch.spans)
+            done.append(batch.without_tokens())
+            for _ in range(len(batch.documents)):
+                advance()
+    made = Batch.joined(done)
+    if order is None:
+        order = np.arange(len(made.documents))
+    times = np.bincount(order, minlength=len(made.documents))  # how often each record occurs
+    refused = [*skipped, *(reason for i, reason in made.refused.items() for _ in range(times[i]))]
+    count = len(order) + len(skipped)
+    of = _documents_of(order, made.documents)
+    if not len(of) and len(refused) == count:
         raise ValueError(f"every record was refused, the first because: {refused[0]}")
-    if not documents:
+    if not len(of):
         raise ValueError("no record has an assistant turn of two or more tokens, so there is nothing to train on")
-    tokens = sum(d.tokens.numel() for d in documents)
-    supervised = sum(int((d.spans >= 0).sum()) for d in documents)
-    first_refusal = refused[0] if refused else ""
-    return documents, DataReport(count, len(documents), windowed, len(refused), first_refusal, tokens, supervised)
+    ends = np.cumsum(made.lengths, dtype=np.int64)
+    documents = DocumentTable(
+        *store.finish(), starts=(ends - made.lengths)[of], lengths=made.lengths[of], supervised=made.supervised[of]
+    )
+    return documents, DataReport(
+        records=count,
+        documents=len(documents),
+        windowed=int((times * made.windowed).sum()),
+        refused=len(refused),
+        first_refusal=refused[0] if refused else "",
+        tokens=int(documents.lengths.sum(dtype=np.int64)),
+        supervised=int(documents.supervised.sum(dtype=np.int64)),
+    )
+
+
+def _documents_of(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The indices of the documents of records, one record after the other, int64. `counts` is the number of documents
+    of each record; those of record 0 come first."""
+    repeats = counts[order].astype(np.int64)
+    first = (np.cumsum(counts, dtype=np.int64) - counts)[order]
+    return np.arange(repeats.sum()) + np.repeat(first - (np.cumsum(repeats) - repeats), repeats)
+
+
+class EpochRows(Sequence[list[int]]):
+    """The document indices of each row of an epoch, held as two arrays."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]):
+        self.ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        self.documents = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> list[int]:
+        end = self.ends[i]  # raises IndexError after the last row
+        return self.documents[self.ends[i - 1] if i % len(self) else 0 : end].tolist()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpochRows) and list(self) == list(other)
 
 
 class Rows:
     """The packed rows of all epochs, addressed by (epoch, index of the row within the epoch)."""
 
-    def __init__(self, documents: list[Document], row_length: int, seed: int):
+    def __init__(self, documents: Sequence[Document], row_length: int, seed: int):
         self.documents, self.row_length, self.seed = documents, row_length, seed
-        self._epochs: dict[int, list[list[int]]] = {}  # the latest epoch and the one before it
+        self._lengths, self._supervised = lengths_of(documents), supervised_of(documents)
+        self._epochs: dict[int, EpochRows] = {}  # the latest epoch and the one before it
 
-    def epoch(self, epoch: int) -> list[list[int]]:
+    def epoch(self, epoch: int) -> EpochRows:
         """The document indices of each row of an epoch."""
         if epoch not in self._epochs:
             previous = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
             packed = pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch)
-            self._epochs = previous | {epoch: packed}
+            self._epochs = previous | {epoch: EpochRows(packed)}
         return self._epochs[epoch]
 
     def __getitem__(self, address: tuple[int, int]) -> Packed:
         epoch, i = address
-        return make_row([self.documents[j] for j in self.epoch(epoch)[i]], self.row_length)
+        indices = self.epoch(epoch)[i]
+        return make_row([self.documents[j] for j in indices], self.row_length, sources=indices)
 
     def tokens(self, address: tuple[int, int]) -> int:
         """The number of tokens in a row, without filler."""
         epoch, i = address
-        return sum(self.documents[j].tokens.numel() for j in self.epoch(epoch)[i])
+        return int(self._lengths[self.epoch(epoch)[i]].sum())
 
     def supervised(self, address: tuple[int, int]) -> int:
         """The number of supervised tokens in a row, which its training step's time grows with."""
         epoch, i = address
-        return sum(int((self.documents[j].spans >= 0).sum()) for j in self.epoch(epoch)[i])
+        return int(self._supervised[self.epoch(epoch)[i]].sum())
 
     def next(self, address: tuple[int, int]) -> tuple[int, int]:
         """The address of the next row: in the same epoch, or the first of the next epoch."""
         epoch, i = address
         return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
+
+    def longest(self) -> int:
+        """The number of tokens of the longest document."""
+        return int(self._lengths.max())
 
     def heaviest(self) -> list[Packed]:
         """The rows of the first epoch that need the most memory in a training step: one or two rows.
@@ -119,8 +172,35 @@ class Rows:
         one. Later epochs are packed differently, and one of their rows may need more.
         """
         epoch = self.epoch(0)
-        supervised = [sum(int((self.documents[j].spans >= 0).sum()) for j in row) for row in epoch]
-        longest = [max(self.documents[j].tokens.numel() for j in row) for row in epoch]
-        most = supervised.index(max(supervised))
-        indices = [most] if longest[most] == max(longest) else [most, longest.index(max(longest))]
+        starts = epoch.ends - np.diff(epoch.ends, prepend=0)
+        supervised = np.add.reduceat(self._supervised[epoch.documents], starts)
+        longest = np.maximum.reduceat(self._lengths[epoch.documents], starts)
+        most = int(supervised.argmax())
+        indices = [most] if longest[most] == longest.max() else [most, int(longest.argmax())]
         return [self[0, i] for i in indices]
+
+
+class StreamedRows(Rows):
+    """Rows of a single epoch in which one part of the documents comes after the other; `parts` are [first, end).
+
+    No row has documents of two parts, so that a part is not needed any more after its last row. The rows are those of
+    one epoch whatever epoch is asked for.
+    """
+
+    def __init__(self, documents: Sequence[Document], row_length: int, seed: int, parts: Sequence[tuple[int, int]]):
+        super().__init__(documents, row_length, seed)
+        rows: list[list[int]] = []
+        self.last_rows: list[int] = []  # the number of rows up to the end of each part
+        for i, (first, end) in enumerate(parts):
+            packed = pack(documents[first:end], row_length, seed=seed * 1_000_003 + i)
+            rows += [[first + j for j in row] for row in packed]
+            self.last_rows.append(len(rows))
+        self._rows = EpochRows(rows)
+
+    def epoch(self, epoch: int) -> EpochRows:
+        return self._rows
+
+    def finished_parts(self, address: tuple[int, int]) -> int:
+        """The number of parts all of whose rows are before an address."""
+        epoch, i = address
+        return len(self.last_rows) if epoch else bisect.bisect_right(self.last_rows, i)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import torch
 
+from fledge.data.documents import lengths_of
 from fledge.types import Document, Packed
 
 
@@ -22,36 +25,40 @@ def _has_live_slot(d: Document) -> bool:
     return bool(((d.spans[1:-1] >= 0) & (d.spans[1:-1] == d.spans[2:])).any())
 
 
-def pack(documents: list[Document], row_length: int, seed: int, open_rows: int = 64) -> list[list[int]]:
+def pack(documents: Sequence[Document], row_length: int, seed: int, open_rows: int = 64) -> list[list[int]]:
     """Assigns document indices to rows of at most `row_length` tokens. Deterministic for a seed.
 
-    The documents are shuffled by `seed` and then placed by best fit. At most `open_rows` rows are candidates at a time,
-    so that a row's content stays random. Raises ValueError for a document longer than a row.
+    The documents are shuffled by `seed` and then placed by best fit: into the row with the least room that suffices, of
+    equal ones the row that has not been changed for longest. At most `open_rows` rows are candidates at a time, so that
+    a row's content stays random. Raises ValueError for a document longer than a row.
     """
-    order = list(range(len(documents)))
+    lengths = lengths_of(documents).tolist()
+    order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     done: list[list[int]] = []
-    rows: list[tuple[int, list[int]]] = []  # (free tokens, document indices)
-    for i in order:
-        n = documents[i].tokens.numel()
-        fits = [j for j, (free, _) in enumerate(rows) if free >= n]
-        if fits:
-            j = min(fits, key=lambda j: rows[j][0])
-            free, indices = rows.pop(j)
-        else:
-            if len(rows) == open_rows:
-                done.append(rows.pop(min(range(len(rows)), key=lambda j: rows[j][0]))[1])
-            free, indices = row_length, []
+    rows: list[tuple[int, int, list[int]]] = []  # (free tokens, time of its last change, document indices), ascending
+    for time, i in enumerate(order):
+        n = lengths[i]
         if n > row_length:
             raise ValueError(f"a document of {n} tokens does not fit a row of {row_length}")
-        rows.append((free - n, [*indices, i]))
-    return done + [indices for _, indices in rows]
+        best = bisect_left(rows, (n,))
+        if best < len(rows):
+            free, _, indices = rows.pop(best)
+        else:
+            if len(rows) == open_rows:
+                done.append(rows.pop(0)[2])
+            free, indices = row_length, []
+        indices.append(i)
+        insort(rows, (free - n, time, indices))
+    return done + [indices for _, _, indices in sorted(rows, key=lambda row: row[1])]
 
 
 FILLER_LENGTH = 128  # tokens of a filler document; short, because attention costs the square of a document's length
 
 
-def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Packed:
+def make_row(
+    documents: list[Document], row_length: int, pad_id: int = 0, sources: Sequence[int] = ()
+) -> Packed:  # fmt: skip
     """Concatenates documents and fills the rest of the row with filler tokens `pad_id` (see `Packed`).
 
     All tensors of the result are int32 [row_length].
@@ -70,4 +77,4 @@ def make_row(documents: list[Document], row_length: int, pad_id: int = 0) -> Pac
         at, spans = at + n, spans + int(d.spans.max()) + 1
     rest = torch.arange(row_length - at, dtype=torch.int32)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
-    return Packed(token, span, position, doc)
+    return Packed(token, span, position, doc, tuple(sources))

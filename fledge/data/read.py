@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fledge.data.record import LAYOUTS, Record, parse_record
 
@@ -18,30 +21,74 @@ MAX_SHARE = 100
 HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
 
 
-def read_records(sources: list[str], seed: int = 0, skip: Callable[[str], None] | None = None) -> list[Record]:
-    """All records of all sources, in order.
+class Source:
+    """A source of records, which can be read several times: a file, a directory, a glob, or a hub data set
+    `owner/name[@revision][:split]`, with an optional suffix `@SHARE`.
 
-    A source is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. A suffix `@SHARE`
-    scales it: `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice. Raises ValueError, naming
-    file and line, for files that cannot be parsed and for records without a supported layout. With `skip`, such
-    records are left out and `skip` is called with the reason; files that cannot be parsed still raise.
+    `files` are its files if it is `local`. Raises ValueError for files that do not exist or are empty.
     """
+
+    def __init__(self, source: str):
+        self.source = source
+        self.name, self.share = _split_share(source)
+        self.local = _is_local(self.name)
+        self.files = _paths(self.name) if self.local else []
+
+    @property
+    def names(self) -> list[str]:
+        """The names with which the locations of its records begin: its files, or the hub id."""
+        return [str(file) for file in self.files] if self.local else [self.name]
+
+    @functools.cached_property
+    def hub_data(self) -> Any:
+        """The data set of a hub id, a `datasets.Dataset`."""
+        return _load_from_hub(self.name)
+
+    def records(self, skip: Callable[[str], None] | None = None) -> Iterator[Record]:
+        """The records of the source in order, each once. Raises ValueError, naming file and line, for files that cannot
+        be parsed and for records without a supported layout. With `skip`, such records are left out and `skip` is
+        called with the reason; files that cannot be parsed still raise."""
+        if self.local:
+            rows = (row for path in self.files for row in _file_rows(path))
+        else:
+            rows = _numbered(self.hub_data, self.name)
+        for row, where in rows:
+            try:
+                record = parse_record(row, where)
+            except ValueError as e:
+                if skip is None:
+                    raise
+                skip(str(e))
+            else:
+                yield record
+
+    def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
+        """The indices of the records that the share takes, int64, if `read` records could be read and others were
+        refused for these reasons. `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice. Raises
+        ValueError if it takes none."""
+        if refused and not read:
+            raise ValueError(f"every record of {self.name} was refused, the first because: {refused[0]}")
+        if not read:
+            raise ValueError(f"{self.name} contains no records; give a file with {LAYOUTS}")
+        copies, fraction = divmod(self.share, 1)
+        if not copies and not round(fraction * read):
+            raise ValueError(f"{self.source} takes none of its {read:,} records; take a larger share")
+        sampled = sorted(random.Random(seed).sample(range(read), round(fraction * read)))
+        return np.concatenate([np.tile(np.arange(read), int(copies)), np.array(sampled, dtype=np.int64)])
+
+
+def read_records(sources: list[str], seed: int = 0, skip: Callable[[str], None] | None = None) -> list[Record]:
+    """All records of all sources (see `Source`), in order. Raises ValueError for files that cannot be parsed and for
+    records without a supported layout. With `skip`, such records are left out and `skip` is called with the reason;
+    files that cannot be parsed still raise."""
     records: list[Record] = []
-    for source in sources:
-        name, share = _split_share(source)
+    for text in sources:
+        source = Source(text)
         refused: list[str] = []
-        read = list(_records(name, refused.append if skip else None))
+        read = list(source.records(refused.append if skip else None))
         for reason in refused:
             skip(reason)
-        if refused and not read:
-            raise ValueError(f"every record of {name} was refused, the first because: {refused[0]}")
-        if not read:
-            raise ValueError(f"{name} contains no records; give a file with {LAYOUTS}")
-        copies, fraction = divmod(share, 1)
-        if not copies and not round(fraction * len(read)):
-            raise ValueError(f"{source} takes none of its {len(read):,} records; take a larger share")
-        sampled = sorted(random.Random(seed).sample(range(len(read)), round(fraction * len(read))))
-        records += read * int(copies) + [read[i] for i in sampled]
+        records += [read[i] for i in source.order(len(read), refused, seed)]
     return records
 
 
@@ -116,17 +163,6 @@ def _readable_files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.suffix in READABLE)
 
 
-def _records(name: str, skip: Callable[[str], None] | None) -> Iterator[Record]:
-    rows = (row for path in _paths(name) for row in _file_rows(path)) if _is_local(name) else _hub_rows(name)
-    for row, where in rows:
-        try:
-            yield parse_record(row, where)
-        except ValueError as e:
-            if skip is None:
-                raise
-            skip(str(e))
-
-
 def _file_rows(path: Path) -> Iterator[tuple[Any, str]]:
     """The rows of a file, each with its location for error messages.
 
@@ -164,16 +200,15 @@ def _table_rows(path: Path) -> Iterator[tuple[Any, str]]:
     return _numbered(rows, str(path))
 
 
-def _hub_rows(name: str) -> Iterator[tuple[Any, str]]:
+def _load_from_hub(name: str) -> Any:
     import datasets
 
     parts = HUB_ID.fullmatch(name)
     split, revision = parts["split"] or "train", parts["revision"]
     try:
-        rows = datasets.load_dataset(parts["name"], split=split, revision=revision, trust_remote_code=False)
+        return datasets.load_dataset(parts["name"], split=split, revision=revision, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"{name} is not a local file and cannot be loaded from the hub: {e}") from e
-    return _numbered(rows, name)
 
 
 def _numbered(rows: Any, name: str) -> Iterator[tuple[Any, str]]:

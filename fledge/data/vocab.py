@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fledge.data.documents import DocumentTable, TokenCounts
 from fledge.types import Document
 
 TOKENS_PER_CHUNK = 1 << 22  # tokens counted by one bincount
 
 
 def choose_vocabulary(
-    documents: Iterable[Document], vocab_size: int, size: int, keep: Collection[int] = ()
+    documents: Sequence[Document], vocab_size: int, size: int, keep: Collection[int] = ()
 ) -> tuple[Tensor, float]:
     """The ids in `keep` and the most frequent target ids among supervised tokens, `size` ids in total.
 
@@ -30,7 +31,7 @@ def choose_vocabulary(
     return ids, _covered(ids, counts)
 
 
-def coverage_of(ids_W: Tensor, documents: Iterable[Document], vocab_size: int) -> float:
+def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -> float:
     """The fraction of supervised tokens that the target ids `ids_W` cover.
 
     Raises ValueError if a token is not below `vocab_size`.
@@ -42,18 +43,40 @@ def _covered(ids_W: Tensor, counts_V: Tensor) -> float:
     return counts_V[ids_W].sum().item() / max(counts_V.sum().item(), 1)
 
 
-def _counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
+def _counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
     """The number of supervised occurrences of each target id, int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    found = _known_counts(documents).supervised_V
+    if found.numel() > vocab_size:
+        raise ValueError(
+            f"the data has token id {found.numel() - 1}, but the target's vocabulary ends at {vocab_size - 1}; the "
+            "tokenizer belongs to another model"
+        )
+    return torch.cat([found, found.new_zeros(vocab_size - found.numel())])
+
+
+def occurs(token: int, documents: Sequence[Document]) -> bool:
+    """Whether a token id occurs in the documents, supervised or not."""
+    seen = _known_counts(documents).seen_V
+    return token < seen.numel() and bool(seen[token])
+
+
+def _known_counts(documents: Sequence[Document]) -> TokenCounts:
+    known = documents.summary if isinstance(documents, DocumentTable) else None
+    return count_tokens(documents) if known is None else known.counts
+
+
+def count_tokens(documents: Iterable[Document]) -> TokenCounts:
+    """Counts the tokens of all documents."""
+    supervised, seen = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
     for chunk in _chunks(documents):
         tokens, spans = torch.cat([d.tokens for d in chunk]), torch.cat([d.spans for d in chunk])
-        if tokens.max() >= vocab_size:
-            raise ValueError(
-                f"the data has token id {tokens.max()}, but the target's vocabulary ends at {vocab_size - 1}; the "
-                "tokenizer belongs to another model"
-            )
-        counts += torch.bincount(tokens[spans >= 0], minlength=vocab_size)
-    return counts
+        missing = max(int(tokens.max()) + 1 - seen.numel(), 0)
+        seen = torch.cat([seen, seen.new_zeros(missing)])
+        seen[tokens] = True
+        counted = torch.bincount(tokens[spans >= 0], minlength=seen.numel())
+        counted[: supervised.numel()] += supervised
+        supervised = counted
+    return TokenCounts(supervised, seen)
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -73,16 +96,15 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def choose_mask_token(
-    documents: Iterable[Document], vocab_size: int, tokenizer: Any, stop_ids: Collection[int] = ()
+    documents: Sequence[Document], vocab_size: int, tokenizer: Any, stop_ids: Collection[int] = ()
 ) -> int:
     """The token id that a P-EAGLE draft reads at positions whose token is not yet known.
 
     It is an id that occurs neither in the data nor in `stop_ids`: the highest such special token of the tokenizer, or
     else the highest such id. Raises ValueError if there is none.
     """
-    seen = torch.zeros(vocab_size, dtype=torch.bool)
-    for d in documents:
-        seen[d.tokens] = True
+    found, seen = _known_counts(documents).seen_V, torch.zeros(vocab_size, dtype=torch.bool)
+    seen[: found.numel()] = found
     seen[[i for i in stop_ids if 0 <= i < vocab_size]] = True
     free = (~seen).nonzero().squeeze(-1).tolist()
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)

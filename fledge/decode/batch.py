@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,13 @@ class NoDrafter:
     levels = scratch = most_levels = 0
     most_nodes = rows = 1
     amount = NOTHING
+    amounts = (NOTHING,)
     capturable = True
 
     def nothing(self, *given: Any) -> None:
         """Does nothing."""
 
-    new_cache = read = append = select = set_sampling = bind = nothing
+    new_cache = read = append = select = set_sampling = bind = use = nothing
 
     def tensors(self) -> list[Tensor]:
         """None: there is nothing that drafting reads."""
@@ -104,6 +105,39 @@ class Batch:
                 proposer.new_cache([proposer.scratch]),
             )
             weakref.finalize(self, self.spare[0].select, []).atexit = False
+
+    def slots(self, longest: int) -> tuple[int, int]:
+        """The slots in the caches of target and draft of a request that has at most so many tokens in the end. One that
+        is complete may run for one round more."""
+        p = self.proposer
+        return longest + p.most_nodes + 2 * p.most_levels + 1, longest + p.scratch + p.most_levels + 1
+
+    def make_room(self, requests: int, longest: int) -> None:
+        """Grows the caches, so that they need not grow later for so many requests of at most `longest` tokens each."""
+        of_target, of_draft = self.slots(longest)
+        self.cache.pool.make_room(requests, of_target)
+        if self.proposer.draft is not None:
+            self.proposer.source.pool.make_room(requests, of_draft)
+
+    def prepare(self, request: Request, sizes: Sequence[int], advance: Callable[[], None]) -> int:
+        """Captures all rounds, of up to so many requests each, of requests with the sampling options of this one, which
+        is prefilled but not answered. Calls `advance` for each; returns how many were not captured before."""
+        captured, amount = 0, self.proposer.amount
+        self._join(Joining(self, [request]))
+        try:
+            # the largest first, whose memory the others use again
+            for size in sorted(sizes, reverse=True):
+                for other in sorted(self.proposer.amounts, key=lambda a: a.nodes, reverse=True):
+                    self.proposer.use(other)
+                    self.rounds.state = self.rounds.state.rows(self.proposer.rows)
+                    if self._graph_key(size) not in self.graphs:
+                        self._capture(size)
+                        captured += 1
+                    advance()
+        finally:
+            self.proposer.use(amount)
+            self.close()
+        return captured
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -328,10 +362,8 @@ class Joining:
     def __init__(self, batch: Batch, requests: Sequence[Request]):
         self.batch, self.requests = batch, requests
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
-        sizes = [r.longest for r in requests]  # a request that is complete may run for one round more
-        levels, nodes = proposer.most_levels, proposer.most_nodes
-        self.cache = target.new_cache([n + nodes + 2 * levels + 1 for n in sizes])
-        self.draft_cache = proposer.new_cache([n + proposer.scratch + levels + 1 for n in sizes])
+        of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
+        self.cache, self.draft_cache = target.new_cache(of_target), proposer.new_cache(of_draft)
         try:
             with current_device(target.device):
                 self._prefill(start)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
+from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
@@ -128,6 +129,31 @@ class Engine:
             r.close()
         self._warn_at_chance(requests)
         return [r.done for r in requests]
+
+    def prepare(
+        self,
+        batch: int = 1,
+        *,
+        tokens: int | None = None,
+        sampling: Sampling | None = None,
+        speculate: bool = True,
+        count: Counter = no_count,
+        **sampling_options: Any,
+    ) -> Prepared:
+        """Captures what decoding up to `batch` requests together will compute as CUDA graphs, now instead of when it is
+        needed first, and returns what that took.
+
+        Afterwards, requests with these options come and go without capturing, while each has at most `tokens` tokens,
+        prompt and answer together (None: 2,048, or the target's context); room for them is reserved. The sampling
+        parameters, `speculate` and their errors are those of `generate_all`. `count` is as in `fledge.decode.prepare`.
+        Where rounds are not captured (on a CPU, with a target that transformers computes, with logits processors), it
+        does nothing.
+        """
+        _check_batch(batch)
+        check_type("tokens", tokens, Integral | None, "an integer")
+        return prepare(
+            [(self, speculate)], batch, tokens=tokens, sampling=_sampling(sampling, sampling_options), count=count
+        )
 
     @functools.cached_property
     def _batching_problem(self) -> str:
@@ -249,10 +275,9 @@ class Engine:
         for a number of requests."""
         chooser = self.chooser if drafts else None
         rests = chooser is not None and chooser.rests(batch)
-        idle = self._idle_batches[drafts and not rests]
 
         def batch_of_kind() -> Batch:
-            used = idle.pop() if idle else self._new_batch(drafts and not rests)
+            used = self.take_batch(drafts and not rests)
             used.records = drafts
             return used
 
@@ -271,13 +296,20 @@ class Engine:
         finally:  # also if the consumer stops early
             for used in scheduler.batches:
                 used.close()
-                if used.captures:
-                    idle.append(used)
+                self.put_back(used)
 
-    def _new_batch(self, drafts: bool) -> Batch:
+    def take_batch(self, drafts: bool) -> Batch:
+        """A batch without requests, with or without the draft."""
+        if idle := self._idle_batches[drafts]:
+            return idle.pop()
         if not drafts:
             return Batch(self.target, NoDrafter(), None)
         return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
+
+    def put_back(self, batch: Batch) -> None:
+        """Keeps a batch without requests for the next ones, if it has graphs."""
+        if batch.captures:
+            self._idle_batches[batch.proposer.draft is not None].append(batch)
 
 
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:

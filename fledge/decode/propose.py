@@ -50,6 +50,11 @@ class Proposer:
         return self.source.draft
 
     @property
+    def amounts(self) -> tuple[Amount, ...]:
+        """What can be drafted."""
+        return tuple(self.shapes)
+
+    @property
     def levels(self) -> int:
         """The most tokens of a drafted path."""
         return self.shape.levels
@@ -127,8 +132,8 @@ class Proposer:
         values stay in the cache; those of drafted nodes are forgotten."""
         if not self.levels:
             return Tree(state.root_B1, None, 0)
-        root_B, logits_B1W = self.source.begin(state.to(self.draft.device))
-        tree, slot_BN = self.shape.grow(self.source, root_B, logits_B1W)
+        root_B, logits_BKW = self.source.begin(state.to(self.draft.device))
+        tree, slot_BN = self.shape.grow(self.source, root_B, logits_BKW)
         self.source.end(slot_BN)
         return tree
 

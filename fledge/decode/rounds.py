@@ -33,8 +33,9 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests t
 
 
 def graph_size(requests: int) -> int:
-    """The number of requests of the graphs that so many are run with."""
-    return next((n for n in GRAPH_SIZES if n >= requests), requests)
+    """The number of requests of the graphs that so many are run with: above the largest of GRAPH_SIZES a multiple of
+    32."""
+    return next((n for n in GRAPH_SIZES if n >= requests), -(-requests // 32) * 32)
 
 
 class Drafter(Protocol):

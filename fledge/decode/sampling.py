@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -65,6 +66,10 @@ class BatchSampling:
         """The flags that decide which code runs."""
         return self.samples, self.greedy, self.filters, self.penalizes, self.samples_draft
 
+    def select(self, index_B: Tensor) -> BatchSampling:
+        """The options of the requests with these indices (int64), with the flags of all."""
+        return replace(self, **{name: x[index_B] for name, x in vars(self).items() if isinstance(x, Tensor)})
+
     def tensors(self) -> list[Tensor]:
         """The tensors, with one entry for each request."""
         return [x for x in vars(self).values() if isinstance(x, Tensor)]
@@ -117,10 +122,10 @@ class BatchSampling:
         """Top-k, then top-p, with one sort. What each leaves out becomes -inf, which the sorted values have first.
 
         Sums run from the least likely token up, as in transformers. Which of equal scores stay is open there; here
-        they are in the order of their ids, so that the choice does not depend on the batch.
+        those with lower ids go first, so that the choice does not depend on the batch.
         """
         V = scores_BNV.shape[-1]
-        ascending, token = scores_BNV.sort(dim=-1, stable=True)
+        ascending = sorted_values(scores_BNV)
         # the k-th highest score; without a limit the lowest, below which nothing is
         top_k_B = self.top_k_B.where(self.top_k_B > 0, V).clamp_max(V)
         lowest = ascending.gather(-1, (V - top_k_B)[:, None, None].expand(-1, ascending.shape[1], 1))
@@ -129,8 +134,11 @@ class BatchSampling:
         # no sum is below -1, the threshold of requests without top-p
         threshold = _column((1 - self.top_p_B).where(self.top_p_B < 1, -1.0), scores_BNV)
         removed = ascending.softmax(-1).cumsum(-1) <= threshold
-        removed[..., -1] = False  # the likeliest token stays
-        return scores_BNV.masked_fill(torch.zeros_like(removed).scatter(-1, token, removed), -torch.inf)
+        count = removed[..., :-1].sum(-1, keepdim=True)  # the likeliest token stays
+        lowest = ascending.gather(-1, count)
+        below, equal = scores_BNV < lowest, scores_BNV == lowest
+        gone = below | (equal & (equal.cumsum(-1) <= count - below.sum(-1, keepdim=True)))
+        return scores_BNV.masked_fill(gone, -torch.inf)
 
     def settle(self, scores: Tensor) -> Tensor:
         """Scores [B, .., V] in which greedy requests have -inf but at their argmax, so that drawing takes that."""
@@ -143,6 +151,14 @@ class BatchSampling:
 def _int64(x: int) -> int:
     """An integer modulo 2^64, as int64."""
     return (int(x) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def sorted_values(x: Tensor) -> Tensor:
+    """The numbers of each row of x [.., V], float32 or float64, in ascending order. NumPy sorts several times as fast
+    as torch on a CPU."""
+    if x.device.type != "cpu":
+        return x.sort(dim=-1).values
+    return torch.from_numpy(np.sort(x.numpy(), axis=-1))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.fresh_rows import FreshRows, fresh_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import Visible, VisibleChain
 from fledge.models.decode_layer import CachedRows, Rotation
@@ -33,14 +34,14 @@ from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 class Front:
     """The nodes of one level, F of each request's tree, that are expanded together.
 
-    `token_BF` are their target ids, int64. `above_BF` are the places of their parents among the nodes expanded before
-    (int64; None: node f's parent is node f). `seen_BFJ` says which expanded nodes below the root each one sees, this
-    level's included, in the order of expansion (bool; None: all of them, as in a chain).
+    `token_BF` are their target ids, int64. `above_BF` are their parents, as rows of the last pass, whose rows are
+    grouped by request (int64; None: node f's parent is node f). `visible` says which expanded nodes below the root each
+    one sees, this level's included, in the order of expansion (None: all of them, as in a chain).
     """
 
     token_BF: Tensor
     above_BF: Tensor | None = None
-    seen_BFJ: Tensor | None = None
+    visible: Visible | None = None
 
 
 class Source:
@@ -76,9 +77,10 @@ class Source:
     def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:
         """Adds each request's fresh slots to the cache, and returns the draft's target ids after S of them, at these
         rows of the state (int64): int64 [B, S]."""
-        out = self._run(state.token_BR, self._inputs(state), asked_BS)
+        rows = self._fresh(state)
+        out = self._run(rows, self._inputs(state), self.decoder.rotation(rows.position_M), asked_BS)
         self.cache.keep(None, state.count_B)
-        return self.decoder.to_target(argmax_rows(self.decoder.predict(out)[1])).unflatten(0, asked_BS.shape)
+        return argmax_rows(self.decoder.predict(out)[1], self.decoder.target_id_W).unflatten(0, asked_BS.shape)
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""
@@ -106,8 +108,8 @@ class Source:
         return other
 
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after
-        them, [B, 1, W]."""
+        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after them
+        and at all further levels whose logits depend on nothing else, [B, K, W] with K of at least 1."""
         raise NotImplementedError
 
     def expand(self, front: Front) -> Tensor:
@@ -120,26 +122,24 @@ class Source:
         counted from 0 below the root; -1 for nodes that were not expanded."""
         raise NotImplementedError
 
+    def _fresh(self, state: RoundState, **more: int) -> FreshRows:
+        """The rows of the fresh tokens. `more` are those of `fresh_rows`."""
+        return fresh_rows(state.token_BR, state.count_B, self.cache.start_B, self.cache.length_B, **more)
+
     def _inputs(self, state: RoundState) -> Tensor:
-        """The draft's input states of the fresh slots, [B, R, E]."""
-        aux = state.aux_BRAD.to(self.draft.dtype)
-        return self.decoder.fuse(aux.flatten(0, 1)).unflatten(0, aux.shape[:2])
+        """The draft's input states of the fresh tokens of all requests, [B R, E]."""
+        return self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
 
-    def _run(self, token_Bn: Tensor, state_BnE: Tensor, asked_BS: Tensor) -> Tensor:
-        """The last layer's output at S of the next n slots of each request, [B S, E]. A slot sees those before it."""
-        n, cache, count_n = token_Bn.shape[1], self.cache, self._counts(token_Bn.shape[1])
-        position_Bn, slot_Bn = self._next(n)
-        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=slot_Bn), asked_BS)
+    def _run(self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor) -> Tensor:
+        """The last layer's output at S of the n rows of each request, [B S, E], from the rows' input states and their
+        rotation. A row sees those before it."""
+        (B, n), cache = rows.token_Bn.shape, self.cache
+        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn), asked_BS)
         if len(self.decoder.layers) > 1:  # the layers before the last one compute all rows
-            every = VisibleChain(count_n.expand(token_Bn.shape[0], n), n)
-            attend = CachedRows(TreeRows(cache, n, every, slot_Bn=slot_Bn))
-        rotation = self.decoder.rotation(position_Bn.flatten())
-        return self.decoder.step(token_Bn.flatten(), state_BnE.flatten(0, 1), rotation, attend, asked)
-
-    def _next(self, n: int) -> tuple[Tensor, Tensor]:
-        """The positions and slots of the n tokens after the committed ones of each sequence, int64 [B, n] each."""
-        position_Bn = self.cache.length_B[:, None] + self._counts(n)
-        return position_Bn, position_Bn + self.cache.start_B[:, None]
+            every = VisibleChain(self._counts(n).expand(B, n), n)
+            attend = CachedRows(TreeRows(cache, n, every, slot_Bn=rows.slot_Bn))
+        row_M = None if rows.state_Bn is None else rows.state_Bn.flatten()
+        return self.decoder.step(rows.token_Bn.flatten(), state_ME, rotation, attend, asked, row_M)
 
     def _counts(self, n: int) -> Tensor:
         """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
@@ -186,20 +186,19 @@ class StepSource(Source):
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         if not self.stable:
             state = self._keep_drafted(state)
-        last_B1 = state.count_B[:, None] - 1
-        out_BE = self._run(state.token_BR, self._inputs(state), last_B1)
+        rows = self._fresh(state, levels=self.levels - 1, expanded=self.expanded)
+        rotation, self.rotations = self._rotations(rows)
+        out_BE = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
-        # of all nodes that will be expanded, and of all their levels
-        position_BJ, self.slot_BJ = self._next(self.expanded)
-        self.rotations = self._rotations(position_BJ[:, : self.levels - 1])
-        return state.token_BR.gather(1, last_B1)[:, 0], self._logits(out_BE, last_B1.shape[0])
+        self.slot_BJ = rows.slot_BJ
+        return rows.root_B, self._logits(out_BE, rows.root_B.numel())
 
-    def _rotations(self, position_BL: Tensor) -> list[Rotation]:
-        """cos and sin at the positions of each level, each [B, rotated]."""
-        B, L = position_BL.shape
-        cos_sin = self.decoder.rotation(position_BL.T.flatten())
-        return list(zip(*(x.view(L, B, x.shape[1]).unbind() for x in cos_sin), strict=True))
+    def _rotations(self, rows: FreshRows) -> tuple[Rotation, list[Rotation]]:
+        """cos and sin at the positions of the rows, and at those of each level after them, each [B, rotated]."""
+        (B, n), both = rows.token_Bn.shape, self.decoder.rotation(rows.position_M)
+        cos, sin = (x.split([B * n, *[B] * (self.levels - 1)]) for x in both)
+        return (cos[0], sin[0]), list(zip(cos[1:], sin[1:], strict=True))
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
         """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
@@ -220,18 +219,14 @@ class StepSource(Source):
     def expand(self, front: Front) -> Tensor:
         B, F = front.token_BF.shape
         end = self.scratch + F
-        if front.seen_BFJ is None:
+        visible = front.visible
+        if visible is None:
             visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end)
-        else:
-            visible = Visible(front.seen_BFJ)
-        rows = TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end])
-        rotation = self.rotations[self.level]
-        if F > 1:
-            rotation = tuple(x[:, None].expand(B, F, -1).flatten(0, 1) for x in rotation)
-        hidden = self.fed_back
-        if front.above_BF is not None:
-            hidden = rows_of(hidden.unflatten(0, (B, -1)), front.above_BF).flatten(0, 1)
-        out = self.decoder.step(front.token_BF.flatten(), hidden, rotation, CachedRows(rows))
+        attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end]))
+        row_M = None if front.above_BF is None else front.above_BF.flatten()
+        out = self.decoder.step(
+            front.token_BF.flatten(), self.fed_back, self.rotations[self.level], attend, row_M=row_M
+        )
         self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
 
@@ -260,20 +255,17 @@ class OnePassSource(Source):
 
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        (B, R), K, draft = state.token_BR.shape, self.depth, self.draft
-        # one product for the states of the fresh slots and the mask's
-        aux_BRAD = state.aux_BRAD.to(draft.dtype)
-        fused_ME = self.decoder.fuse(torch.cat([aux_BRAD.flatten(0, 1), draft.mask_states]))
-        state_BRE, mask_state = fused_ME[:-1].unflatten(0, (B, R)), fused_ME[-1]
-        known_Bn = self._counts(R + K - 1) < state.count_B[:, None]
-        token_Bn = torch.where(known_Bn, _widened(state.token_BR, K - 1), draft.config.mask_token_id)
-        state_BnE = torch.where(known_Bn[..., None], _widened(state_BRE, K - 1), mask_state)
-        asked_BK = state.count_B[:, None] - 1 + self._counts(K)
-        out = self._run(token_Bn, state_BnE, asked_BK)
+        K, draft = self.depth, self.draft
+        rows = self._fresh(state, masked=K - 1, mask_token=draft.config.mask_token_id)
+        aux_MAD = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        if K > 1:  # one product for the states of the fresh tokens and, behind them, the mask's
+            aux_MAD = torch.cat([aux_MAD, draft.mask_states])
+        rotation = self.decoder.rotation(rows.position_M)
+        out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (B, K))
+        self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (-1, K))
         self.level = 0
-        return token_Bn.gather(1, asked_BK[:, :1])[:, 0], self.logits_BKW[:, :1]
+        return rows.root_B, self.logits_BKW
 
     def expand(self, front: Front) -> Tensor:
         self.level += 1
@@ -281,13 +273,3 @@ class OnePassSource(Source):
 
     def end(self, slot_BN: Tensor) -> None:
         """Nothing was added to the cache but the fresh slots."""
-
-
-def rows_of(x_BMJ: Tensor, at_BS: Tensor) -> Tensor:
-    """The rows of each request at some places (int64), [B, S, J]."""
-    return x_BMJ.gather(1, at_BS[..., None].expand(-1, -1, x_BMJ.shape[2]))
-
-
-def _widened(x_BR: Tensor, more: int) -> Tensor:
-    """A tensor [B, R, ..] with `more` further zeros along R."""
-    return torch.cat([x_BR, x_BR.new_zeros(x_BR.shape[0], more, *x_BR.shape[2:])], dim=1)

@@ -6,7 +6,8 @@ Leviathan et al. 2023, Chen et al. 2023): a drafted token x ~ q is accepted with
 first rejected one is replaced by a draw from (p - q)+.
 
 Both rules are functions of tensors for all requests and nodes at once. They wait for no device, and their shapes do not
-depend on values. Only logits processors, which are Python objects with a state, are called node by node.
+depend on values. Only logits processors, which are Python objects with a state, are called node by node; and sampling
+by match on a CPU draws along the accepted path, since most nodes are not on it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
+from fledge.kernels.acceptance import accept_own
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel, gumbel_argmax, uniforms
+from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.types import Tree, Verdict
 
+FEW = 2**15  # logits; on a CPU, drawing at all nodes of so many is faster than one level after the other
 IsLast = Callable[[int], bool]  # called with a request's tokens in order: whether it is the answer's last token
 
 
@@ -68,6 +71,9 @@ def verify_by_match(
     The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
     seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+    dear = sampling.filters or logits_BNV.numel() > FEW
+    if sampling.samples and dear and logits_BNV.device.type == "cpu":
+        return draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
     return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
 
 
@@ -86,46 +92,53 @@ def verify_by_rejection(
 
 def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Verdict:
     """`verify_by_match` of processed scores."""
-    depth_BN = tree.depths()
-    own_BN = choose(tree, scores_BNV, depth_BN, length_B, sampling)
-    if own_BN.shape[1] == 1:  # nothing was drafted
-        return Verdict(torch.zeros_like(own_BN), torch.ones_like(own_BN[:, 0]), own_BN)
-    matched_BN = matches(tree, own_BN)
-    node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
-    if tree.count_B is not None:
-        matched_BN = matched_BN & (node_N < tree.count_B[:, None])
-    if tree.parent_BN is None:
-        return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
-    path_BNN = tree.ancestors()
-    accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
-    # siblings differ, so that at most one node of a level is accepted
-    level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
-    hit_BRN = accepted_BN[:, None] & (depth_BN[:, None] == level_R1)
-    path_BR = torch.where(hit_BRN, node_N, 0).amax(-1)
-    return Verdict.of(path_BR, hit_BRN.any(-1).sum(-1), own_BN.gather(1, path_BR))
+    return accept_own(tree, choose(tree, scores_BNV, length_B, sampling))
 
 
-def choose(tree: Tree, scores_BNV: Tensor, depth_BN: Tensor, length_B: Tensor, sampling: BatchSampling) -> Tensor:
-    """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position.
-
-    `depth_BN` are the nodes' levels below the root, int64.
-    """
+def choose(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Tensor:
+    """The target's own token after each node, int64 [B, N]: the argmax, or a draw by the key of its position."""
     if not sampling.samples:
         return argmax_rows(scores_BNV)
-    noise = gumbel(sampling.keys(_positions(length_B, tree.levels + 1), TOKEN), scores_BNV.shape[-1])
+    state_BN = sampling.keys(_positions(length_B, tree.levels + 1), TOKEN)
     if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
-        noise = noise[torch.arange(depth_BN.shape[0], device=depth_BN.device)[:, None], depth_BN]
-    return noise.add_(sampling.settle(scores_BNV)).argmax(-1)
+        state_BN = state_BN.gather(1, tree.depths())
+    return gumbel_argmax(sampling.settle(scores_BNV), state_BN)
 
 
-def matches(tree: Tree, own_BN: Tensor) -> Tensor:
-    """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
-    parent_BN = tree.parent_BN
-    if parent_BN is None:
-        matched_BN = torch.ones_like(own_BN, dtype=torch.bool)
-        matched_BN[:, 1:] = tree.token_BN[:, 1:] == own_BN[:, :-1]
-        return matched_BN
-    return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)
+def draw_along_the_path(
+    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BNV: Tensor | None
+) -> Verdict:  # fmt: skip
+    """The verdict of `accept_by_match` for sampling, with scores and draws of the accepted nodes only. `seen_BNV` are
+    the tokens before each node (bool), if some requests penalize them. Reads the drawn tokens after each level."""
+    B, N = tree.token_BN.shape
+    drafted, counts = tree.token_BN.tolist(), [N] * B if tree.count_B is None else tree.count_B.tolist()
+    parents = [[*range(-1, N - 1)]] * B if tree.parent_BN is None else tree.parent_BN.tolist()
+    state_BR = sampling.keys(_positions(length_B, tree.levels + 1), TOKEN)
+    paths: list[list[int]] = [[0] for _ in range(B)]
+    tokens: list[list[int]] = [[] for _ in range(B)]
+    going = list(range(B))
+    while going:
+        level, nodes = len(tokens[going[0]]), [paths[b][-1] for b in going]
+        if B == 1:  # without copies
+            own, at = sampling, (slice(None), slice(nodes[0], nodes[0] + 1))
+        else:
+            index_b = torch.tensor(going)
+            own, at = sampling.select(index_b), (index_b[:, None], torch.tensor(nodes)[:, None])
+        scores_b1V = own.settle(own.process(logits_BNV[at], None if seen_BNV is None else seen_BNV[at]))
+        drawn = gumbel_argmax(scores_b1V[:, 0], state_BR[going, level]).tolist()
+        still = []
+        for b, token in zip(going, drawn, strict=True):
+            node = paths[b][-1]
+            tokens[b].append(token)
+            of_node = (i for i in range(node + 1, counts[b]) if parents[b][i] == node and drafted[b][i] == token)
+            if (child := next(of_node, None)) is not None:
+                paths[b].append(child)
+                still.append(b)
+        going = still
+    R = tree.levels + 1
+    path_BR = torch.tensor([path + path[-1:] * (R - len(path)) for path in paths])
+    token_BR = torch.tensor([own + [0] * (R - len(own)) for own in tokens])
+    return Verdict(path_BR, torch.tensor([len(path) for path in paths]), token_BR)
 
 
 def accept_by_rejection(

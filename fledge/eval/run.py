@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,15 @@ def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
         if i < len(answers):
             messages.append({"role": "assistant", "content": answers[i]})
     return messages
+
+
+def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
+    """The most tokens that a prompt's last turn and its answer have, a little more or less: those of the turns, each
+    rendered alone, and of an answer to each."""
+    later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
+    asked = [first_prompt(p) for p in (prompt, *later)]
+    turns = [engine.template.prompt_ids(p, where=prompt.where) for p in asked]
+    return sum(map(len, turns)) + prompt.answers * max_new_tokens
 
 
 def first_prompt(prompt: EvalPrompt) -> Any:

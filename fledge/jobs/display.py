@@ -169,12 +169,21 @@ class ProgressDisplay:
         self.console.print(format_message(line), soft_wrap=True)
 
     @contextmanager
-    def count(self, label: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """Context manager: shows a progress bar of `total` items, `done` of which are finished already. Yields a
-        function that adds n finished items (by default one)."""
+    def count(
+        self, label: str, total: int | None, done: int = 0, unit: str | None = None
+    ) -> Iterator[Callable[..., None]]:
+        """Context manager: shows a progress bar of `total` items (None: it is not known how many), `done` of which are
+        finished already. Yields a function that adds n finished items (by default one). With `unit`, the name of the
+        items, it also shows how many are finished per second."""
         bar = _ProgressBar(self, label, total, done)
+
+        def advance(n: int = 1) -> None:
+            finished = int(bar.task.completed) + n
+            rate = f"  {(finished - done) / (bar.task.elapsed or 1):,.0f} {unit}/s" if unit else ""
+            bar.update(finished, rate=rate)
+
         try:
-            yield lambda n=1: bar.update(int(bar.task.completed) + n)
+            yield advance
         finally:
             bar.close()
 
@@ -210,7 +219,7 @@ class _ProgressBar:
     """Counts, elapsed time and estimated remaining time: a bar on a terminal, otherwise a line at most every
     LINE_INTERVAL seconds and one at the end."""
 
-    def __init__(self, display: ProgressDisplay, label: str, total: int, done: int = 0):
+    def __init__(self, display: ProgressDisplay, label: str, total: int | None, done: int = 0):
         self.say, self.label, self.note, self.printed = display.say, format_message(label), "", done
         self.prints_lines = not display.console.is_interactive
         wide = display.console.width >= MIN_BAR_WIDTH
@@ -232,10 +241,11 @@ class _ProgressBar:
     def task(self) -> Task:
         return self.bar.tasks[0]
 
-    def update(self, done: int, note: str = "") -> None:
-        """Sets the number of finished items. `note` is shown in place of the label, in a line after the label."""
-        self.note = note
-        self.bar.update(self.id, completed=done, description=note or self.label)
+    def update(self, done: int, note: str = "", rate: str = "") -> None:
+        """Sets the number of finished items. `note` is shown in place of the label, `rate` after it; both are at the
+        end of a line."""
+        self.note = f"  {note}" if note else rate
+        self.bar.update(self.id, completed=done, description=note or self.label + rate)
         if self.prints_lines and time.monotonic() - self.printed_at >= LINE_INTERVAL:
             self._print_line()
 
@@ -247,8 +257,8 @@ class _ProgressBar:
     def _print_line(self) -> None:
         self.printed_at, self.printed = time.monotonic(), self.task.completed
         elapsed, left = (column.render(self.task).plain for column in (self.elapsed, self.left))
-        note = f"  {self.note}" if self.note else ""
-        self.say(f"{self.label} {self.printed:,}/{self.task.total:,}, {elapsed} elapsed, {left} left{note}")
+        of, left = ("", "") if self.task.total is None else (f"/{self.task.total:,}", f", {left} left")
+        self.say(f"{self.label} {self.printed:,}{of}, {elapsed} elapsed{left}{self.note}")
 
 
 class _LabelColumn(ProgressColumn):

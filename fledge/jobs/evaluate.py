@@ -49,8 +49,9 @@ def run(
     from fledge.decode.propose import Drafting
     from fledge.eval.prompts import read_prompts
     from fledge.eval.record import check_record_path, write_record
-    from fledge.eval.run import evaluate
+    from fledge.eval.run import evaluate, longest_request
     from fledge.jobs.options import default_new_tokens
+    from fledge.jobs.prepare import prepare_rounds
     from fledge.models.weights import read_draft_config
 
     if not options.prompts:
@@ -90,6 +91,10 @@ def run(
             f"the drafts were trained with different template arguments ({kwargs}), so their prompts would differ; "
             "give --template-kwargs for all, or evaluate them one by one"
         )
+    first = next(iter(engines.values()))  # also decodes without a draft
+    longest = max(longest_request(first, p, max_new_tokens) for prompts in sets.values() for p in prompts)
+    arms = [(engine, True) for engine in engines.values()] + [(first, False)]
+    prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
     records: dict[str, Any] = {}
     for name, prompts in sets.items():
         if options.out and records:  # results so far; an error is reported when the final record is written

@@ -30,11 +30,13 @@ class GenerateOptions(DecodeOptions):
             self.refuse(("system", "template_kwargs"), "with --raw, which does not use the chat template;")
 
 
-def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
+def run(options: GenerateOptions, progress: Any) -> None:
     """Generates the answer and streams it to standard output."""
-    from fledge.decode.engine import Completion
+    from fledge.decode.engine import NEW_TOKENS, Completion
     from fledge.eval.metrics import alpha, tau
+    from fledge.jobs.prepare import prepare_rounds
 
+    say: Callable[[str], None] = progress.say
     sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode, say)
     if options.prompt is None and sys.stdin.isatty():
         say("type the prompt; end it with Ctrl-D on a line of its own")
@@ -47,10 +49,12 @@ def run(options: GenerateOptions, say: Callable[[str], None]) -> None:
     if options.template_kwargs and not chats:
         raise ValueError(f"{options.target} has no chat template; leave --template-kwargs out")
     done = Completion()
+    prompt = _prompt(options, text, chats)
     stream = engine.stream(
-        _prompt(options, text, chats), max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop,
-        into=done,
-    )  # fmt: skip
+        prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop, into=done
+    )
+    tokens = len(engine.template.prompt_ids(prompt)) + (options.max_new_tokens or NEW_TOKENS)
+    prepare_rounds([(engine, True)], progress, batch=1, tokens=tokens, sampling=sampling)
     terminal = sys.stdout.isatty()  # a terminal would interpret control characters; files and pipes get the exact text
     for piece in stream:
         sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)

@@ -179,6 +179,22 @@ def trust_remote_code_option() -> Any:
     return opt("run the Python code in the target's files (auto_map); read that code first", False)
 
 
+def data_cache_option() -> Any:
+    """The --data-cache option of the commands that read training data."""
+    return opt(
+        "directory that keeps the tokenized data for later runs (default: $FLEDGE_CACHE, or fledge in the user's cache "
+        "directory)", None
+    )  # fmt: skip
+
+
+def data_workers_option() -> Any:
+    """The --data-workers option of the commands that read training data."""
+    return opt(
+        "number of processes that tokenize the data; 1 starts no other process (default: as many as cores, at most 32; "
+        "1 for small data)", None, minimum=1, maximum=1024,
+    )  # fmt: skip
+
+
 def default_new_tokens(limit: int, context: int) -> int:
     """The default number of new tokens: `limit`, or half of the target's context if that is less."""
     return max(1, min(limit, context // 2))

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.files import check_output_path
-from fledge.jobs.options import MAX_SEED, Options, opt, option_fields, trust_remote_code_option
+from fledge.jobs.options import (
+    MAX_SEED,
+    Options,
+    data_cache_option,
+    data_workers_option,
+    opt,
+    option_fields,
+    trust_remote_code_option,
+)
 from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
@@ -36,6 +44,10 @@ class TrainOptions(Options):
     data: list[str] = opt(
         "training data: a file, quoted glob or hub id (owner/name@revision:split); @0.5 at the end takes half of it, "
         "@2 all of it twice; repeatable", repeatable=True
+    )  # fmt: skip
+    features: str | None = opt(
+        "train from the hidden states in this directory, which `fledge features` has written; it has the documents and "
+        "names the target, so --data is not needed", None
     )  # fmt: skip
     out: str = opt("directory of the new run; the draft to serve is written to OUT/draft", OUT)
     resume: str | None = opt("continue the run in this directory with its own options", None)
@@ -109,6 +121,8 @@ class TrainOptions(Options):
         "JSON object of chat template variables, e.g. '{\"enable_thinking\": false}'", None
     )
     skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
+    data_cache: str | None = data_cache_option()
+    data_workers: int | None = data_workers_option()
     eval_prompts: str | None = opt(
         "file or hub id of prompts on which τ is measured during training; the first turns of 32 prompts are used "
         "(default: 16 held-out records of the data)", None
@@ -236,7 +250,8 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
     that is resumed; None for a new run."""
-    from fledge.jobs.training.data import make_rows, read_data
+    from fledge.data.dataset import StreamedRows
+    from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
     from fledge.jobs.training.implementation import choose_implementation
@@ -244,15 +259,24 @@ def _train(
     from fledge.jobs.training.run import TrainingRun, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
+    from fledge.jobs.training.stream import StreamingRun
     from fledge.jobs.training.target import prepare_target
 
     with ranks.together("while target and data were loaded"):
         target = prepare_target(recipe, ranks.mesh if options.shard_target else None, say)
         check_shape(recipe, target)
-        documents, held_out = read_data(recipe, target, say, progress)
+        documents, held_out = training_data(recipe, target, say, progress)
         draft = make_draft(recipe, target, documents, say)
         rows = make_rows(recipe, target, documents, say)
         schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, target.target.sharded, say)
+        if isinstance(rows, StreamedRows):
+            if ranks.size > 1:
+                raise ValueError(
+                    f"{recipe.features.path} is a stream, which a single process trains on; train without --gpus and "
+                    "torchrun, or write the features without --stream"
+                )
+            directory = StreamingRun(directory.path, recipe.features, rows)
+            schedule = directory.limit(schedule, resumed=recorded is not None, say=say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
     if recipe.compute.longest_row:
         return {}

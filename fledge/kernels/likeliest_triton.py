@@ -26,11 +26,19 @@ def _in_order(bits):
 
 
 @triton.jit
-def _keys(x, place):
-    """The keys of float32 numbers and their places (int32)."""
+def ordered(x):
+    """int32 numbers in the same order as float32 numbers; equal for equal ones, and largest for NaN."""
     x = tl.where(x == 0, 0.0, x)  # -0 equals 0
-    x = tl.where(x == x, x, float("nan"))  # one NaN, whose bits are above those of +inf
-    return (_in_order(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (place ^ LOWER_BITS).to(tl.int64)
+    bits = x.to(tl.int32, bitcast=True)
+    # one NaN, above +inf, chosen by its bits: compilers do not tell one NaN from another
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+    return _in_order(bits)
+
+
+@triton.jit
+def keys_of(x, place):
+    """The keys of float32 numbers and their places (int32)."""
+    return (ordered(x).to(tl.int64) << 32) | (place ^ LOWER_BITS).to(tl.int64)
 
 
 @triton.jit
@@ -58,7 +66,7 @@ def _largest_of_chunk(
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * sx + i, mask=i < W, other=float("-inf")).to(tl.float32)
-    key = tl.where(i < W, _keys(x, i), NOTHING)
+    key = tl.where(i < W, keys_of(x, i), NOTHING)
     top, total, log_total = 0.0, 0.0, 0.0
     if LOG_SOFTMAX:
         top = tl.max(x, 0)

@@ -3,7 +3,10 @@
 The random numbers for a position do not depend on what was drafted before, nor on the order of calls. Speculative
 sampling can therefore be compared with token-by-token sampling at the same seed. A key is hashed to a 64-bit state,
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
-for nothing.
+for no GPU.
+
+`hash_keys` and `gumbel_argmax` have faster implementations: "triton" on a GPU, "numpy" on a CPU. Their results are
+those of the "definition".
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fledge.kernels.implementations import current_device
+
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
+IMPLS = ("definition", "numpy", "triton")
 
 
 def _signed(x: int) -> int:
@@ -34,8 +40,28 @@ def _mix(x: Tensor) -> Tensor:
     return fold(x, 31)
 
 
-def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
-    """The states of keys, int64 in the shape that `seed`, `request` and `position` (int64) broadcast to."""
+def _implementation(impl: str | None, device: torch.device) -> str:
+    """`impl`, or the fastest where it is None. Raises ValueError for a name that is not in IMPLS."""
+    if impl is None:
+        return {"cpu": "numpy", "cuda": "triton"}.get(device.type, "definition")
+    if impl not in IMPLS:
+        raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
+    return impl
+
+
+def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int, *, impl: str | None = None) -> Tensor:
+    """The states of keys, int64 in the shape that `seed`, `request` and `position` (int64, of at most two dimensions)
+    broadcast to. `impl` is one of IMPLS; None: the fastest. Raises ValueError for another."""
+    impl = _implementation(impl, position.device)
+    if impl == "numpy":
+        from fledge.kernels.sampling_cpu import hash_keys_cpu
+
+        return hash_keys_cpu((seed, request, position), purpose)
+    if impl == "triton":
+        from fledge.kernels.sampling_triton import hash_keys_triton
+
+        with current_device(position.device):
+            return hash_keys_triton(seed, request, position, purpose)
     state = _mix(seed + _GOLDEN)
     for part in (request, position, purpose):
         state = _mix(state + _GOLDEN + part)
@@ -55,9 +81,30 @@ def gumbel(state: Tensor, n: int) -> Tensor:
     return uniforms(state, n).log_().neg_().log_().neg_()
 
 
-def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
-    """A sample from softmax(scores) by the Gumbel-max trick for scores [.., V] and states [..]: int64 [..].
+def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> Tensor:
+    """A sample from softmax(scores) by the Gumbel-max trick for scores [.., V] and states that broadcast to [..]: int64
+    [..].
 
-    Entries of -inf are never sampled.
+    Entries of -inf are never sampled. Rows must not contain NaN. `impl` is as in `hash_keys`.
     """
+    impl = _implementation(impl, scores.device)
+    if impl == "numpy":
+        return _by_numpy(scores, state)
+    if impl == "triton":
+        from fledge.kernels.sampling_triton import gumbel_argmax_triton
+
+        with current_device(scores.device):
+            return gumbel_argmax_triton(scores, state)
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
+
+
+def _by_numpy(scores: Tensor, state: Tensor) -> Tensor:
+    from fledge.kernels.sampling_cpu import gumbel_argmax_cpu
+
+    shape, scores = scores.shape[:-1], scores.reshape(-1, scores.shape[-1])
+    scores = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+    states = state.expand(shape).reshape(-1)
+    drawn = gumbel_argmax_cpu(scores, states)
+    for i in (i for i, token in enumerate(drawn) if token is None):
+        drawn[i] = int(gumbel_argmax(scores[i], states[i], impl="definition"))
+    return torch.tensor(drawn, dtype=torch.int64).view(shape)

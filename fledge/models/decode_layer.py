@@ -16,7 +16,7 @@ from fledge.kernels.decode_layer import rope_to_cache
 from fledge.kernels.few_rows import linear_add, norm_swiglu
 from fledge.models.kv_cache import CacheRows
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each [M, rotated]
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]: of M rows, or of M / n consecutive ones each
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,15 @@ class DraftDecoder:
 
     def step(
         self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
-        asked: CachedRows | None = None,
+        asked: CachedRows | None = None, row_M: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
-        (None: of all rows); the other layers compute all rows."""
+        (None: of all rows); the other layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
+        any number of states."""
         last = len(self.layers) - 1
         for i, w in enumerate(self.layers):
             at = asked if asked is not None and i == last else attend
-            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME)
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, row_M)
             state_ME = layer_output(at(i, qkv_MO, w, rotation), at.asked(residual_ME), w)
         return state_ME
 
@@ -85,16 +86,20 @@ class DraftDecoder:
             return normed_SE, plain_linear(normed_SE, draft.head)
         return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, draft.head)
 
-    def _project(self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too."""
+    def _project(
+        self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too, and chooses
+        its states by `row_M`."""
         if layer:
             return norm_linear(state_ME, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias), state_ME
         draft, E = self.draft, state_ME.shape[1]
         if draft.family.fuses_embedding:
-            joined_M2E = join_embedding(token_M, state_ME, draft.embedding)
+            joined_M2E, _ = join_embedding(token_M, state_ME, draft.embedding, row_M=row_M)
             x_ME = plain_linear(joined_M2E, draft.fc.weight, draft.fc.bias)
             return plain_linear(x_ME, w.qkv, w.qkv_bias), x_ME
         state_norm = draft.midlayer.hidden_norm.weight
-        x_M2E = join_embedding(token_M, state_ME, draft.embedding, w.input_norm, state_norm, w.shape.eps)
+        gains = w.input_norm, state_norm, w.shape.eps
+        x_M2E, state_ME = join_embedding(token_M, state_ME, draft.embedding, *gains, row_M=row_M)
         residual_ME = x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
         return plain_linear(x_M2E, w.qkv, w.qkv_bias), residual_ME

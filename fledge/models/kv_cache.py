@@ -24,7 +24,8 @@ class SlotPool:
     A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
     without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
     infinite values. The pool grows when segments do not fit; its buffer is then another tensor. Its memory is freed
-    with its last segment.
+    with its last segment. After `make_room`, segments are of one size where that fits, so that what a short request
+    leaves free also fits a long one.
 
     `counters` are those of `tree_attention` for the sequences of the pool, whose passes come one after the other.
     """
@@ -34,6 +35,7 @@ class SlotPool:
         self._set_buffer(torch.zeros(self._shape, device=device, dtype=dtype))
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
+        self._least = 0  # the slots of a segment, where they fit
 
     @property
     def slots(self) -> int:
@@ -50,14 +52,34 @@ class SlotPool:
             self._free = _merged([*self._free, (self.slots, slots)])
             self._set_buffer(F.pad(self.buffer, (0, 0, 0, more)))
 
+    def make_room(self, segments: int, size: int) -> None:
+        """Grows the pool, which has a segment, so that it need not grow while there are at most so many beside those of
+        now, each of at most `size` slots, in whatever order they come and go."""
+        assert self.slots, "the memory would be freed with the last segment"
+        self._least = max(self._least, size)
+        for first, given in self._allocate([self._least] * segments):
+            self.release(first, given)
+
     def allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """A segment (first slot, size) of each size, which is free no longer. The pool grows if they do not fit."""
+        """A segment (first slot, size) of each size or more, which is free no longer. The pool grows if they do not
+        fit."""
+        return self._fit([max(size, self._least) for size in sizes]) or self._allocate(sizes)
+
+    def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Segments of exactly these sizes. The pool grows if they do not fit."""
+        if (segments := self._fit(sizes)) is None:
+            # by a quarter at least, since growing copies all slots, and graphs are captured again
+            self.reserve(max(self.slots + max(sum(sizes), self.slots // 4), MIN_SLOTS))
+            segments = self._fit(sizes)
+        return segments
+
+    def _fit(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Segments of these sizes in the free slots, which are free no longer; None if they do not fit."""
         free, segments = list(self._free), []
         for size in sizes:
             at = next((i for i, (first, end) in enumerate(free) if end - first >= size), None)
-            if at is None:  # by a quarter at least, since growing copies all slots, and graphs are captured again
-                self.reserve(max(self.slots + max(sum(sizes), self.slots // 4), MIN_SLOTS))
-                return self.allocate(sizes)
+            if at is None:
+                return None
             first, end = free[at]
             free[at] = (first + size, end)
             segments.append((first, size))

@@ -23,6 +23,7 @@ from fledge.models.draft import Draft
 from fledge.models.health import find_damage
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+SAMPLE = 2**16  # values of each tensor that a fingerprint of weights reads
 PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
@@ -43,6 +44,16 @@ def template_sha256(tokenizer: Any) -> str | None:
     """A hash of the chat template; None without one."""
     template = tokenizer.chat_template
     return None if template is None else _sha256(json.dumps(template, sort_keys=True))
+
+
+def target_sha256(embedding_VD: Tensor, head_VD: Tensor, last_layer: Mapping[str, Tensor]) -> str:
+    """A hash of a sample of a target's weights: up to SAMPLE values of the embedding, the head, and each weight of the
+    last decoder layer, rounded to bfloat16, so that it is the same in each dtype that a target is loaded in."""
+    digest = hashlib.sha256()
+    for x in (embedding_VD, head_VD, *(last_layer[name] for name in sorted(last_layer))):
+        sample = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLE)].to(torch.bfloat16)
+        digest.update(sample.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def vocabulary_sha256(ids_W: Tensor) -> str:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, llama_names
@@ -17,6 +29,7 @@ from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.sharded import fill_from_first, shard_layers
+from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -44,20 +57,9 @@ def load_target(
     """
     check_implementation(implementation)
     device = torch.device(device)
-    name, revision = split_revision(path)
-    if not Path(path).exists() and (Path(path).is_absolute() or name.count("/") > 1):
-        raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
-    if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
-        raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
-    progress_bar_was_enabled = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        # always explicit: otherwise transformers would ask on standard input, which may be the prompt
-        options = dict(revision=revision, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(name, **options)
-        RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
+    with _explaining_errors(path):
+        name, options = _hub_arguments(path, trust_remote_code)
+        config = _read_config(name, options)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
@@ -67,21 +69,7 @@ def load_target(
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=config.dtype if wanted == "auto" else wanted, trust_remote_code=trust_remote_code
                 )
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        tokenizer("The first use of a tokenizer reads all of its files.")
-    except Exception as e:
-        if "trust_remote_code" in str(e):
-            raise ValueError(
-                f"the target {path} comes with code of its own, which fledge runs only on request; read it, and if you "
-                "trust it, give --trust-remote-code (in Python trust_remote_code=True)"
-            ) from e
-        if isinstance(e, ValueError) and "RoPE" in str(e):
-            raise
-        hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
-        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_remedy(e)}") from e
-    finally:
-        if progress_bar_was_enabled:
-            enable_progress_bar()
+        tokenizer = _read_tokenizer(name, options)
     if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
         raise ValueError(
             f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
@@ -94,6 +82,71 @@ def load_target(
     if not weights:
         return TransformersTarget(model, tokenizer, **options)
     return _make_target(model.to(device), tokenizer, implementation, **options)
+
+
+def load_head(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> TransformersTarget | None:
+    """A target of which only the embedding, the head, the last decoder layer and the final norm are loaded.
+
+    It has the properties and `logits` of the whole target, which is all that training from stored features needs; the
+    other layers are on the meta device, so that it cannot run. Arguments and errors are those of `load_target`. Returns
+    None if these weights do not have files of their own: for quantized models, for checkpoints without safetensors, and
+    where the names in the files are not those of the model.
+    """
+    device = torch.device(device)
+    with _explaining_errors(path):
+        name, options = _hub_arguments(path, trust_remote_code)
+        config = _read_config(name, options)
+        if getattr(config, "quantization_config", None) is not None:
+            return None
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        n = config.get_text_config(decoder=True).num_hidden_layers
+        layers, norm = layers_and_norm(find_decoder(model, n), n)
+        parts = model.get_input_embeddings(), model.get_output_embeddings(), layers[-1], norm
+        needed = {id(p) for part in parts for p in part.parameters()}
+        weights = _read_weights(name, [key for key, p in model.named_parameters() if id(p) in needed], options)
+        if weights is None:
+            return None
+        weights = {key: x.to(device, dtype) for key, x in weights.items()}
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        with contextlib.suppress(OSError):  # not every model has one
+            model.generation_config = GenerationConfig.from_pretrained(name, **options)
+        tokenizer = _read_tokenizer(name, options)
+    return TransformersTarget(
+        model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
+    )
+
+
+def _read_weights(name: str, keys: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor] | None:
+    """The tensors of these names in a model's safetensors files; None if it does not have all of them."""
+
+    def file_of(file: str) -> str | None:
+        return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
+
+    if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
+        file_by_key = json.loads(Path(index).read_text())["weight_map"]
+    elif whole := file_of(SAFE_WEIGHTS_NAME):
+        with safe_open(whole, "pt") as f:
+            file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
+    else:
+        return None
+    if not file_by_key.keys() >= set(keys):
+        return None
+    found = {}
+    for file in {file_by_key[key] for key in keys}:
+        with safe_open(file_of(file), "pt") as f:
+            found |= {key: f.get_tensor(key) for key in keys if file_by_key[key] == file}
+    return found
 
 
 def target_of(
@@ -144,6 +197,56 @@ def _make_target(
     target = TransformersTarget(model, tokenizer, **options)
     target.implementation = f"transformers, since {problem}"
     return target
+
+
+def _hub_arguments(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """A target's name, and the options, as transformers takes them."""
+    name, revision = split_revision(path)
+    # always explicit: otherwise transformers would ask on standard input, which may be the prompt
+    return name, dict(revision=revision, trust_remote_code=trust_remote_code)
+
+
+def _read_config(name: str, options: dict[str, Any]) -> Any:
+    """A target's config. Raises ValueError for a RoPE type that is not supported."""
+    config = AutoConfig.from_pretrained(name, **options)
+    RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
+    return config
+
+
+def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    tokenizer("The first use of a tokenizer reads all of its files.")
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _explaining_errors(path: str | Path) -> Iterator[None]:
+    """Context manager for loading a target, without progress bars: any exception becomes a ValueError that says what is
+    wrong and how to correct it."""
+    name, _ = split_revision(path)
+    if not Path(path).exists() and (Path(path).is_absolute() or name.count("/") > 1):
+        raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
+    if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
+        raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
+    progress_bar_was_enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    except Exception as e:
+        if "trust_remote_code" in str(e):
+            raise ValueError(
+                f"the target {path} comes with code of its own, which fledge runs only on request; read it, and if you "
+                "trust it, give --trust-remote-code (in Python trust_remote_code=True)"
+            ) from e
+        if isinstance(e, ValueError) and "RoPE" in str(e):
+            raise
+        hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
+        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_remedy(e)}") from e
+    finally:
+        if progress_bar_was_enabled:
+            enable_progress_bar()
 
 
 def _remedy(e: Exception) -> str:

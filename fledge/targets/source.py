@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,9 @@ class FeatureSource(Protocol):
     def logits(self, last_ND: Tensor) -> Tensor:
         """The target's logits [N, V] from final hidden states [N, D]."""
 
+    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
+        """The same rows. A source that reads a disk starts reading a row before it is asked for its features."""
+
 
 @dataclass(frozen=True)
 class LiveFeatures:
@@ -37,3 +41,6 @@ class LiveFeatures:
 
     def logits(self, last_ND: Tensor) -> Tensor:
         return self.target.logits(last_ND)
+
+    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
+        return rows

@@ -126,7 +126,7 @@ class RunDirectory:
         staged = stager.stage(tensors)
         stager.close()
         files = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
-        self._saving = self._writer.submit(self._write, staged, files, ranks)
+        self._saving = self._writer.submit(self._write, staged, files, dict(progress), ranks)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -142,7 +142,12 @@ class RunDirectory:
         if saving is not None:
             saving.result()
 
-    def _write(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
+    def completed(self, progress: dict[str, Any]) -> None:
+        """Called by rank 0, in another thread, when a checkpoint with this progress is complete on the disk."""
+
+    def _write(
+        self, tensors: dict[str, Tensor], files: dict[str, bytes], progress: dict[str, Any], ranks: Ranks
+    ) -> None:
         """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one."""
         where = "while a checkpoint was begun"
         if not ranks.leads:
@@ -160,6 +165,7 @@ class RunDirectory:
             self._write_tensors(tensors, new, ranks)
             names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *files]
             (new / SUMS).write_text("".join(f"{_sha256(new / name)}  {name}\n" for name in names))
+        self.completed(progress)
 
     def _write_tensors(self, tensors: dict[str, Tensor], new: Path, ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(new / STATE), save_distributed=True)

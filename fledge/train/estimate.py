@@ -66,11 +66,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The models of a run: the target's bytes and the target itself, which may be on the meta device as the draft."""
+    """The models of a run: the target's bytes and the target itself, which may be on the meta device as the draft.
+    Without `runs`, its hidden states are on disk, and only its embedding, head and last layer are loaded."""
 
     target: TransformersTarget
     weights: TargetBytes
     draft: Draft
+    runs: bool = True
 
     @property
     def trained(self) -> int:
@@ -84,16 +86,20 @@ def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placeme
     target = "the target's weights" if placed.target == 1 else f"1/{placed.target} of the target's layers, 2 whole"
     state = "master weights and moments" + (f", 1/{placed.optimizer} of them" if placed.optimizer > 1 else "")
     features = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width * work.tokens
+    held = sizes.weights.on_rank(placed.target)
+    if not sizes.runs:
+        target, held = "the target's embedding, head and last layer", sizes.weights.rest + sizes.weights.largest
     kept = [
-        Part(target, sizes.weights.on_rank(placed.target)),
+        Part(target, held),
         Part("the draft's weights", sum(p.numel() for p in sizes.draft.parameters()) * width),
         Part(state, OPTIMIZER_BYTES * -(-trained // placed.optimizer)),
         Part(
             "hidden states of two rows" if impl.prefetch else "hidden states of a row", features * (1 + impl.prefetch)
         ),
     ]
-    forward = Part("the target's forward pass", _target_pass(sizes.target, work, placed, config, width))
-    if impl.prefetch:  # its stream has a memory pool of its own
+    passing = _target_pass(sizes.target, work, placed, config, width) if sizes.runs else 0
+    forward = Part("the target's forward pass", passing)
+    if impl.prefetch and sizes.runs:  # its stream has a memory pool of its own
         kept.append(forward)
     moments = [
         *row_moments(sizes, work, impl),

@@ -111,7 +111,7 @@ def train(
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
     upcoming = with_features(
-        own_rows(rows, progress, schedule, ranks), source.features, draft.device,
+        source.ahead(own_rows(rows, progress, schedule, ranks)), source.features, draft.device,
         prefetch=schedule.implementation.prefetch,
     )  # fmt: skip
     with Interruption(say) as interruption, run.saving(), _metrics_log(run, ranks) as log:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows, make_documents
-from fledge.data.read import read_records
+from fledge.data.dataset import Rows, StreamedRows
+from fledge.data.documents import lengths_of
 from fledge.data.record import Record
-from fledge.jobs.training.recipe import Recipe
+from fledge.data.template import ChatTemplate
+from fledge.data.token_cache import DataRequest, cache_directory, load_data
+from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PlannedTarget
 from fledge.types import Document
 
@@ -23,54 +24,60 @@ ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position a
 Say = Callable[[str], None]
 
 
-def read_data(recipe: Recipe, prepared: PlannedTarget, say: Say, progress: Any) -> tuple[list[Document], list[Record]]:
-    """The documents to train on, and the records held out to measure τ.
-
-    No record is held out if --eval-prompts is given, if τ cannot be measured for this target, or if the data has fewer
-    than 10 * EVAL_RECORDS records.
-    """
-    data, skipped = recipe.data, []
-    records = read_records(list(data.sources), recipe.seed, skip=skipped.append if data.skip_bad else None)
-    held_out: list[Record] = []
-    if prepared.decodes and not recipe.evaluation.prompts and len(records) >= 10 * EVAL_RECORDS:
-        records, held_out = _hold_out(records, recipe.seed, say)
-    with progress.count("reading chats", len(records)) as advance:
-        documents, report = make_documents(
-            records, prepared.template, prepared.max_length, skip_bad=data.skip_bad, skipped=skipped, advance=advance
+def training_data(
+    recipe: Recipe, prepared: PlannedTarget, say: Say, progress: Any
+) -> tuple[Sequence[Document], list[Record]]:
+    """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
+    data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
+    measures = prepared.decodes and not recipe.evaluation.prompts
+    if cache := recipe.features:
+        known = cache.manifest
+        say(
+            f"{cache.path} has features of {known.documents:,} documents, {known.tokens:,} tokens, in {known.precision}"
         )
-    say(str(report))
-    return documents, held_out
+        return cache.documents, cache.held_out() if measures else []
+    return read_data(
+        recipe.data, recipe.seed, prepared.template, prepared.max_length, say, progress, hold_out=measures
+    )  # fmt: skip
 
 
-def _hold_out(records: list[Record], seed: int, say: Say) -> tuple[list[Record], list[Record]]:
-    """The records to train on, and the held-out records. Records with the same content as a held-out record are not
-    trained on either. If no record would be left to train on, none is held out."""
-    chosen = set(random.Random(seed).sample(range(len(records)), EVAL_RECORDS))
-    held_out = [r for i, r in enumerate(records) if i in chosen]
-    excluded = {r.content_key() for r in held_out}
-    others = [r for r in records if r.content_key() not in excluded]
-    if not others:
-        return records, []
-    copies = len(records) - len(others) - len(held_out)
-    more = f", and {copies:,} more with the same content are not trained on" if copies else ""
-    say(f"{len(held_out)} of {len(records):,} records are held out to measure τ{more}")
-    return others, held_out
+def read_data(
+    data: DataRecipe, seed: int, template: ChatTemplate, max_length: int, say: Say, progress: Any, *, hold_out: bool
+) -> tuple[Sequence[Document], list[Record]]:
+    """The documents of the data sources, of at most `max_length` tokens, and the records held out to measure τ.
+
+    No record is held out without `hold_out`, or if the data is too small (see `select`).
+    """
+    request = DataRequest(
+        sources=data.sources, seed=seed, template=template, max_length=max_length, skip_bad=data.skip_bad,
+        hold_out=EVAL_RECORDS if hold_out else 0,
+    )  # fmt: skip
+    count = functools.partial(progress.count, unit="records")
+    found = load_data(request, cache_directory(data.cache), data.workers, say, count)
+    if found.held_out:
+        more = f", and {found.copies:,} more with the same content are not trained on" if found.copies else ""
+        say(f"{len(found.held_out)} of {found.records:,} records are held out to measure τ{more}")
+    say(str(found.report))
+    return found.documents, found.held_out
 
 
-def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: list[Document], say: Say) -> Rows:
+def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
     """`pack_rows`. Raises ValueError if the target's hidden states for one row do not fit in memory."""
     rows = pack_rows(recipe, prepared, documents, say)
     _check_memory(rows.row_length, prepared)
     return rows
 
 
-def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: list[Document], say: Say) -> Rows:
+def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
     """The documents packed into rows. A row is no longer than the data."""
     asked = recipe.data.row_length or 2 * prepared.max_length
-    tokens = sum(d.tokens.numel() for d in documents)
+    tokens = int(lengths_of(documents).sum())
     if asked > tokens and recipe.data.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
-    return Rows(documents, min(asked, tokens), recipe.seed)
+    row = min(asked, tokens)
+    if recipe.features and recipe.features.manifest.stream:
+        return StreamedRows(documents, row, recipe.seed, recipe.features.manifest.shards)
+    return Rows(documents, row, recipe.seed)
 
 
 def _check_memory(row: int, prepared: PlannedTarget) -> None:
@@ -89,11 +96,3 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def fingerprint(documents: Sequence[Document]) -> str:
-    """SHA-256 of the tokens and spans of all documents, in hexadecimal."""
-    digest = hashlib.sha256()
-    for d in documents:
-        digest.update(d.tokens.numpy().tobytes() + d.spans.numpy().tobytes())
-    return digest.hexdigest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fledge.config import DraftConfig
-from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of
+from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
 from fledge.jobs.training.target import PlannedTarget, PreparedTarget
 from fledge.models.draft import Draft
@@ -22,7 +22,7 @@ DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
 Say = Callable[[str], None]
 
 
-def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
+def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft to train, on the target's device and in its dtype. `recipe.seed` seeds its random weights."""
     torch.manual_seed(recipe.seed)
     make = _existing_draft if isinstance(recipe.draft, ExistingDraft) else _new_draft
@@ -50,7 +50,7 @@ def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
     return draft.to(planned.target.dtype)
 
 
-def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
+def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft of --init-from. Raises ValueError if it does not fit the target, the data or --train-embeddings."""
     name, target = recipe.draft.name, prepared.target
     draft = load_draft(name)
@@ -59,7 +59,7 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Do
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
     mask = draft.config.mask_token_id
-    if mask is not None and any(bool((d.tokens == mask).any()) for d in documents):
+    if mask is not None and occurs(mask, documents):
         raise ValueError(
             f"the data contains token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}), which is this draft's "
             "mask token; train a new draft"
@@ -78,7 +78,7 @@ def _check_match(draft: ExistingDraft, planned: PlannedTarget) -> None:
         raise ValueError(f"--init-from {draft.name} does not fit {planned.target.name}: {problem}")
 
 
-def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: list[Document], say: Say) -> Draft:
+def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     target, mask = prepared.target, None
     vocab = target.embedding.shape[0]
     ids, coverage = choose_vocabulary(documents, vocab, _vocab_size(recipe, vocab), target.stop_ids)

@@ -1,6 +1,7 @@
 """`fledge train --dry-run`: plans a run without beginning it, and times a few steps where its devices are there.
 
-Nothing is written. The plan needs the target's config and tokenizer, the draft's config, and the data.
+Nothing is written but the cache of tokenized data. The plan needs the target's config and tokenizer, the draft's
+config, and the data.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from fledge.decode.engine import resolve_device
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
-from fledge.jobs.training.data import make_rows, pack_rows, read_data, total_memory
+from fledge.jobs.training.data import make_rows, pack_rows, total_memory, training_data
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import NOTHING_TO_SHARD, needs_processes, run_ranks, start_processes
@@ -24,7 +25,7 @@ from fledge.jobs.training.plan_report import print_plan, print_timing
 from fledge.jobs.training.recipe_file import check_settled
 from fledge.jobs.training.schedule import make_schedule
 from fledge.jobs.training.settle import settle
-from fledge.jobs.training.target import plan_target, prepare_target
+from fledge.jobs.training.target import plan_target, prepare_target, reads_features_only
 from fledge.jobs.training.timing import Timing, time_steps
 from fledge.targets.size import target_bytes
 from fledge.train.checkpoint import RunDirectory
@@ -102,11 +103,16 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     """The plan of a run with complete options. Loads no weights. Raises ValueError as a run would, for what can be
     known without them."""
     recipe = resolve_recipe(options, directory, imagined=not machine.there)
+    if recipe.features and recipe.features.manifest.stream:
+        raise ValueError(
+            f"{recipe.features.path} is a stream, whose rows come as they are written; it cannot be planned"
+        )
     target = plan_target(recipe)
     if getattr(target.target.config, "quantization_config", None) is not None:
         say(f"{recipe.target.name} is quantized; the plan counts its weights in {target.target.dtype}")
-    sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target))
-    documents, _ = read_data(recipe, target, say, progress)
+    runs = not reads_features_only(recipe)
+    sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs)
+    documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
     ranks = Ranks(size=machine.ranks, placement="replicate" if options.replicate else "shard")
     schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, options.shard_target, say)
@@ -132,8 +138,8 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
         target = prepare_target(recipe, ranks.mesh if plan.placed.target > 1 else None, say)
-        if not target.decodes:  # as the plan assumed; no records are held out then
-            rows = make_rows(recipe, target, read_data(recipe, target, say, progress)[0], say)
+        if target.decodes != (not reads_features_only(recipe)):  # as the plan assumed; no records are held out then
+            rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, plan.schedule, ranks, say)
     schedule = replace(plan.schedule, implementation=ranks.from_first(implementation))

@@ -75,7 +75,9 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, 
         return upcoming  # the iterator holds the features of the next row, which count too
 
     own_rows = -(-schedule.rows_per_step // ranks.size)
-    return Trial(draft, rows.heaviest(), step, own_rows, ranks.size if ranks.shards else 1)
+    # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
+    heaviest = [replace(row, sources=()) for row in rows.heaviest()]
+    return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:
@@ -87,7 +89,7 @@ def _warm_up(trial: Trial, implementation: Implementation) -> None:
 def _longest_row_message(tokens: int, implementation: Implementation, rows: Rows) -> str:
     return (
         f"the longest row that fits with {implementation.slots:,} slots in flight has {tokens:,} tokens (documents of "
-        f"at most {max(d.tokens.numel() for d in rows.documents):,} tokens); a row that is 10% longer does not fit"
+        f"at most {rows.longest():,} tokens); a row that is 10% longer does not fit"
     )
 
 
@@ -96,7 +98,7 @@ def _choice_message(chosen: Implementation, taken: int, available: int, rows: Ro
         f"rows of {rows.row_length:,} tokens take about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB with "
         f"--impl {chosen.attention} and {chosen.slots:,} slots in flight"
         + (", recomputing the MLP's activations" if chosen.recompute else "")
-        + (", running the target one row ahead" if chosen.prefetch else "")
+        + (", preparing the features of the next row meanwhile" if chosen.prefetch else "")
     )
 
 

@@ -143,7 +143,7 @@ def work_of(rows: Rows, schedule: Schedule, machine: Machine) -> Work:
     return Work(
         tokens=rows.row_length,
         slots=max(trained, key=sum),
-        document=max(d.tokens.numel() for d in rows.documents),
+        document=rows.longest(),
         rows=-(-schedule.rows_per_step // machine.ranks),
         device=machine.device,
     )

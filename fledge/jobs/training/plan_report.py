@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fledge.data.documents import lengths_of
 from fledge.jobs.display import ResultPrinter
 from fledge.jobs.training.plan import Plan
 from fledge.jobs.training.timing import TIMED, Timing
@@ -30,7 +31,7 @@ def print_plan(plan: Plan, printer: ResultPrinter) -> None:
 def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
     """Prints the speed of the timed steps, and the hours of the steps to do."""
     peak = "" if timing.peak is None else f"; their peak on a GPU was {_size(timing.peak)}"
-    tokens = _mean_tokens(plan) * plan.schedule.rows_per_step * plan.left
+    tokens = _tokens(plan) / len(plan.rows.epoch(0)) * plan.schedule.rows_per_step * plan.left
     seconds = tokens * timing.seconds / max(timing.tokens, 1)
     printer.print(
         f"{TIMED} steps took {timing.seconds / TIMED:.2f} s each, {timing.tokens / timing.seconds:,.0f} tokens/s{peak}."
@@ -44,7 +45,9 @@ def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
 def _placement(plan: Plan) -> str:
     n, placed, sizes = plan.machine.ranks, plan.placed, plan.sizes
     layers = f"the target's {sizes.weights.n} layers"
-    target = "the whole target" if placed.target == 1 else f"1/{n} of {layers}, its whole embedding and head"
+    target = "the whole target" if sizes.runs else "the target's embedding, head and last layer"
+    if placed.target > 1:
+        target = f"1/{n} of {layers}, its whole embedding and head"
     state = "the whole optimizer state" if placed.optimizer == 1 else f"1/{n} of the optimizer's state"
     parameters = sum(p.numel() for p in sizes.draft.parameters())
     dtype = str(sizes.target.dtype).removeprefix("torch.")
@@ -87,7 +90,7 @@ def _disk_verdict(plan: Plan) -> str:
 
 def _steps(plan: Plan) -> str:
     rows, schedule, n = plan.rows, plan.schedule, plan.machine.ranks
-    count, tokens = len(rows.epoch(0)), sum(d.tokens.numel() for d in rows.documents)
+    count, tokens = len(rows.epoch(0)), _tokens(plan)
     each = f", {-(-schedule.rows_per_step // n)} on each rank" if n > 1 else ""
     left = f"; {plan.left:,} of them are left" if plan.done else ""
     return (
@@ -97,9 +100,9 @@ def _steps(plan: Plan) -> str:
     )
 
 
-def _mean_tokens(plan: Plan) -> float:
-    """The tokens of a row, without filler."""
-    return sum(d.tokens.numel() for d in plan.rows.documents) / len(plan.rows.epoch(0))
+def _tokens(plan: Plan) -> int:
+    """The tokens of the data."""
+    return int(lengths_of(plan.rows.documents).sum())
 
 
 def _print_parts(heading: str, parts: list[Part], printer: ResultPrinter) -> None:

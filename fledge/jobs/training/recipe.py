@@ -12,6 +12,7 @@ from fledge.jobs.options import flag_of, parse_template_kwargs
 from fledge.methods import CHOICES, METHODS, Choice, Method
 
 if TYPE_CHECKING:
+    from fledge.features.cache import FeatureCache
     from fledge.jobs.train import TrainOptions
 
 MAX_LENGTH = 2048  # default of --max-length
@@ -22,8 +23,13 @@ ACTIVATIONS = ("keep", "recompute", "auto")
 SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "fc_bias")
 # options that do not apply to an existing draft, whose vocabulary and shape are fixed
 SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
+# options that are already decided by the features on disk
+FEATURE_OPTIONS = (
+    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "shard_target",
+)  # fmt: skip
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
+WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 
 
@@ -41,13 +47,16 @@ class TargetRecipe:
 @dataclass(frozen=True)
 class DataRecipe:
     """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
-    the target and the data are loaded."""
+    the target and the data are loaded. `cache` is the directory of tokenized data and `workers` the number of processes
+    that tokenize; None stands for the defaults."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
     skip_bad: bool
     max_length: int | None
     row_length: int | None
+    cache: str | None
+    workers: int | None
 
     @property
     def longest(self) -> int:
@@ -132,12 +141,14 @@ class ComputeRecipe:
 @dataclass(frozen=True)
 class Recipe:
     """Everything about a run that is known before weights and data are loaded. `choice` is a key of
-    `fledge.methods.CHOICES`. `depth` is the number of tokens that the trained draft drafts by default."""
+    `fledge.methods.CHOICES`. `depth` is the number of tokens that the trained draft drafts by default. `features` are
+    those on disk to train from (None: the target computes them)."""
 
     choice: str
     depth: int
     target: TargetRecipe
     data: DataRecipe
+    features: FeatureCache | None
     draft: NewDraft | ExistingDraft
     train_embeddings: bool
     objective: ObjectiveRecipe
@@ -174,23 +185,24 @@ class Settled:
 
 
 def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
-    """The recipe for these options. Reads no file but the config of the --init-from draft. With `imagined`, it is that
-    of a machine with CUDA GPUs, which need not be there.
+    """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
+    --features. With `imagined`, it is that of a machine with CUDA GPUs, which need not be there.
 
     Raises ValueError, naming the flags and a remedy, for options that contradict each other, that the method or the
     device does not support, or that name something that does not exist.
     """
-    if not options.target or not options.data:
-        raise ValueError("give --target and --data, a --config file that sets them, or --resume RUN")
-    existing = _existing(options)
+    if not options.features and not (options.target and options.data):
+        raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
+    existing, features = _existing(options), _features(options)
     choice = _choice(options, existing)
     _check_method_options(options, choice.method)
     depth = _depth(options, existing, choice.method)
     return Recipe(
         choice=next(name for name, known in CHOICES.items() if known is choice),
         depth=depth,
-        target=TargetRecipe(options.target, options.trust_remote_code, options.dtype, options.compile_target),
-        data=_data(options, existing),
+        target=_target(options, features),
+        data=_data(options, existing, features),
+        features=features,
         draft=existing or _new_draft(options, choice),
         train_embeddings=options.train_embeddings,
         objective=_objective(options, choice.method, depth),
@@ -206,6 +218,7 @@ def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]
     """Options that have no effect in combination with the others, with the reasons in the form of `Options.refuse`."""
     found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
     found |= dict.fromkeys(SHAPE_OPTIONS, WITH_INIT_FROM) if options.init_from else {}
+    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if options.features else {}
     return found | unsupported_options(method)
 
 
@@ -231,6 +244,19 @@ def _existing(options: TrainOptions) -> ExistingDraft | None:
     from fledge.models.weights import read_draft_config
 
     return ExistingDraft(options.init_from, read_draft_config(options.init_from))
+
+
+def _features(options: TrainOptions) -> FeatureCache | None:
+    if options.features is None:
+        return None
+    from fledge.features.cache import FeatureCache
+
+    return FeatureCache.open(options.features)
+
+
+def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:
+    name = options.target or features.manifest.target
+    return TargetRecipe(name, options.trust_remote_code, options.dtype, options.compile_target)
 
 
 def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
@@ -263,7 +289,15 @@ def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method
     return depth
 
 
-def _data(options: TrainOptions, existing: ExistingDraft | None) -> DataRecipe:
+def _data(options: TrainOptions, existing: ExistingDraft | None, features: FeatureCache | None) -> DataRecipe:
+    if features:
+        known = features.manifest
+        if options.row_length and options.row_length < known.max_length:
+            raise ValueError(
+                f"--row-length {options.row_length} is less than {known.max_length}, the maximum document length of "
+                f"{features.path}; a row must have room for the longest document"
+            )
+        return DataRecipe((), known.template_kwargs, False, known.max_length, options.row_length, None, None)
     if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
@@ -272,16 +306,20 @@ def _data(options: TrainOptions, existing: ExistingDraft | None) -> DataRecipe:
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
-    return DataRecipe(tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length)
+    return DataRecipe(
+        tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
+        options.data_workers,
+    )  # fmt: skip
 
 
 def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
     switches = tuple(name for name in SWITCHES if getattr(options, name) or name in choice.switches)
-    layers = _layer_ids(options.aux_layers) if choice.method.reads_layers else ()
+    layers = layer_ids(options.aux_layers) if choice.method.reads_layers else ()
     return NewDraft(options.draft_vocab, options.layers, layers, switches)
 
 
-def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+def layer_ids(text: str | None) -> tuple[int, ...] | None:
+    """The value of --aux-layers as ascending layer ids; None if it was not given."""
     try:
         layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
     except ValueError as e:

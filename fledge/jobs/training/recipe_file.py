@@ -31,7 +31,9 @@ from fledge.jobs.options import (
 from fledge.jobs.train import MACHINE, NOT_FROM_FILE, TrainOptions
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
+    FEATURE_OPTIONS,
     SHAPE_OPTIONS,
+    WITH_FEATURES,
     WITH_INIT_FROM,
     WITH_STEPS,
     Settled,
@@ -85,7 +87,7 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """The options with absolute paths, so that they are valid in any current directory."""
     from fledge.data.read import absolute_source
 
-    paths = {n: getattr(options, n) for n in ("target", "init_from")}
+    paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
     prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
     return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
@@ -133,6 +135,7 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     found = dict.fromkeys(["epochs"], WITH_STEPS) if "steps" in given else {}
     found |= dict.fromkeys(["steps"], "with --epochs;") if "epochs" in given else {}
     found |= dict.fromkeys(["method", *SHAPE_OPTIONS], WITH_INIT_FROM) if "init_from" in given else {}
+    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if given.get("features") else {}
     return found | (unsupported_options(find_choice(given["method"]).method) if "method" in given else {})
 
 

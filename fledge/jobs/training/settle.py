@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fledge.data.dataset import Rows
-from fledge.jobs.training.data import fingerprint
+from fledge.data.documents import fingerprint
 from fledge.jobs.training.recipe import Recipe, Settled
 from fledge.jobs.training.target import PreparedTarget
 from fledge.models.draft import Draft

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fledge.data.template import ChatTemplate
+from fledge.features.cache import FeatureCache
+from fledge.features.source import DiskFeatures
 from fledge.jobs.options import default_new_tokens, parse_dtype
-from fledge.jobs.training.recipe import ComputeRecipe, ExistingDraft, Recipe
+from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
+from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
-from fledge.targets.loading import load_target
+from fledge.targets.interface import Target
+from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.heap import retain_freed_memory
@@ -54,40 +58,34 @@ def plan_target(recipe: Recipe) -> PlannedTarget:
         requested.name, device="cpu" if recipe.compute.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
         max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
     )  # fmt: skip
-    _check_length(recipe, target)
-    return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes=True))
+    _check_length(recipe.data, target)
+    decodes = not reads_features_only(recipe)
+    return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes))
+
+
+def reads_features_only(recipe: Recipe) -> bool:
+    """Whether the target does not run, as its features are on disk and τ is not measured by decoding."""
+    return recipe.features is not None and not _decoding_option(recipe)
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
     """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
     beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
     drafts, and if one that cannot process packed documents together is to be sharded."""
-    set_up_process(recipe.compute)
-    data, requested = recipe.data, recipe.target
-    target = load_target(
-        requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code, mesh=mesh,
-        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
-    )  # fmt: skip
-    _check_length(recipe, target)
+    set_up_process(recipe.compute.device)
+    head = _open_head(recipe, say) if reads_features_only(recipe) else None
+    target = head or open_target(recipe.target, recipe.data, recipe.compute.device, mesh)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
-    if requested.compile:
-        target.compile()
-    source = LiveFeatures(target, layers)
-    if not target.packs and mesh is not None:
-        raise ValueError(
-            f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
-        )
-    if not target.packs:
-        say("this target cannot process packed documents together, so it processes them one at a time")
+    if cache := recipe.features:
+        source = _stored_features(cache, target, layers, say)
+    else:
+        source = live_features(target, layers, say)
+        if not target.packs and mesh is not None:
+            raise ValueError(
+                f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
+            )
     return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
-
-
-def _check_length(recipe: Recipe, target: TransformersTarget) -> None:
-    asked = recipe.data.max_length
-    if asked and asked > target.context:
-        raise ValueError(f"--max-length {asked} is more than the target's context; give {target.context} or less")
 
 
 def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
@@ -102,10 +100,83 @@ def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], 
     )
 
 
-def set_up_process(compute: ComputeRecipe) -> None:
+def open_target(
+    requested: TargetRecipe, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
+) -> TransformersTarget:
+    """Loads a target, compiles it if requested, and shards it over the ranks of a mesh. Raises ValueError if documents
+    may be longer than its context."""
+    target = load_target(
+        requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        trust_remote_code=requested.trust_remote_code, mesh=mesh,
+        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
+    )  # fmt: skip
+    _check_length(data, target)
+    if requested.compile:
+        target.compile()
+    return target
+
+
+def _check_length(data: DataRecipe, target: TransformersTarget) -> None:
+    if data.max_length and data.max_length > target.context:
+        raise ValueError(
+            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
+        )
+
+
+def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
+    """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
+    requested = recipe.target
+    head = load_head(
+        requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype),
+        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code,
+    )  # fmt: skip
+    if head is None:
+        say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
+    return head
+
+
+def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
+    """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
+    source = LiveFeatures(target, layers)
+    if not target.packs:
+        say("this target cannot process packed documents together, so it processes them one at a time")
+    return source
+
+
+def _stored_features(
+    cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]
+) -> DiskFeatures:
+    """Features on disk. Raises ValueError if they are not those of the target and the layers, or not complete, except
+    for a stream."""
+    known = cache.manifest
+    for what, ours, theirs in (
+        ("target", known.target_sha256, target_fingerprint(target)),
+        ("tokenizer", known.tokenizer_sha256, tokenizer_sha256(target.tokenizer)),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the features in {cache.path} are of another {what} than that of {target.name}; they were computed by "
+                f"{known.target}"
+            )
+    if not layers and not known.all_last:
+        raise ValueError(
+            f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
+            "tokens; write them with fledge features --all-final-states"
+        )
+    for shard in () if known.stream else cache.shards:
+        cache.offsets(shard)
+    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype, say)
+
+
+def target_fingerprint(target: Target) -> str:
+    """`target_sha256` of a loaded target."""
+    return target_sha256(target.embedding, target.head_weight, target.last_layer_weights())
+
+
+def set_up_process(device: str) -> None:
     """Makes torch's process-wide settings: the current GPU and the number of threads, or the heap settings on a CPU."""
-    if compute.gpu:
-        torch.cuda.set_device(torch.device(compute.device).index or 0)  # Triton launches on the current device
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)  # Triton launches on the current device
         torch.set_num_threads(1)  # the CPU handles only small tensors, which are slower with several threads
     else:
         retain_freed_memory()
@@ -116,15 +187,24 @@ def _layers(recipe: Recipe) -> tuple[int, ...] | None:
     if not recipe.method.reads_layers:
         return ()
     draft = recipe.draft
-    return draft.config.aux_layers if isinstance(draft, ExistingDraft) else draft.aux_layers
+    if isinstance(draft, ExistingDraft):
+        return draft.config.aux_layers
+    return draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None
+
+
+def _decoding_option(recipe: Recipe) -> str | None:
+    """The flag of the option, if there is one, that asks for measurements of τ by decoding."""
+    return "--eval-every" if recipe.evaluation.every else "--eval-prompts" if recipe.evaluation.prompts else None
 
 
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
+    if reads_features_only(recipe):
+        say("τ is not measured by decoding, for which the target would have to run; --eval-every measures it")
+        return False
     if not target.rollback_problem:
         return True
-    if recipe.evaluation.every or recipe.evaluation.prompts:
-        flag = "--eval-every" if recipe.evaluation.every else "--eval-prompts"
+    if flag := _decoding_option(recipe):
         raise ValueError(
             f"{flag} measures τ by decoding, but {target.name} cannot verify drafts: {target.rollback_problem}; leave "
             f"{flag} out to train without measuring τ"

@@ -43,7 +43,7 @@ def time_steps(
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     state, tokens, began = Progress(), 0, 0.0
     upcoming = with_features(
-        own_rows(rows, state, schedule, ranks), source.features, draft.device,
+        source.ahead(own_rows(rows, state, schedule, ranks)), source.features, draft.device,
         prefetch=schedule.implementation.prefetch,
     )  # fmt: skip
     with progress.count("timing steps", WARM_UP + TIMED) as advance:

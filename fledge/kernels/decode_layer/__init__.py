@@ -41,22 +41,26 @@ def join_embedding(
     state_gain_E: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    row_M: Tensor | None = None,
     impl: str | None = None,
-) -> Tensor:
-    """[embedding of the token ; state] of each row, [M, 2E] in the dtype of the states: the input of a draft.
+) -> tuple[Tensor, Tensor]:
+    """[embedding of the token ; state] of each row, [M, 2E] in the dtype of the states: the input of a draft. Also
+    returns the states, [M, E].
 
     With `token_gain_E` or `state_gain_E`, the embedding or the state is normalised (RMSNorm with this gain). `token_M`
-    is int64. Raises ValueError if the shapes do not belong together.
+    is int64. With `row_M` (int64), row m reads state `row_M[m]`, of any number of states. Raises ValueError if the
+    shapes do not belong together.
     """
-    (M, E), V = state_ME.shape, embedding_VE.shape[0]
+    (rows, E), V = state_ME.shape, embedding_VE.shape[0]
     gains = [x for x in (token_gain_E, state_gain_E) if x is not None]
-    if token_M.shape != (M,) or embedding_VE.shape != (V, E) or any(x.shape != (E,) for x in gains):
+    M = (rows,) if row_M is None else row_M.shape
+    if token_M.shape != M or embedding_VE.shape != (V, E) or any(x.shape != (E,) for x in gains):
         shapes = "".join(f", gain {tuple(x.shape)}" for x in gains)
         raise ValueError(
             f"tokens {tuple(token_M.shape)} do not belong with states {tuple(state_ME.shape)}, embeddings "
             f"{tuple(embedding_VE.shape)}{shapes}"
         )
-    arguments = (token_M, state_ME, embedding_VE, token_gain_E, state_gain_E, eps)
+    arguments = (token_M, state_ME, embedding_VE, token_gain_E, state_gain_E, eps, row_M)
     if use_triton(impl, state_ME):
         from fledge.kernels.decode_layer.triton import join_embedding_triton
 
@@ -66,8 +70,8 @@ def join_embedding(
 
 def rope_to_cache(
     qkv_MO: Tensor,
-    cos_Mr: Tensor,
-    sin_Mr: Tensor,
+    cos_nr: Tensor,
+    sin_nr: Tensor,
     heads: int,
     kv_heads: int,
     d: int,
@@ -84,22 +88,24 @@ def rope_to_cache(
 
     A row of `qkv_MO` has the heads of the queries, then of the keys, then of the values. With `q_norm_d` or `k_norm_d`,
     each head of the queries or keys is normalised first (RMSNorm with this gain, as in Qwen3). Of each head, the first
-    r dimensions are rotated as in `fledge.kernels.rope.apply_rope`; cos and sin are [M, r] with equal halves.
+    r dimensions are rotated as in `fledge.kernels.rope.apply_rope`; cos and sin are [n, r] with equal halves, where n
+    divides M and each row is that of M / n consecutive rows.
     The key and value of row m go to slot `slot_M[m]` (int32 or int64, distinct) of the pools `keys_GPd` and
     `values_GPd`, which may be strided views with contiguous heads. Raises ValueError if the shapes do not belong
     together or r is odd or larger than d.
     """
-    M, r = cos_Mr.shape
+    M, (n, r) = qkv_MO.shape[0], cos_nr.shape
     if (
         qkv_MO.shape != (M, (heads + 2 * kv_heads) * d)
-        or sin_Mr.shape != (M, r)
+        or sin_nr.shape != (n, r)
+        or M % max(n, 1)
         or slot_M.shape != (M,)
         or keys_GPd.shape != (kv_heads, keys_GPd.shape[1], d)
         or values_GPd.shape != keys_GPd.shape
     ):
         raise ValueError(
             f"{heads} query heads and {kv_heads} key heads of {d} do not belong with a projection "
-            f"{tuple(qkv_MO.shape)}, cos {tuple(cos_Mr.shape)}, sin {tuple(sin_Mr.shape)}, slots "
+            f"{tuple(qkv_MO.shape)}, cos {tuple(cos_nr.shape)}, sin {tuple(sin_nr.shape)}, slots "
             f"{tuple(slot_M.shape)}, keys {tuple(keys_GPd.shape)} and values {tuple(values_GPd.shape)}"
         )
     if r % 2 or not 0 < r <= d:
@@ -108,8 +114,8 @@ def rope_to_cache(
     if use_triton(impl, qkv_MO):
         from fledge.kernels.decode_layer.triton import rope_to_cache_triton
 
-        return rope_to_cache_triton(qkv_MO, cos_Mr, sin_Mr, heads, keys_GPd, values_GPd, slot_M, *norms)
-    return definition.rope_to_cache(qkv_MO, cos_Mr, sin_Mr, heads, keys_GPd, values_GPd, slot_M, *norms)
+        return rope_to_cache_triton(qkv_MO, cos_nr, sin_nr, heads, keys_GPd, values_GPd, slot_M, *norms)
+    return definition.rope_to_cache(qkv_MO, cos_nr, sin_nr, heads, keys_GPd, values_GPd, slot_M, *norms)
 
 
 def silu_mul_fused(gate_up_M2F: Tensor, *, impl: str | None = None) -> Tensor:

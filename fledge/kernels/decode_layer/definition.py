@@ -22,17 +22,20 @@ def add_rms_norm(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps
 
 def join_embedding(
     token_M: Tensor, state_ME: Tensor, embedding_VE: Tensor, token_gain_E: Tensor | None, state_gain_E: Tensor | None,
-    eps: float,
-) -> Tensor:  # fmt: skip
+    eps: float, row_M: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    state_ME = state_ME if row_M is None else state_ME[row_M]
     parts = (F.embedding(token_M, embedding_VE), token_gain_E), (state_ME, state_gain_E)
-    return torch.cat([x if gain is None else F.rms_norm(x, gain.shape, gain, eps) for x, gain in parts], -1)
+    joined = torch.cat([x if gain is None else F.rms_norm(x, gain.shape, gain, eps) for x, gain in parts], -1)
+    return joined, state_ME
 
 
 def rope_to_cache(
-    qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
+    qkv_MO: Tensor, cos_nr: Tensor, sin_nr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    (M, _), (G, _, d) = cos_Mr.shape, keys_GPd.shape
+    M, n, (G, _, d) = qkv_MO.shape[0], cos_nr.shape[0], keys_GPd.shape
+    cos_Mr, sin_Mr = (x if n == M else x.repeat_interleave(M // n, 0) for x in (cos_nr, sin_nr))
     qkv_NMd = qkv_MO.view(M, -1, d).transpose(0, 1)  # heads first, as in the cache
     qk_NMd, v_GMd = qkv_NMd.split_with_sizes((heads + G, G))
     qk_NMd = at_least_float32(qk_NMd)

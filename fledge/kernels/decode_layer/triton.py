@@ -53,8 +53,9 @@ def add_rms_norm_triton(
 
 @triton.jit
 def _join_embedding(
-    token_ptr, state_ptr, embedding_ptr, token_gain_ptr, state_gain_ptr, out_ptr, ss, se, eps,
-    E: tl.constexpr, BE: tl.constexpr, TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    token_ptr, state_ptr, embedding_ptr, token_gain_ptr, state_gain_ptr, row_ptr, out_ptr, read_ptr, ss, se, eps,
+    E: tl.constexpr, BE: tl.constexpr, TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr, CHOSEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -66,7 +67,11 @@ def _join_embedding(
         if TOKEN_NORM:
             x *= tl.load(token_gain_ptr + e, mask=e < E, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(x * x, 0) / E + eps)
     else:
-        x = tl.load(state_ptr + row * ss + e, mask=e < E, other=0.0).to(tl.float32)
+        at = tl.load(row_ptr + row).to(tl.int64) if CHOSEN else row
+        x = tl.load(state_ptr + at * ss + e, mask=e < E, other=0.0)
+        if CHOSEN:
+            tl.store(read_ptr + row * E + e, x, mask=e < E)
+        x = x.to(tl.float32)
         if STATE_NORM:
             x *= tl.load(state_gain_ptr + e, mask=e < E, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(x * x, 0) / E + eps)
     tl.store(out_ptr + (2 * row + is_state) * E + e, x.to(out_ptr.dtype.element_ty), mask=e < E)
@@ -74,20 +79,22 @@ def _join_embedding(
 
 def join_embedding_triton(
     token_M: Tensor, state_ME: Tensor, embedding_VE: Tensor, token_gain_E: Tensor | None, state_gain_E: Tensor | None,
-    eps: float,
-) -> Tensor:  # fmt: skip
+    eps: float, row_M: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`join_embedding` with two programs per row; E is at most 16,384, and rows may be strided."""
-    (M, E), state, embedding = state_ME.shape, _rows(state_ME), _rows(embedding_VE)
+    M, E, state, embedding = token_M.numel(), state_ME.shape[1], _rows(state_ME), _rows(embedding_VE)
     token_gain, state_gain = (None if x is None else x.contiguous() for x in (token_gain_E, state_gain_E))
-    out = torch.empty(M, 2 * E, dtype=state.dtype, device=state.device)
+    out, chosen = torch.empty(M, 2 * E, dtype=state.dtype, device=state.device), row_M is not None
+    read = torch.empty(M, E, dtype=state.dtype, device=state.device) if chosen else state_ME
     if M:
         BE = triton.next_power_of_2(E)
         _join_embedding[(M, 2)](
-            token_M.contiguous(), state, embedding, token_gain, state_gain, out, state.stride(0), embedding.stride(0),
-            eps, E=E, BE=BE, TOKEN_NORM=token_gain is not None, STATE_NORM=state_gain is not None,
+            token_M.contiguous(), state, embedding, token_gain, state_gain, row_M.contiguous() if chosen else None,
+            out, read, state.stride(0), embedding.stride(0), eps,
+            E=E, BE=BE, TOKEN_NORM=token_gain is not None, STATE_NORM=state_gain is not None, CHOSEN=chosen,
             num_warps=4 if BE <= 1024 else 8 if BE <= 4096 else 16, **dependent_launch(state.device),
         )  # fmt: skip
-    return out
+    return out, read
 
 
 @triton.jit
@@ -109,7 +116,7 @@ def _store_head(
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
 def _rope_to_cache(
     qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
-    sx, sc, ss, skg, skp, svg, svp, eps,
+    sx, sc, ss, skg, skp, svg, svp, shared, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +135,9 @@ def _rope_to_cache(
     if R < D:
         rest = tl.load(x_ptr + R + p, mask=p < D - R, other=0.0).to(tl.float32)
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    cos = tl.load(cos_ptr + row * sc + i, mask=i < half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * ss + i, mask=i < half, other=0.0).to(tl.float32)
+    turn = (tl.program_id(0) // shared).to(tl.int64)
+    cos = tl.load(cos_ptr + turn * sc + i, mask=i < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + turn * ss + i, mask=i < half, other=0.0).to(tl.float32)
     if Q_NORM or K_NORM:
         squares = tl.sum(a * a, 0) + tl.sum(b * b, 0)
         if R < D:
@@ -158,20 +166,20 @@ def _rope_to_cache(
 
 
 def rope_to_cache_triton(
-    qkv_MO: Tensor, cos_Mr: Tensor, sin_Mr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
+    qkv_MO: Tensor, cos_nr: Tensor, sin_nr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """`rope_to_cache` with one program per row and head. Raises ValueError if a head of the pools is not contiguous."""
     if not keys_GPd.stride(2) == values_GPd.stride(2) == 1:
         raise ValueError("rotary embedding 'triton' needs contiguous heads in the pools of keys and values")
-    (M, r), (G, _, d) = cos_Mr.shape, keys_GPd.shape
+    M, (n, r), (G, _, d) = qkv_MO.shape[0], cos_nr.shape, keys_GPd.shape
     q_norm, k_norm = (None if x is None else x.contiguous() for x in (q_norm_d, k_norm_d))
-    qkv, cos, sin = (_rows(x) for x in (qkv_MO, cos_Mr, sin_Mr))
+    qkv, cos, sin = (_rows(x) for x in (qkv_MO, cos_nr, sin_nr))
     q_MHd = torch.empty(M, heads, d, dtype=qkv.dtype, device=qkv.device)
     if M:
         _rope_to_cache[(M, heads + 2 * G)](
             qkv, cos, sin, keys_GPd, values_GPd, slot_M.contiguous(), q_norm, k_norm, q_MHd,
-            qkv.stride(0), cos.stride(0), sin.stride(0), *keys_GPd.stride()[:2], *values_GPd.stride()[:2], eps,
+            qkv.stride(0), cos.stride(0), sin.stride(0), *keys_GPd.stride()[:2], *values_GPd.stride()[:2], M // n, eps,
             H=heads, G=G, D=d, R=r, BR=triton.next_power_of_2(r // 2), BP=triton.next_power_of_2(max(d - r, 1)),
             Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1, **dependent_launch(qkv.device),
         )  # fmt: skip

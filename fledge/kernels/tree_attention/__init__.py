@@ -18,15 +18,18 @@ from torch import Tensor
 
 from fledge.kernels.implementations import IMPLS, best_impl, use_triton
 from fledge.kernels.tree_attention.definition import tree_attention_reference, tree_attention_torch
-from fledge.kernels.tree_attention.visible import Visible, VisibleChain, pack_bits
+from fledge.kernels.tree_attention.place import place_trees
+from fledge.kernels.tree_attention.visible import Visible, VisibleBits, VisibleChain, pack_bits
 
 __all__ = [
     "COUNTERS",
     "IMPLS",
     "Visible",
+    "VisibleBits",
     "VisibleChain",
     "best_impl",
     "pack_bits",
+    "place_trees",
     "tree_attention",
     "tree_attention_reference",
 ]

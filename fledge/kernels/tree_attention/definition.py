@@ -18,6 +18,12 @@ def pack_bits_torch(mask_BSJ: Tensor) -> Tensor:
     return (words_BSWb.long() << torch.arange(64, device=mask_BSJ.device)).sum(-1)
 
 
+def unpack_bits(words_BSW: Tensor, J: int) -> Tensor:
+    """The first J entries of masks that `pack_bits` packed, bool [B, S, J]."""
+    bits_BSWb = words_BSW[..., None] >> torch.arange(64, device=words_BSW.device) & 1
+    return bits_BSWb.flatten(2)[..., :J].bool()
+
+
 def seen_slots(length: int, visible_SJ: Tensor, window: int | None, position_S: Tensor | None) -> Tensor:
     """Which of a sequence's length + J slots each row reads, bool [S, length + J]."""
     slot = torch.arange(length, device=visible_SJ.device)

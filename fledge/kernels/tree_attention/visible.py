@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.implementations import best_impl
-from fledge.kernels.tree_attention.definition import pack_bits_torch
+from fledge.kernels.tree_attention.definition import pack_bits_torch, unpack_bits
 
 
 class Visible:
@@ -25,6 +25,19 @@ class Visible:
     def words_BSW(self) -> Tensor:
         """`pack_bits` of the mask."""
         return pack_bits(self.mask_BSJ)
+
+
+class VisibleBits(Visible):
+    """The same, given as words int64 [B, S, W] of bits (`pack_bits`), of which the first ceil(J / 64) are read."""
+
+    def __init__(self, words_BSW: Tensor, J: int):
+        self.words_BSW = words_BSW
+        self.shape = (*words_BSW.shape[:2], J)
+
+    @functools.cached_property
+    def mask_BSJ(self) -> Tensor:
+        """The same as a mask, bool."""
+        return unpack_bits(self.words_BSW, self.shape[2])
 
 
 class VisibleChain:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
-from fledge.kernels.tree_attention import Visible, VisibleChain
+from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
 from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.targets.native.attention import PackedRows
@@ -92,9 +92,7 @@ class NativeTarget(TransformersTarget):
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         """See `DecodingTarget.verify`. Does not synchronize."""
         B, N = tree.token_BN.shape
-        depth_BN = tree.depths()
-        visible = VisibleChain(depth_BN, N) if tree.parent_BN is None else Visible(tree.ancestors())
-        position_BN = cache.length_B[:, None] + depth_BN
-        attend = CachedRows(TreeRows(cache, N, visible, position_BN))
+        position_BN, slot_BN, visible = place_trees(tree, cache.start_B, cache.length_B)
+        attend = CachedRows(TreeRows(cache, N, visible, position_BN, slot_BN))
         features = self.native(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
         return self.logits(features.last_TD).view(B, N, -1), None if layers is None else features

@@ -1,0 +1,317 @@
+"""The tokenized data of earlier runs on disk. It is found by a hash of everything that it depends on.
+
+Each data set is a directory `tokens/HASH` of the cache, which is written once, by one process, and complete or absent:
+the tokens and spans of all documents as int32 (tokens.bin, spans.bin), where each document starts and how often each
+token occurs (documents.npz), and a manifest (manifest.json).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from fledge.data.content import content_sha256, stamp
+from fledge.data.dataset import DataReport, make_documents
+from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
+from fledge.data.read import Source
+from fledge.data.record import Record
+from fledge.data.selection import select
+from fledge.data.template import ChatTemplate
+from fledge.data.token_store import SPANS, TOKENS, TokenStore
+from fledge.data.tokenize import default_workers
+from fledge.data.vocab import count_tokens
+from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sibling_path
+
+MANIFEST, TABLE = "manifest.json", "documents.npz"
+VARIABLE = "FLEDGE_CACHE"  # the environment variable that names the cache's directory
+POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
+
+Say = Callable[[str], None]
+Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """The data that a run trains on: the sources, and everything that decides which documents are made of them.
+
+    `max_length` is the length of a window in tokens, and `hold_out` the number of records to hold out (see `select`).
+    """
+
+    sources: tuple[str, ...]
+    seed: int
+    template: ChatTemplate
+    max_length: int
+    skip_bad: bool
+    hold_out: int
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The documents to train on and the records held out. `records` and `copies` are those of `Selection`."""
+
+    documents: DocumentTable
+    report: DataReport
+    held_out: list[Record]
+    records: int
+    copies: int
+
+
+def cache_directory(given: str | None = None) -> Path:
+    """The directory of the cache: the given one, FLEDGE_CACHE, or `fledge` in the user's cache directory."""
+    if named := given or os.environ.get(VARIABLE):
+        return Path(named).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "fledge"
+
+
+def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, count: Count) -> TrainingData:
+    """The training data, from the cache, or made and put there; `say` is told where it is.
+
+    Several processes that ask for the same data at the same time make it once, and the others wait. `workers` is the
+    number of processes that tokenize (default: see `default_workers`), and `count` shows the progress, as
+    `ProgressDisplay.count` does. If the cache cannot be written, the data is kept in memory, after a message. Raises
+    ValueError for sources that cannot be read or used, and for a file that changes meanwhile.
+    """
+    sources = [Source(text) for text in request.sources]
+    job = _Job(request, sources, workers, say, count)
+    stamps = job.stamps()
+    entry = cache / "tokens" / _key(request, sources, cache / "hashes")
+    told = False
+    while True:
+        if (known := job.read(entry)) is not None:
+            say(f"the tokenized data is read from {entry}")
+            return known
+        if (reason := _write_problem(entry.parent)) is not None:
+            return job.make_in_memory(cache, reason)
+        try:
+            with exclusive_lock(sibling_path(entry, "lock"), f"the tokenized data in {entry}", _refuse_to_share):
+                if job.read(entry, report_damage=True) is None:
+                    return job.make(entry, stamps)
+        except InUse as e:
+            if not told:
+                say(f"waiting, because {e}")
+                told = True
+            time.sleep(POLL_SECONDS)
+        except _NoLocks as e:
+            return job.make_in_memory(cache, str(e))
+
+
+class _NoLocks(Exception):
+    """The cache's file system has no locks, so two processes could write the same files; the message says so."""
+
+
+def _refuse_to_share(problem: str) -> NoReturn:
+    raise _NoLocks(problem.partition(":")[0])
+
+
+class _DiskFull(Exception):
+    """The disk got full while the data was made; `data` is in memory."""
+
+    def __init__(self, data: TrainingData):
+        super().__init__()
+        self.data = data
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One request, with the sources that it names."""
+
+    request: DataRequest
+    sources: Sequence[Source]
+    workers: int | None
+    say: Say
+    count: Count
+
+    @property
+    def names(self) -> list[str]:
+        return [name for source in self.sources for name in source.names]
+
+    def stamps(self) -> dict[Path, tuple[int, int]]:
+        """Size and time of the last change of each file."""
+        return {file: stamp(file)[:2] for source in self.sources for file in source.files}
+
+    def make(self, entry: Path, stamps: dict[Path, tuple[int, int]]) -> TrainingData:
+        """Makes the data and puts it into the cache. The process must hold the entry's lock."""
+        try:
+            with replace_directory(entry) as new:
+                store = TokenStore(new, self.say)
+                try:
+                    data = self.tokenize(store)
+                finally:
+                    store.close()
+                for file, before in stamps.items():
+                    if stamp(file)[:2] != before:
+                        raise ValueError(f"{file} changed while it was read; start again when it is complete")
+                if store.in_memory:
+                    raise _DiskFull(data)
+                _save(new, data, self.names)
+        except _DiskFull as e:
+            return e.data
+        except OSError as e:
+            if (full := disk_full_errno(e)) is None:
+                raise
+            message = f"no space for the tokenized data in {entry}; fledge train --data-cache names another directory"
+            raise OSError(full, message) from e
+        size = sum(file.stat().st_size for file in entry.iterdir())
+        self.say(f"the tokenized data is kept for later runs in {entry} ({size / 1e6:,.1f} MB)")
+        return _load(entry, self.names)
+
+    def make_in_memory(self, cache: Path, reason: str) -> TrainingData:
+        self.say(
+            f"the data cache {cache} cannot be used ({reason}): the tokens are kept in memory, and the next run makes "
+            "them again; fledge train --data-cache names another directory"
+        )
+        return self.tokenize(TokenStore())
+
+    def tokenize(self, store: TokenStore) -> TrainingData:
+        request = self.request
+        with self.count("counting chats", None) as advance:
+            chosen = select(
+                self.sources, request.seed, skip_bad=request.skip_bad, hold_out=request.hold_out, advance=advance
+            )
+        distinct, order = chosen.distinct()
+        held_out: dict[int, Record] = {}
+        with self.count("reading chats", len(distinct)) as advance:
+            documents, report = make_documents(
+                chosen.read(held_out), request.template, request.max_length, skip_bad=request.skip_bad,
+                skipped=chosen.refused, advance=advance, order=order, store=store,
+                workers=self.workers or default_workers(len(distinct)),
+            )  # fmt: skip
+        return TrainingData(
+            documents, report, [held_out[i] for i in chosen.held_out.tolist()], chosen.records, chosen.copies
+        )
+
+    def read(self, entry: Path, *, report_damage: bool = False) -> TrainingData | None:
+        """The data in the cache; None if there is none, or if its files are not those that were written."""
+        if not entry.exists():
+            return None
+        try:
+            return _load(entry, self.names)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile) as e:
+            if report_damage:
+                reason = f"{MANIFEST} lacks {e}" if isinstance(e, LookupError) else e
+                self.say(f"the tokenized data in {entry} is damaged ({reason}), so it is made again")
+            return None
+
+
+# -- what the data depends on -----------------------------------------------------------------------------------------
+
+
+def _key(request: DataRequest, sources: Sequence[Source], hashes: Path) -> str:
+    """A hash of everything that decides what the documents and the held-out records are."""
+    drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
+    content = {
+        # the code that makes and stores the documents, so that a change to it never finds what the old code made
+        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
+        "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
+        "sources": [[_identity(source, hashes), source.share] for source in sources],
+        "seed": request.seed if drawn else None,
+        "tokenizer": _tokenizer_state(request.template.tokenizer),
+        "template_kwargs": request.template.kwargs,
+        "stop_ids": sorted(request.template.stop_ids),
+        "max_length": request.max_length,
+        "skip_bad": request.skip_bad,
+        "hold_out": request.hold_out,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _identity(source: Source, hashes: Path) -> Any:
+    """What a source contains, whatever its files are called: suffix, size and hash of each, or the fingerprint of a hub
+    data set, which changes with its revision and split."""
+    if not source.local:
+        return source.hub_data._fingerprint
+    return [[file.suffix, file.stat().st_size, content_sha256(file, hashes)] for file in source.files]
+
+
+def _tokenizer_state(tokenizer: Any) -> list[Any]:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state = {name: part for name, part in state.items() if name not in ("truncation", "padding")}  # set by each call
+    kind = type(tokenizer)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [kind.__module__, kind.__qualname__, state, special, tokenizer.split_special_tokens, tokenizer.chat_template]
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def _write_problem(directory: Path) -> str | None:
+    """Why files cannot be written to a directory, which is created if necessary; None if they can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as e:
+        return e.strerror or str(e)
+
+
+def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
+    """Adds the table and the manifest to the files of a `TokenStore`."""
+    documents, counts = data.documents, count_tokens(data.documents)
+    np.savez(
+        directory / TABLE,
+        starts=documents.starts, lengths=documents.lengths, supervised=documents.supervised,
+        supervised_V=counts.supervised_V.numpy(), seen_V=counts.seen_V.numpy(),
+    )  # fmt: skip
+    manifest = {
+        "files": {name: (directory / name).stat().st_size for name in (TOKENS, SPANS, TABLE)},
+        "tokens": documents.tokens.count,
+        "sha256": fingerprint(documents),
+        "report": asdict(data.report) | {"first_refusal": _without_name(data.report.first_refusal, names)},
+        "held_out": [asdict(r) | {"where": _without_name(r.where, names)} for r in data.held_out],
+        "records": data.records,
+        "copies": data.copies,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def _load(entry: Path, names: Sequence[str]) -> TrainingData:
+    """Reads an entry of the cache. Raises an exception if its files are not those that were written."""
+    manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+    for name, size in manifest["files"].items():
+        if (found := (entry / name).stat().st_size) != size:
+            raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
+    with np.load(entry / TABLE) as table:
+        counts = TokenCounts(*(torch.from_numpy(table[name]) for name in ("supervised_V", "seen_V")))
+        documents = DocumentTable(
+            *(TokenFile(entry / name, manifest["tokens"]) for name in (TOKENS, SPANS)),
+            **{name: table[name] for name in ("starts", "lengths", "supervised")},
+            summary=Summary(manifest["sha256"], counts),
+        )
+    report = DataReport(**manifest["report"])
+    return TrainingData(
+        documents=documents,
+        report=replace(report, first_refusal=_with_name(report.first_refusal, names)),
+        held_out=[
+            Record(**r | {"where": _with_name(r["where"], names), "turns": tuple(r["turns"])})
+            for r in manifest["held_out"]
+        ],
+        records=manifest["records"],
+        copies=manifest["copies"],
+    )
+
+
+def _without_name(text: str, names: Sequence[str]) -> tuple[int, str]:
+    """Splits a text that starts with the name of a file or data set into the name's index and the rest, since the same
+    content may have another name in a later run. The index is -1 for other texts."""
+    found = [i for i, name in enumerate(names) if text.startswith(name)]
+    i = max(found, key=lambda i: len(names[i]), default=-1)
+    return i, text[len(names[i]) :] if found else text
+
+
+def _with_name(split: tuple[int, str], names: Sequence[str]) -> str:
+    i, rest = split
+    return names[i] + rest if i >= 0 else rest

@@ -1,0 +1,219 @@
+"""Tokenizing records: batches of records become arrays, in this process or in several worker processes.
+
+Workers are programs of their own (`fledge.data.worker`) that talk through pipes. They are not forked, since
+a copy of a process with threads can deadlock; they do not import the user's script again, as the processes of
+`multiprocessing` do; and they end by themselves when the process that started them is gone, even if it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+import numpy as np
+
+from fledge.data.pack import windows
+from fledge.data.record import Record
+from fledge.data.template import ChatTemplate
+
+BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # a batch ends when it has so many records, or so much text
+RECORDS_PER_WORKER = 5_000  # a worker needs a few seconds to start, in which one process tokenizes so many short chats
+NOTHING = np.zeros(0, dtype=np.int32)
+MAX_WORKERS = 32  # more are not kept busy by the process that reads the records and writes the tokens
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How records are tokenized. `max_length` is the length of a window in tokens; with `skip_bad`, records that the
+    template refuses are counted instead of raised."""
+
+    template: ChatTemplate
+    max_length: int
+    skip_bad: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The documents of successive records. `tokens` and `spans` hold all documents one after the other, int32 [n];
+    `lengths` and `supervised` count the tokens of each document, int32 [D].
+
+    `documents` and `windowed` are the numbers of documents, and of texts that were longer than a window, of each
+    record, int32 [R]. `refused` are the reasons of refused records, by the record's index.
+    """
+
+    tokens: np.ndarray
+    spans: np.ndarray
+    lengths: np.ndarray
+    supervised: np.ndarray
+    documents: np.ndarray
+    windowed: np.ndarray
+    refused: dict[int, str]
+
+    def without_tokens(self) -> Batch:
+        return replace(self, tokens=NOTHING, spans=NOTHING)
+
+    @staticmethod
+    def joined(parts: Sequence[Batch]) -> Batch:
+        """The batch of all records of several successive batches."""
+        arrays = {
+            f.name: np.concatenate([NOTHING, *(getattr(part, f.name) for part in parts)])
+            for f in fields(Batch)
+            if f.name != "refused"
+        }
+        firsts = accumulate((len(part.documents) for part in parts), initial=0)
+        refused = {a + i: why for a, part in zip(firsts, parts, strict=False) for i, why in part.refused.items()}
+        return Batch(**arrays, refused=refused)
+
+
+Tokenize = Callable[[Iterable[list[Record]]], Iterator[Batch]]
+
+
+def tokenize(records: list[Record], settings: Settings) -> Batch:
+    """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set."""
+    parts, counts, windowed, refused = [], [], [], {}
+    for i, record in enumerate(records):
+        try:
+            found = settings.template.documents(record)
+        except ValueError as e:
+            if not settings.skip_bad:
+                raise
+            found, refused[i] = [], str(e)
+        cut = [part for document in found for part in windows(document, settings.max_length)]
+        parts += cut
+        counts.append(len(cut))
+        windowed.append(sum(d.tokens.numel() > settings.max_length for d in found))
+    spans = [d.spans.numpy() for d in parts]
+    return Batch(
+        tokens=np.concatenate([NOTHING, *(d.tokens.numpy() for d in parts)]),
+        spans=np.concatenate([NOTHING, *spans]),
+        lengths=np.array([len(s) for s in spans], dtype=np.int32),
+        supervised=np.array([np.count_nonzero(s >= 0) for s in spans], dtype=np.int32),
+        documents=np.array(counts, dtype=np.int32),
+        windowed=np.array(windowed, dtype=np.int32),
+        refused=refused,
+    )
+
+
+def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Successive records in batches."""
+    batch, characters = [], 0
+    for record in records:
+        batch.append(record)
+        characters += _characters(record)
+        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(record: Record) -> int:
+    return len(record.text or "") + sum(len(m.get("content") or "") for m in record.messages or [])
+
+
+def default_workers(records: int) -> int:
+    """The number of processes for so many records: one for each core, and only this one for small data."""
+    return max(1, min(_cores(), MAX_WORKERS, records // RECORDS_PER_WORKER))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
+    """Context manager: yields a function that tokenizes batches and returns the results in the batches' order.
+
+    With 1 worker, batches are tokenized in this process. Worker processes end with the context, and give the results,
+    and the error of the first refused record, that this process would.
+    """
+    if workers == 1:
+        yield lambda todo: (tokenize(batch, settings) for batch in todo)
+        return
+    try:
+        startup = pickle.dumps(settings)
+    except Exception as e:  # a tokenizer with code of its own may hold anything
+        raise ValueError(
+            f"the tokenizer cannot be sent to other processes ({e}); use fledge train --data-workers 1"
+        ) from e
+    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's pipe
+    started: list[_Worker] = []
+    try:
+        started += (_Worker(startup) for _ in range(workers))
+        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in started:
+            idle.put(worker)
+        yield lambda todo: _in_order(todo, idle, pool, 3 * workers)
+    finally:
+        for worker in started:
+            worker.stop()
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    todo: Iterable[list[Record]], idle: queue.SimpleQueue[_Worker], pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[Batch]:
+    """The results of all batches in order. At most `ahead` batches are on their way, so that memory is bounded."""
+
+    def ask(batch: list[Record]) -> Batch:
+        worker = idle.get()
+        try:
+            return worker.ask(batch)
+        finally:
+            idle.put(worker)
+
+    pending: deque[Future[Batch]] = deque()
+    for batch in todo:
+        pending.append(pool.submit(ask, batch))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+class _Worker:
+    """A process that tokenizes the batches that it is asked for, one at a time."""
+
+    def __init__(self, startup: bytes):
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        # a worker computes nothing on a GPU, and threads of several workers would compete for the cores
+        environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fledge.data.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            process_group=0,  # Ctrl-C on the terminal reaches the process that started it, which then stops it
+        )  # fmt: skip
+        self.startup: bytes | None = startup
+
+    def ask(self, batch: list[Record]) -> Batch:
+        try:
+            if self.startup is not None:
+                self.process.stdin.write(self.startup)
+                self.startup = None
+            pickle.dump(batch, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            self.process.stdin.flush()
+            answer = pickle.load(self.process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError) as e:
+            code = self.process.wait()
+            raise ValueError(
+                f"a process that tokenizes the data ended early (exit code {code}), for example for want of memory; "
+                "fledge train --data-workers 1 starts no such processes"
+            ) from e
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return answer
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # what is left in the buffer cannot be written
+            self.process.stdin.close()

@@ -1,0 +1,282 @@
+"""The directory of stored features: a manifest, the documents, and shards of consecutive documents.
+
+    manifest.json            what the features were computed from, the documents of each shard (written once)
+    documents.safetensors    tokens, spans and lengths of all documents, so that training needs no other data
+    held-out.jsonl           records that are not among the documents, to measure τ
+    shard-00000.safetensors  the features of the shard's documents, concatenated (`Layout.tensors`)
+    shard-00000.used         in place of a shard that was trained on and deleted (streams only)
+
+A shard is written to a temporary file, flushed to the disk and renamed, so each file of that name is complete. Its
+metadata name the manifest that it belongs to.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fledge.data.documents import fingerprint
+from fledge.data.record import Record
+from fledge.features.codec import PRECISIONS
+from fledge.features.layout import HEADER_BYTES, Layout, Sizes
+from fledge.fields import check_template_kwargs, shortened
+from fledge.files import TEMPORARY, replace_bytes, replace_text
+from fledge.types import Document
+
+MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
+FORMAT = 1
+
+# the fields of a manifest that determine the features, as messages call them
+IDENTITY = {
+    "target_sha256": "target",
+    "tokenizer_sha256": "tokenizer",
+    "template_sha256": "chat template",
+    "template_kwargs": "variables of the chat template",
+    "max_length": "maximum document length",
+    "data_sha256": "data",
+    "layers": "layers",
+    "width": "width of hidden states",
+    "precision": "precision",
+    "all_last": "choice of final states",
+    "dtype": "dtype of computation",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What stored features are: the content of manifest.json.
+
+    `target` is the target's directory or hub id, `target_sha256` a hash of its weights (`weights_sha256`), and
+    `target_layers` the number of its layers. `data` are the sources, as given, and `data_sha256` the fingerprint of the
+    documents. `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
+    target computed. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
+    documents of each shard, [first, end). A `stream` is trained on once, and each shard is deleted after its use;
+    `budget` is then the most bytes that it takes at a time.
+    """
+
+    format: int
+    fledge_version: str
+    target: str
+    target_sha256: str
+    target_layers: int
+    tokenizer_sha256: str
+    template_sha256: str | None
+    template_kwargs: dict[str, Any] | None
+    data: list[str]
+    data_sha256: str
+    max_length: int
+    documents: int
+    tokens: int
+    last_states: int
+    layers: list[int]
+    width: int
+    precision: str
+    all_last: bool
+    dtype: str
+    shards: list[list[int]]
+    stream: bool
+    budget: int | None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(self.layers), self.width, self.precision, self.all_last)
+
+    @property
+    def id(self) -> str:
+        """A hash of everything that determines the content of the shards, in hexadecimal."""
+        content = {name: getattr(self, name) for name in (*IDENTITY, "format", "shards")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: Manifest) -> str | None:
+        """What differs from the features of another manifest, as text for a message; None if they are the same."""
+        for name, what in IDENTITY.items():
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                shown = "" if name.endswith("sha256") else f" ({ours}, not {theirs})"
+                return f"another {what}{shown}"
+        return None
+
+
+class FeatureCache:
+    """A directory of stored features, or one that is about to be written. `documents` are those of the manifest; None
+    reads them from the directory when they are needed."""
+
+    def __init__(self, path: Path, manifest: Manifest, documents: Sequence[Document] | None = None):
+        self.path, self.manifest, self.layout = path, manifest, manifest.layout
+        self._documents = documents
+
+    @classmethod
+    def open(cls, path: str | Path, documents: Sequence[Document] | None = None) -> FeatureCache:
+        """The features in a directory. Raises ValueError if it has no manifest, or a damaged one."""
+        return cls(Path(path), _read_manifest(Path(path)), documents)
+
+    def create(self, held_out: Sequence[Record]) -> None:
+        """Writes everything but the shards; the manifest last. Only one process at a time may do so."""
+        documents = self.documents
+        tensors = {
+            "tokens": torch.cat([d.tokens for d in documents]),
+            "spans": torch.cat([d.spans for d in documents]),
+            "lengths": torch.tensor([d.tokens.numel() for d in documents]),
+        }
+        replace_bytes(self.path / DOCUMENTS, save(tensors), self.path / (TEMPORARY + DOCUMENTS))
+        replace_text(self.path / HELD_OUT, "".join(json.dumps(asdict(r)) + "\n" for r in held_out))
+        replace_text(self.path / MANIFEST, json.dumps(asdict(self.manifest), indent=2) + "\n")
+
+    # -- documents ----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def documents(self) -> Sequence[Document]:
+        """The documents. Raises ValueError if they are damaged or not those of the manifest."""
+        if self._documents is not None:
+            return self._documents
+        file = self.path / DOCUMENTS
+        try:
+            tensors = load(file.read_bytes())
+            lengths = tensors["lengths"].tolist()
+            parts = zip(tensors["tokens"].split(lengths), tensors["spans"].split(lengths), strict=True)
+            documents = [Document(tokens, spans) for tokens, spans in parts]
+            whole = len(documents) == self.manifest.documents and fingerprint(documents) == self.manifest.data_sha256
+        except Exception as e:  # a damaged file may raise anything
+            raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
+        if not whole:
+            raise ValueError(f"{file} does not hold the documents of {MANIFEST}; {_ANEW}")
+        return documents
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.documents, self.layout)
+
+    def held_out(self) -> list[Record]:
+        """The records that are kept to measure τ."""
+        file = self.path / HELD_OUT
+        try:
+            return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, TypeError, RecursionError) as e:
+            raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
+
+    # -- shards -------------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> range:
+        return range(len(self.manifest.shards))
+
+    def file(self, shard: int) -> Path:
+        return self.path / f"shard-{shard:05}.safetensors"
+
+    def temporary(self, shard: int) -> Path:
+        """The file that a shard is written to. It exists from the moment on at which the shard gets its share of the
+        budget."""
+        return self.path / (TEMPORARY + self.file(shard).name)
+
+    def lock(self, shard: int) -> Path:
+        return self.file(shard).with_suffix(".lock")
+
+    def used(self, shard: int) -> Path:
+        return self.file(shard).with_suffix(".used")
+
+    def is_written(self, shard: int) -> bool:
+        """Whether a shard was written; it may have been used and deleted since."""
+        return self.file(shard).exists() or self.used(shard).exists()
+
+    def tokens(self, shard: int) -> int:
+        """The number of tokens of a shard."""
+        return sum(self.sizes.tokens[slice(*self.manifest.shards[shard])])
+
+    def bytes(self, shard: int) -> int:
+        """The most bytes that a shard takes."""
+        return self.sizes.bytes(self.layout, *self.manifest.shards[shard])
+
+    def metadata(self, shard: int) -> dict[str, str]:
+        """The metadata in a shard's file: a single entry, since safetensors writes several in any order."""
+        return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
+
+    def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
+        """Writes a shard; it has its name only when all of it is on the disk."""
+        replace_bytes(self.file(shard), save(tensors, self.metadata(shard)), self.temporary(shard))
+
+    def release(self, shard: int) -> None:
+        """Deletes a shard of a stream after its use."""
+        self.used(shard).touch()
+        self.file(shard).unlink(missing_ok=True)
+
+    def offsets(self, shard: int) -> dict[str, int]:
+        """The position of each tensor in a shard's file, in bytes.
+
+        Raises ValueError if the file is missing, truncated or damaged, or if it belongs to other features.
+        """
+        file = self.file(shard)
+        first, end = self.manifest.shards[shard]
+        expected = self.layout.tensors(sum(self.sizes.tokens[first:end]), sum(self.sizes.last[first:end]))
+        try:
+            with file.open("rb") as f:
+                length = int.from_bytes(f.read(8), "little")
+                header = json.loads(f.read(min(length, HEADER_BYTES)))
+            metadata = header.pop("__metadata__", {})
+            if metadata != self.metadata(shard):
+                raise ValueError(f"{file} is a shard of other features than those of {MANIFEST}; {_REPLACE}")
+            found = {name: (tuple(entry["shape"]), entry["data_offsets"]) for name, entry in header.items()}
+            size = 8 + length + self.layout.bytes(expected["layers"][1][0], expected["last"][1][0])
+            if {name: shape for name, (shape, _) in found.items()} != {n: shape for n, (_, shape) in expected.items()}:
+                raise ValueError(f"{file} is damaged: its tensors have other shapes than the manifest says; {_REPLACE}")
+            if file.stat().st_size != size:
+                raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {size:,}; {_REPLACE}")
+            return {name: 8 + length + start for name, (_, (start, _)) in found.items()}
+        except FileNotFoundError as e:
+            if self.used(shard).exists():
+                raise ValueError(f"{file} was trained on and deleted, as a part of a stream; {_ANEW}") from e
+            raise ValueError(f"{file} is missing; {_REWRITE}") from e
+        except (LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise ValueError(f"{file} is damaged: it has no header of a shard; {_REPLACE}") from e
+
+
+_REWRITE = "run the same `fledge features` command again to write what is missing"
+_REPLACE = "delete it and run the same `fledge features` command again, which writes it anew"
+_ANEW = "write the features anew with `fledge features`, in another directory"
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} holds no features (no {MANIFEST}); write them with `fledge features`")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r:.20}, and this version reads format {FORMAT}")
+        manifest = Manifest(**content)
+        if wrong := next((name for name, fine in _checks(manifest).items() if not fine), None):
+            raise ValueError(f"the value of {wrong} is not valid")
+        check_template_kwargs(manifest.template_kwargs or {}, "template_kwargs")
+    except (TypeError, AttributeError, ValueError, RecursionError) as e:
+        raise ValueError(f"{file} cannot be read: {shortened(str(e))}; {_ANEW}") from e
+    return manifest
+
+
+def _checks(manifest: Manifest) -> dict[str, bool]:
+    """Whether the values of a manifest have the right types and fit together, by field."""
+    kinds = {"int": int, "str": str, "bool": bool, "list[str]": list, "list[int]": list, "list[list[int]]": list}
+    found = {f.name: type(getattr(manifest, f.name)) is kinds[str(f.type)] for f in fields(Manifest) if f.type in kinds}
+    if not all(found.values()):
+        return found
+    shards = manifest.shards
+    pairs = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int for i in s) for s in shards)
+    edges = [0, *(s[1] for s in shards)] if pairs else []
+    consecutive = pairs and [s[0] for s in shards] == edges[:-1] and all(a < b for a, b in shards)
+    return {
+        "precision": manifest.precision in PRECISIONS,
+        "shards": bool(shards) and consecutive and edges[-1] == manifest.documents,
+        "layers": all(type(i) is int for i in manifest.layers),
+        "width": manifest.width > 0,
+        "tokens": manifest.tokens > 0,
+        "max_length": manifest.max_length > 2,
+        "budget": type(manifest.budget) is int if manifest.stream else manifest.budget is None,
+        "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
+    }

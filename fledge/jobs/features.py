@@ -1,0 +1,252 @@
+"""`fledge features`: writes the target's hidden states of the training data, for `fledge train --features`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.files import check_output_path
+from fledge.jobs.options import (
+    MAX_SEED,
+    Options,
+    data_cache_option,
+    data_workers_option,
+    opt,
+    parse_dtype,
+    parse_template_kwargs,
+    trust_remote_code_option,
+)
+
+if TYPE_CHECKING:
+    from fledge.data.record import Record
+    from fledge.features.cache import FeatureCache, Manifest
+    from fledge.jobs.training.recipe import DataRecipe
+    from fledge.targets.source import LiveFeatures
+    from fledge.types import Document, Features, Packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesOptions(Options):
+    """Write the target's hidden states of the training data to a disk, to train drafts without running the target."""
+
+    target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    trust_remote_code: bool = trust_remote_code_option()
+    data: list[str] = opt("training data, as for `fledge train`; repeatable", repeatable=True)
+    out: str = opt(
+        "directory to write; the same command continues an unfinished one, and several processes may write one together"
+    )
+    precision: str | None = opt(
+        "float32, bfloat16, float16, or fp8 (8 bits for the captured layers, bfloat16 for the final states) (default: "
+        "the dtype of computation, which loses nothing)", None
+    )  # fmt: skip
+    aux_layers: str | None = opt(
+        "target layers to store, e.g. 2,16,29, or none for EAGLE-1 alone (default: those that EAGLE-3 reads)", None
+    )
+    all_final_states: bool = opt(
+        "store the final hidden states of all tokens, which EAGLE-1 reads (default: those that the loss reads)", False
+    )
+    disk_budget: str | None = opt(
+        "most bytes on the disk, e.g. 500GB (default: the free space, less 5% of it or 10 GB)", None
+    )
+    stream: bool = opt(
+        "wait when the budget is used up, for `fledge train --features` to use and delete shards: for data larger than "
+        "the disk, which is trained on once, while it is written", False
+    )  # fmt: skip
+    max_length: int | None = opt(
+        "maximum document length in tokens; longer documents are cut into windows (default: 2,048, or the target's "
+        "context if that is shorter)", None, minimum=3,
+    )  # fmt: skip
+    template_kwargs: str | None = opt("JSON object of chat template variables", None)
+    skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
+    data_cache: str | None = data_cache_option()
+    data_workers: int | None = data_workers_option()
+    seed: int = opt("random seed of held-out records and shares (@0.5) of the data", 0, minimum=0, maximum=MAX_SEED)
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+
+
+def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
+    """Writes the features, or those that are missing. Raises ValueError before anything is written if they do not fit
+    in the disk budget, or if the directory holds other features."""
+    from fledge.features.budget import DiskPlan, default_budget, parse_bytes
+    from fledge.features.codec import PRECISIONS
+    from fledge.features.writer import FeatureWriter
+
+    if not options.data:
+        raise ValueError("give --data FILE")
+    if options.precision not in (None, *PRECISIONS):
+        raise ValueError(f"--precision {options.precision} is not one of {', '.join(PRECISIONS)}")
+    out = check_output_path(options.out, "--out", directory=True)
+    budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
+    if options.stream and budget is None:
+        budget = default_budget(out)
+    source, data, documents, held_out = _prepare(options, say, progress)
+    cache = _open(out, _manifest(options, source, data, documents, budget), documents)
+    plan = DiskPlan.of(cache, cache.manifest.budget if options.stream else budget)
+    say(plan.describe(cache))
+    plan.check(cache)
+    if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
+        say(f"{out} is complete")
+        return
+    compute = _checked(source)
+    tokens, left = (sum(map(cache.tokens, shards)) for shards in (cache.shards, missing))
+    if left < tokens:
+        say(f"continuing {out}: {len(cache.shards) - len(missing):,} of {len(cache.shards):,} shards are there")
+    _say_time(cache, missing[0], compute, left, say)
+    cache = _create(cache, held_out, say)
+    try:
+        with progress.count("tokens", tokens, tokens - left) as advance:
+            FeatureWriter(cache, compute, plan.shard_budget(cache), plan.reserve, say, advance).write()
+    except KeyboardInterrupt:
+        say(f"stopped; run the same command again to continue {out}")
+        raise
+    say(f"wrote {out}; train with: fledge train --features {out}")
+
+
+def _prepare(
+    options: FeaturesOptions, say: Callable[[str], None], progress: Any
+) -> tuple[LiveFeatures, DataRecipe, list[Document], list[Record]]:
+    """Loads the target and the data. Records are held out as `fledge train` does."""
+    from fledge.data.template import ChatTemplate
+    from fledge.decode.engine import resolve_device
+    from fledge.jobs.training.data import read_data
+    from fledge.jobs.training.recipe import DataRecipe, TargetRecipe, layer_ids
+    from fledge.jobs.training.target import live_features, open_target, set_up_process
+    from fledge.targets.compatibility import resolve_layers
+
+    device, kwargs = resolve_device(options.device), parse_template_kwargs(options.template_kwargs)
+    parse_dtype(options.dtype)
+    layers = () if options.aux_layers == "none" else layer_ids(options.aux_layers)
+    if layers == () and not options.all_final_states:
+        raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
+    set_up_process(device)
+    requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype, compile=False)
+    data = DataRecipe(
+        tuple(options.data), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
+        workers=options.data_workers,
+    )  # fmt: skip
+    target = open_target(requested, data, device)
+    source = live_features(target, resolve_layers(layers, target), say)
+    template, length = ChatTemplate(target.tokenizer, target.stop_ids, kwargs), min(data.longest, target.context)
+    hold_out = not target.rollback_problem
+    documents, held_out = read_data(data, options.seed, template, length, say, progress, hold_out=hold_out)
+    return source, data, documents, held_out
+
+
+def _manifest(
+    options: FeaturesOptions, source: LiveFeatures, data: DataRecipe, documents: list[Document], budget: int | None
+) -> Manifest:  # fmt: skip
+    """The manifest of the features that the options ask for."""
+    from fledge import __version__
+    from fledge.data.documents import fingerprint
+    from fledge.features.budget import shard_bytes
+    from fledge.features.cache import FORMAT, Manifest
+    from fledge.features.layout import Layout, Sizes, split_shards
+    from fledge.jobs.training.target import target_fingerprint
+    from fledge.models.weights import template_sha256, tokenizer_sha256
+
+    target = source.target
+    dtype = str(target.dtype).removeprefix("torch.")
+    precision = options.precision or ("float32" if dtype == "float64" else dtype)
+    if precision == "float16" and dtype != "float16":
+        raise ValueError(f"--precision float16 has a smaller range than the target's {dtype}; use bfloat16")
+    layout = Layout(source.layers, target.embedding.shape[1], precision, options.all_final_states)
+    sizes = Sizes.of(documents, layout)
+    tokens, last_states = sum(sizes.tokens), sum(sizes.last)
+    size = shard_bytes(layout.bytes(tokens, last_states), budget if options.stream else None)
+    return Manifest(
+        format=FORMAT,
+        fledge_version=__version__,
+        target=str(Path(target.name).absolute()) if Path(target.name).exists() else target.name,
+        target_sha256=target_fingerprint(target),
+        target_layers=target.num_layers,
+        tokenizer_sha256=tokenizer_sha256(target.tokenizer),
+        template_sha256=template_sha256(target.tokenizer),
+        template_kwargs=data.template_kwargs,
+        data=list(data.sources),
+        data_sha256=fingerprint(documents),
+        max_length=min(data.longest, target.context),
+        documents=len(documents),
+        tokens=tokens,
+        last_states=last_states,
+        layers=list(layout.layers),
+        width=layout.width,
+        precision=precision,
+        all_last=layout.all_last,
+        dtype=dtype,
+        shards=[list(shard) for shard in split_shards(sizes, layout, size)],
+        stream=options.stream,
+        budget=budget if options.stream else None,
+    )
+
+
+def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
+    """The features in a directory, or new ones that are not written yet. Raises ValueError if the directory holds other
+    features than `new`, or other files."""
+    from fledge.features.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache
+
+    if not (out / MANIFEST).exists():
+        names = [f.name for f in out.iterdir()] if out.exists() else []
+        # a killed process may have left the documents
+        if other := next((n for n in sorted(names) if n not in (DOCUMENTS, HELD_OUT) and not n.startswith(".")), None):
+            raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
+        return FeatureCache(out, new, documents)
+    cache = FeatureCache.open(out, documents)
+    if difference := cache.manifest.difference(new):
+        raise ValueError(f"{out} holds features of {difference}; choose another --out")
+    if cache.manifest.stream != new.stream:
+        kind = "a stream" if cache.manifest.stream else "no stream"
+        raise ValueError(f"{out} is {kind}; {'give' if cache.manifest.stream else 'leave out'} --stream")
+    return cache
+
+
+def _create(cache: FeatureCache, held_out: list[Record], say: Callable[[str], None]) -> FeatureCache:
+    """Writes the directory's manifest and documents, unless they are there; another process may have written them in
+    the meantime."""
+    from fledge.features.writer import waiting_lock
+
+    with waiting_lock(cache.path, say):
+        there = _open(cache.path, cache.manifest, list(cache.documents))
+        if there.manifest is cache.manifest:
+            cache.create(held_out)
+    return there
+
+
+def _checked(source: LiveFeatures) -> Callable[[Packed], Features]:
+    """Computes the features of a row. Raises ValueError if they are not finite."""
+
+    def compute(row: Packed) -> Features:
+        features = source.features(row)
+        for states in (features.aux_TAD, features.last_TD):
+            source.target.check_numbers(states.abs())  # so that -inf, which logits may have, is refused too
+        return features
+
+    return compute
+
+
+def _say_time(
+    cache: FeatureCache, shard: int, compute: Callable[[Packed], Features], tokens: int, say: Callable[[str], None]
+) -> None:
+    """Measures two passes of at most PASS_TOKENS tokens each, the first of which also initializes the device, and says
+    how long `tokens` tokens will take. Nothing is written."""
+    from fledge.features.writer import compute_pass, passes
+
+    first, end = next(passes(cache, *cache.manifest.shards[shard]))
+    for _ in range(2):
+        start = time.perf_counter()
+        for x in compute_pass(cache, compute, first, end).values():
+            x.cpu()
+        seconds = time.perf_counter() - start
+    speed = sum(cache.sizes.tokens[first:end]) / seconds
+    say(f"about {format_duration(tokens / speed)} for {tokens:,} tokens, at {speed:,.0f} tokens/s")
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in hours and minutes, or in seconds if it is less than two minutes."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

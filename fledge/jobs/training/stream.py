@@ -1,0 +1,64 @@
+"""Training on a stream of features: a single pass over shards that are deleted after their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fledge.data.dataset import StreamedRows
+from fledge.features.budget import document_bytes, format_bytes
+from fledge.features.cache import FeatureCache
+from fledge.features.layout import HEADER_BYTES
+from fledge.features.source import ROWS_AHEAD
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.trainer import Schedule
+
+OPEN_SHARDS = 3  # the shards of the first and last row that are in use, and one that is being written
+ROWS_IN_USE = ROWS_AHEAD + 2  # those that are read ahead, the one that is trained on and the next one, if prefetched
+
+
+class StreamingRun(RunDirectory):
+    """A run's directory that deletes the shards that a saved checkpoint does not need any more."""
+
+    def __init__(self, path: Path, cache: FeatureCache, rows: StreamedRows):
+        super().__init__(path)
+        self.cache, self.rows = cache, rows
+
+    def completed(self, progress: dict[str, Any]) -> None:
+        for shard in range(self.rows.finished_parts(progress["address"])):
+            if self.cache.file(shard).exists():
+                self.cache.release(shard)
+
+    def limit(self, schedule: Schedule, *, resumed: bool, say: Callable[[str], None]) -> Schedule:
+        """The schedule for a single pass, with checkpoints before the writer has to wait for the deletion of shards.
+
+        Raises ValueError for a schedule of more than one pass, for a new run if shards are deleted already, and if the
+        disk budget is too small.
+        """
+        rows, per_step = len(self.rows.epoch(0)), schedule.rows_per_step
+        if schedule.steps > max(-(-rows // per_step), 1):
+            raise ValueError(
+                f"{self.cache.path} is a stream of {rows:,} rows, which is trained on once; give --epochs 1 or fewer "
+                "--steps"
+            )
+        if not resumed and any(self.cache.used(i).exists() for i in self.cache.shards):
+            raise ValueError(
+                f"{self.cache.path} is a stream, and another run has trained on its first shards, which are deleted; "
+                "continue that run, or write the features anew in another directory"
+            )
+        if rows < per_step:
+            raise ValueError(f"{self.cache.path} has {rows:,} rows; lower --rows-per-step or --row-length")
+        steps, known = min(schedule.steps, rows // per_step), self.cache.manifest
+        room = known.budget - document_bytes(self.cache) - OPEN_SHARDS * max(map(self.cache.bytes, self.cache.shards))
+        row_bytes = HEADER_BYTES + self.cache.layout.bytes(self.rows.row_length, self.rows.row_length)
+        between = (room // row_bytes - ROWS_IN_USE) // per_step
+        if between < 1:
+            raise ValueError(
+                f"the disk budget of the stream, {format_bytes(known.budget)}, is too small for steps of {per_step:,} "
+                "rows; lower --rows-per-step or --row-length, or raise the budget (fledge features --disk-budget)"
+            )
+        if between < schedule.save_every:
+            say(f"a checkpoint is saved every {between:,} steps, so that used shards can be deleted in time")
+        return replace(schedule, steps=steps, save_every=min(schedule.save_every, between))

@@ -1,0 +1,114 @@
+"""`hash_keys` and `gumbel_argmax` on a CPU, with NumPy: noise is computed only for the tokens that can win.
+
+A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). If L is the value of the
+token with the highest score, v wins only if E_v <= exp(s_v - L). Since 1 - u_v <= E_v, so must 1 - u_v be: a comparison
+of the upper bits of v's random number with a threshold, without logarithms. The few tokens that remain are compared by
+their values. Where these are nearly equal, so that another rounding of the logarithm could change the order, the row is
+left to the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 2**15  # numbers that are processed together, in temporary arrays that the cache holds
+MOST = 4096.0  # scores beyond this are left to the definition, as `SLACK` covers the rounding of smaller ones only
+SLACK = 1.001  # more than the relative error of exp(s - L) in float32
+LAST = 512  # more than the error of a threshold in float32, in units of 2^-32
+CLOSE = 1e-9  # values that differ by less are left to the definition
+ALL = 2**64 - 1
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST, _SECOND, _30, _27 = np.uint64(FIRST), np.uint64(SECOND), np.uint64(30), np.uint64(27)
+_UPPER = 1 if sys.byteorder == "little" else 0  # of the two halves of a 64-bit number
+
+
+def hash_keys_cpu(parts: Sequence[Tensor], purpose: int) -> Tensor:
+    """`hash_keys` of seed, request and position."""
+    keys = np.broadcast_arrays(*(x.numpy() for x in parts))
+    states = []
+    for key in zip(*(x.ravel().tolist() for x in keys), strict=True):
+        state = 0
+        for part in (*key, purpose):
+            state = _mix_one(state + GOLDEN + part)
+        states.append(state - (state >> 63 << 64))
+    return torch.tensor(states, dtype=torch.int64).view(keys[0].shape)
+
+
+def gumbel_argmax_cpu(scores_MV: Tensor, state_M: Tensor) -> list[int | None]:
+    """The argmax of scores (float32 or float64) plus Gumbel noise in each row; None where the definition has to
+    decide."""
+    scores, states, drawn = scores_MV.numpy(), state_M.tolist(), []
+    rows = max(1, BLOCK // scores.shape[1])
+    for i in range(0, len(states), rows):
+        drawn += _winners(scores[i : i + rows], states[i : i + rows])
+    return drawn
+
+
+def _winners(score_MV: NDArray, states: Sequence[int]) -> list[int | None]:
+    tops, bests = score_MV.argmax(1).tolist(), score_MV.max(1).tolist()
+    usual = [abs(best) < MOST for best in bests]  # False for NaN too
+    levels = [
+        best + _noise(top, state) if fine else math.inf
+        for top, best, state, fine in zip(tops, bests, states, usual, strict=True)
+    ]
+    found: list[list[int]] = [[] for _ in states]
+    for at in _can_win(score_MV, states, levels):
+        row, place = divmod(at, score_MV.shape[1])
+        found[row].append(place)
+    return [_winner(score_MV[row], found[row], state) if usual[row] else None for row, state in enumerate(states)]
+
+
+def _winner(score_V: NDArray, found: Sequence[int], state: int) -> int | None:
+    if len(found) == 1:
+        return found[0]
+    values = sorted((float(score_V[place]) + _noise(place, state), place) for place in found)
+    return values[-1][1] if values[-1][0] - values[-2][0] > CLOSE else None
+
+
+def _can_win(score_MV: NDArray, states: Sequence[int], levels: Sequence[float]) -> list[int]:
+    """All m * V + v of which token v of row m may have a value of at least the row's level."""
+    V, found = score_MV.shape[1], []
+    counter, start = _counters(V), np.array([state & ALL for state in states], dtype=np.uint64)[:, None]
+    level = np.array(levels, dtype=score_MV.dtype)[:, None]
+    for first in range(0, V, BLOCK):
+        # SplitMix64's finaliser without its last step, which changes bit 32 and those below only
+        x = counter[first : first + BLOCK] + start
+        x ^= x >> _30
+        x *= _FIRST
+        x ^= x >> _27
+        x *= _SECOND
+        threshold = score_MV[:, first : first + BLOCK] - level
+        np.exp(threshold, out=threshold)
+        threshold *= -SLACK * 2.0**32
+        threshold += 2.0**32 - LAST
+        np.fmax(threshold, 0, out=threshold)  # 0 for NaN
+        found += (np.flatnonzero(x.view(np.uint32)[:, _UPPER::2] >= threshold.astype(np.uint32)) + first).tolist()
+    return found
+
+
+def _noise(place: int, state: int) -> float:
+    """The Gumbel variate at a place (from 0) of a stream, but for the rounding of the logarithms."""
+    bits = _mix_one((place + 1) * GOLDEN + state) >> 12
+    return -math.log(-math.log((bits + 0.5) * 2.0**-52))
+
+
+def _mix_one(x: int) -> int:
+    """SplitMix64's finaliser on an integer modulo 2^64."""
+    x &= ALL
+    x = ((x ^ (x >> 30)) * FIRST) & ALL
+    x = ((x ^ (x >> 27)) * SECOND) & ALL
+    return x ^ (x >> 31)
+
+
+@functools.lru_cache(maxsize=4)
+def _counters(n: int) -> NDArray:
+    return np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN)

@@ -1,0 +1,359 @@
+"""`fledge features` and `fledge train --features`: from chats to a draft, interrupted, continued, with bad input."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fledge.features import budget as budget_module
+from fledge.features.cache import FeatureCache
+from fledge.models.weights import load_draft
+from support.chats import tiny_chats
+from support.commands import Ran, python
+from support.files import listing, metrics_of, write_rows
+from support.runs import recipe_of
+from support.targets import tiny_target_directory
+
+Fledge = Callable[..., Ran]
+
+DEMO = Path(__file__).parents[1] / "demo" / "target"
+WRITE = "--max-length", 64
+TRAIN = "--row-length", 128, "--steps", 5, "--depth", 2, "--draft-vocab", 200, "--save-every", 2, "--device", "cpu"
+
+# `fledge` with shards of at least 60,000 bytes
+RUN = """
+import sys
+import torch
+torch.set_num_threads(1)
+from fledge.features import budget
+budget.MIN_SHARD = 60_000
+from fledge.cli import main
+sys.argv = ["fledge", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch) -> None:
+    monkeypatch.setattr(budget_module, "MIN_SHARD", 60_000)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 60)
+    return root
+
+
+def write_words(made: Path, out: Path, *more: object) -> list[object]:
+    return ["features", "--target", made / "target", "--data", made / "chats.jsonl", "--out", out, *WRITE, *more]
+
+
+def losses(run: Path) -> list[float]:
+    return [m["loss"] for m in metrics_of(run)]
+
+
+def test_training_from_features_is_training_live(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """With float32 features, the losses are those of training with the target, up to rounding; and no target runs."""
+    wrote = fledge(*write_words(made, tmp_path / "f"))
+    assert wrote.code == 0, wrote.err
+    assert "bytes a token in float32" in wrote.err and "tokens/s" in wrote.err
+    stored = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
+    assert stored.code == 0, stored.err
+    words = "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "live", *WRITE, *TRAIN
+    assert fledge("train", *words).code == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "live"), rel=1e-4)
+    known, settled = recipe_of(tmp_path / "run"), recipe_of(tmp_path / "live")["settled"]
+    assert known["settled"] == settled and known["features"] == str(tmp_path / "f") and "data" not in known
+    ours, theirs = (load_draft(tmp_path / run / "draft").config.provenance for run in ("run", "live"))
+    assert (ours.tokenizer_sha256, ours.max_length, ours.template_sha256) == (
+        theirs.tokenizer_sha256, theirs.max_length, theirs.template_sha256,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["eagle3.1", "peagle", "eagle1"])
+def test_one_cache_for_every_method(method: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    wrote = fledge(*write_words(made, tmp_path / "f", "--precision", "fp8", "--all-final-states"))
+    assert wrote.code == 0, wrote.err
+    words = [w for w in TRAIN if w not in ("--draft-vocab", 200)] if method == "eagle1" else TRAIN
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--method", method, *words)
+    assert ran.code == 0, ran.err
+    assert len(losses(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
+def test_features_for_eagle1_alone(precision: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    words = "--aux-layers", "none", "--all-final-states", "--precision", precision
+    wrote = fledge(*write_words(made, tmp_path / "f", *words))
+    assert wrote.code == 0 and FeatureCache.open(tmp_path / "f").manifest.layers == [], wrote.err
+    words = "train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--steps", 2, "--device", "cpu"
+    assert fledge(*words, "--method", "eagle1").code == 0
+    ran = fledge(*words[:4], tmp_path / "other", *words[5:])
+    assert ran.code == 2 and "has the hidden states of layers [], and the draft also reads" in ran.err
+
+
+def test_features_of_supervised_tokens_are_not_enough_for_eagle1(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--method", "eagle1")
+    assert ran.code == 2 and "write them with fledge features --all-final-states" in ran.err
+    ran = fledge(*write_words(made, tmp_path / "g", "--aux-layers", "none"))
+    assert ran.code == 2 and "--aux-layers none needs --all-final-states" in ran.err
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
+def test_bytes_a_token_as_announced(precision: str, fledge: Fledge, tmp_path: Path) -> None:
+    """The bundled target: what is announced before the first byte is what the disk holds, within 1 %."""
+    data = write_rows(tmp_path / "text.jsonl", [{"text": f"def f{i}(x):\n    return x + {i}\n" * 30} for i in range(9)])
+    words = "--out", tmp_path / "f", "--max-length", 128, "--precision", precision
+    wrote = fledge("features", "--target", DEMO, "--data", data, *words)
+    assert wrote.code == 0, wrote.err
+    announced = float(re.search(r"take ([\d,]+) bytes a token", wrote.err)[1].replace(",", ""))
+    cache = FeatureCache.open(tmp_path / "f")
+    on_disk = sum(f.stat().st_size for f in cache.path.glob("*.safetensors"))
+    assert announced == pytest.approx(on_disk / cache.manifest.tokens, rel=0.01)
+    assert wrote.err.index("bytes a token") < wrote.err.index("tokens/s") < wrote.err.rindex("elapsed")
+
+
+def test_a_killed_writer_continues_with_the_same_bytes(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """Killed at any moment, no file reads as a whole shard that is not one; at the end all bytes are the same."""
+    assert fledge(*write_words(made, tmp_path / "whole")).code == 0
+    whole = {f.name: f.read_bytes() for f in (tmp_path / "whole").glob("shard*")}
+    out = tmp_path / "killed"
+    for count in (1, len(whole) // 2):
+        with python(RUN, *write_words(made, out)) as process:
+            while len(list(out.glob("shard*.safetensors"))) < count and process.poll() is None:
+                time.sleep(0.002)
+            os.kill(process.pid, signal.SIGKILL)
+        kept = {f.name: f.read_bytes() for f in out.glob("shard*.safetensors")}
+        assert kept.items() <= whole.items()
+    refused = fledge("train", "--features", out, "--out", tmp_path / "run", *TRAIN)
+    assert len(kept) == len(whole) or (refused.code == 2 and "is missing; run the same" in refused.err)
+    continued = fledge(*write_words(made, out))
+    assert continued.code == 0 and ("continuing" in continued.err or "is complete" in continued.err)
+    assert {f.name: f.read_bytes() for f in out.glob("shard*")} == whole
+    assert listing(out) == listing(tmp_path / "whole")
+    assert "is complete" in fledge(*write_words(made, out)).err
+
+
+def test_two_processes_write_one_cache(made: Path, tmp_path: Path) -> None:
+    """Together they write each shard once, and both end when it is complete."""
+    started = [python(RUN, *write_words(made, tmp_path / "f")) for _ in range(2)]
+    for process in started:
+        with process:
+            process.communicate(timeout=200)
+        assert process.returncode == 0
+    cache = FeatureCache.open(tmp_path / "f")
+    assert all(cache.offsets(i) for i in cache.shards)
+    assert not list(cache.path.glob("*.lock")) and not list(cache.path.glob(".fledge-new*"))
+
+
+def test_another_run_in_the_same_directory_is_refused(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    before = {f: (tmp_path / "f" / f).stat().st_mtime_ns for f in listing(tmp_path / "f")}
+    for more, what in (
+        (("--precision", "fp8"), "another precision (float32, not fp8)"),
+        (("--data", f"{made / 'chats.jsonl'}@0.5"), "another data"),
+        (("--aux-layers", "1,2,3"), "another layers"),
+        (("--stream", "--disk-budget", "1MB"), "is no stream; leave out --stream"),
+    ):
+        ran = fledge(*write_words(made, tmp_path / "f", *more))
+        assert ran.code == 2 and what in ran.err and ran.err.count("\n") < 6, ran.err
+    assert before == {f: (tmp_path / "f" / f).stat().st_mtime_ns for f in listing(tmp_path / "f")}
+
+
+def test_features_of_another_target_are_refused(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    other = tiny_target_directory(tmp_path, seed=5)
+    ran = fledge("train", "--features", tmp_path / "f", "--target", other, "--out", tmp_path / "run", *TRAIN)
+    assert ran.code == 2 and "are of another target than" in ran.err
+    words = write_words(made, tmp_path / "f")
+    words[2] = other
+    ran = fledge(*words)
+    assert ran.code == 2 and "holds features of another target; choose another --out" in ran.err
+
+
+def test_a_deleted_and_a_truncated_shard_are_written_again(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    file = tmp_path / "f" / "shard-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
+    assert ran.code == 2 and f"{file} has {len(content) - 10:,} bytes instead of {len(content):,}" in ran.err
+    file.unlink()
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
+    assert ran.code == 2 and f"{file} is missing" in ran.err and not (tmp_path / "run").exists()
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    assert file.read_bytes() == content
+
+
+def test_a_shard_that_is_deleted_during_training(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
+    """Training ends with one sentence; after the shard was written again, it continues from its checkpoint."""
+    from fledge.train import trainer
+
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    words = "train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN, "--save-every", 1
+    assert fledge(*words[:4], tmp_path / "unbroken", *words[5:]).code == 0
+    step, saved = trainer.optimizer_step, tmp_path / "saved"
+
+    def deleting(*given):
+        if (tmp_path / "run" / "checkpoint").exists() and not saved.exists():
+            shutil.move(tmp_path / "f", saved)
+        return step(*given)
+
+    monkeypatch.setattr(trainer, "optimizer_step", deleting)
+    ran = fledge(*words)
+    assert ran.code == 2 and re.search(r"shard-\d+.safetensors is missing; run the same", ran.err), ran.err
+    shutil.copytree(saved, tmp_path / "f", dirs_exist_ok=True)
+    assert fledge("train", "--resume", tmp_path / "run").code == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "unbroken")
+
+
+def test_the_budget_is_checked_before_the_first_byte(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
+    ran = fledge(*write_words(made, tmp_path / "f", "--disk-budget", "100KB"))
+    assert ran.code == 2 and "more than the disk budget of 100.00 KB" in ran.err and not (tmp_path / "f").exists()
+    ran = fledge(*write_words(made, tmp_path / "f", "--disk-budget", "100"))
+    assert ran.code == 2 and "--disk-budget 100 is not a size such as 500GB" in ran.err
+    full = shutil._ntuple_diskusage(10**6, 10**6 - 50_000, 50_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    for more in ((), ("--disk-budget", "1GB")):
+        ran = fledge(*write_words(made, tmp_path / "f", *more))
+        assert ran.code == 2 and "the features take" in ran.err and not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--precision", "fp4"), "--precision fp4 is not one of float32, bfloat16, float16, fp8"),
+        (("--precision", "float16"), "--precision float16 has a smaller range than the target's float32"),
+        (("--aux-layers", "2,99"), "layers [2, 99] were requested, but the target has layers 0..8"),
+        (("--max-length", 9999), "--max-length 9999 is more than the target's context"),
+    ],
+)
+def test_wrong_options_write_nothing(words, message: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    ran = fledge(*write_words(made, tmp_path / "f", *words))
+    assert ran.code == 2 and message in ran.err and not (tmp_path / "f").exists(), ran.err
+
+
+def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
+    from fledge.features import cache as cache_module
+
+    replace, out = cache_module.replace_bytes, tmp_path / "f"
+
+    def full(file, content, temporary):
+        if file.name == "shard-00002.safetensors":
+            temporary.write_bytes(content[:50])
+            temporary.unlink()
+            raise OSError(28, "No space left on device")
+        replace(file, content, temporary)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "replace_bytes", full)
+        ran = fledge(*write_words(made, out))
+    assert ran.code == 2 and "no space to write" in ran.err and "the finished shards are kept" in ran.err
+    kept = {f.name: f.stat().st_ino for f in out.glob("shard*")}
+    assert {"shard-00000.safetensors", "shard-00001.safetensors"} <= kept.keys()
+    assert fledge(*write_words(made, out)).code == 0
+    assert kept.items() <= {f.name: f.stat().st_ino for f in out.glob("shard*")}.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data", "d"), "--data has no effect with --features"),
+        (("--max-length", 64), "--max-length has no effect with --features"),
+        (("--compile-target",), "--compile-target has no effect with --features"),
+        (("--row-length", 32), "--row-length 32 is less than 64, the maximum document length of"),
+        (("--aux-layers", "1,2,3"), "and the draft also reads [1, 3]"),
+        (("--dtype", "float64"), None),
+    ],
+)
+def test_options_with_features(words, message, fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    out = made / "features"
+    if not out.exists():
+        assert fledge(*write_words(made, out)).code == 0
+    ran = fledge("train", "--features", out, "--out", tmp_path / "run", "--steps", 1, "--depth", 2, *words)
+    assert ran.code == (0 if message is None else 2) and (message is None or message in ran.err), ran.err
+
+
+def test_other_files_are_left_alone(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    (tmp_path / "documents.safetensors").write_text("a killed writer's")
+    (tmp_path / "notes.txt").write_text("mine")
+    ran = fledge(*write_words(made, tmp_path))
+    assert ran.code == 2 and "holds other files, such as notes.txt; choose another --out" in ran.err
+    (tmp_path / "notes.txt").unlink()
+    assert fledge(*write_words(made, tmp_path)).code == 0
+
+
+def test_a_directory_without_features(fledge: Fledge, tmp_path: Path) -> None:
+    ran = fledge("train", "--features", tmp_path, "--out", tmp_path / "run")
+    assert ran.code == 2 and "holds no features (no manifest.json); write them with `fledge features`" in ran.err
+
+
+def test_held_out_records_of_the_features_measure_tau(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """Records are held out when features are written, and decoded if --eval-every asks for it."""
+    chats = tiny_chats(tmp_path / "chats.jsonl", 170)
+    words = "--target", made / "target", "--data", chats, "--out", tmp_path / "f", *WRITE
+    wrote = fledge("features", *words)
+    assert wrote.code == 0 and "16 of 170 records are held out" in wrote.err
+    assert len((tmp_path / "f" / "held-out.jsonl").read_text().splitlines()) == 16
+    ran = fledge(
+        "train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN, "--eval-every", 5, "--eval-tokens", 4
+    )
+    assert ran.code == 0 and metrics_of(tmp_path / "run")[-1]["eval_tau"] >= 1, ran.err
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "quick", *TRAIN)
+    assert ran.code == 0 and "τ is not measured by decoding" in ran.err
+    assert "eval_tau" not in metrics_of(tmp_path / "quick")[-1]
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_trained_on_while_it_is_written(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """The directory never exceeds its budget, which is less than all features; a killed and resumed training ends like
+    one that was not killed."""
+    budget = 400_000
+    words = write_words(made, tmp_path / "f", "--stream", "--disk-budget", f"{budget}B")
+    trained = "--row-length", 64, "--depth", 2, "--draft-vocab", 200, "--device", "cpu", "--seed", 3
+    with python(RUN, *words) as writer:
+        largest, killed = 0, False
+        while not (tmp_path / "f" / "manifest.json").exists():
+            time.sleep(0.02)
+        started = python(RUN, "train", "--features", tmp_path / "f", "--out", tmp_path / "run", *trained)
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and (started.poll() is None or not killed):
+            largest = max(largest, sizes(tmp_path / "f"))
+            if not killed and len(list((tmp_path / "f").glob("*.used"))) > 3:
+                os.kill(started.pid, signal.SIGKILL)
+                started.wait()
+                killed = True
+                started = python(RUN, "train", "--resume", tmp_path / "run")
+            time.sleep(0.005)
+        assert started.wait(60) == 0 and writer.wait(60) == 0
+        started.stdout.close()
+    cache = FeatureCache.open(tmp_path / "f")
+    total = sum(cache.bytes(i) for i in cache.shards)
+    assert largest <= budget < total / 1.5
+    assert sizes(cache.path) < 50_000 and all(cache.used(i).exists() for i in cache.shards)
+    assert [m["step"] for m in metrics_of(tmp_path / "run")] == list(range(1, len(metrics_of(tmp_path / "run")) + 1))
+    again = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "again", *trained)
+    assert again.code == 2 and "another run has trained on its first shards" in again.err
+    more = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "more", *trained, "--epochs", 2)
+    assert more.code == 2 and "which is trained on once" in more.err
+
+
+def sizes(directory: Path) -> int:
+    total = 0
+    for file in directory.iterdir():
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,92 @@
+"""`fledge train` over several processes: what is started, what is refused, and what a restarted process continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fledge.jobs.train import TrainOptions
+from fledge.jobs.training import launch
+from fledge.train.checkpoint import RunDirectory
+from support.chats import tiny_chats
+from support.files import metrics_of
+from support.runs import recipe_of
+from support.targets import tiny_target_directory
+
+FLAGS = "--max-length 64 --row-length 128 --steps 2 --depth 2".split()
+
+
+def options(**given: Any) -> TrainOptions:
+    return TrainOptions(target="target", data=["chats.jsonl"], **given)
+
+
+def test_gpus_are_counted_before_processes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launch.needs_processes(options(gpus=2)) and not launch.needs_processes(options(gpus=1))
+    assert not launch.needs_processes(options())
+    with pytest.raises(ValueError, match="--gpus 3, but this machine has 2 GPUs"):
+        launch.needs_processes(options(gpus=3))
+    with pytest.raises(ValueError, match="--gpus 2 with --device cuda:1; leave one of them out"):
+        launch.needs_processes(options(gpus=2, device="cuda:1"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not launch.needs_processes(options(gpus=2)), "torchrun has started this process"
+
+
+def test_the_command_line_starts_torchrun_with_its_own_words(fledge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "start_processes", lambda gpus, words: started.append((gpus, words)) or 7)
+    assert fledge("train", "--gpus", 2, "--target", "t", "--data", "d").code == 7
+    assert started == [(2, ["train", "--gpus", "2", "--target", "t", "--data", "d"])]
+
+
+def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path) -> None:
+    """Two processes on a machine without GPUs: each prints the same error, and the status is torchrun's."""
+    assert launch.start_processes(2, ["train", "--device", "cpu", "--target", str(tmp_path)]) != 0
+
+
+def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(ValueError, match="--shard-target splits the target over several GPUs; give --gpus"),
+        launch.run_ranks(options(shard_target=True, device="cpu")),
+    ):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with (
+        pytest.raises(ValueError, match="--device cuda:0 with several processes"),
+        launch.run_ranks(options(device="cuda:0")),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="--longest-row tries rows on one GPU"),
+        launch.run_ranks(options(device="cpu", longest_row=True)),
+    ):
+        pass
+
+
+def test_a_restarted_process_resumes_the_run_that_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(out=str(tmp_path / "run"), replicate=True, rank_timeout=5.0)
+    assert launch.restarted_options(given) is given
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert launch.restarted_options(given) is given, "nothing was begun"
+    RunDirectory(tmp_path / "run").start("a: 1")
+    found = launch.restarted_options(given)
+    assert found.resume == given.out and found.replicate and found.rank_timeout == 5.0 and not found.data
+    assert launch.restarted_options(found) is found
+
+
+def test_rows_of_a_step_are_settled(fledge: Any, tmp_path: Path) -> None:
+    """The number of rows depends on the number of GPUs at the start only. What a run is computed on is not in its
+    recipe."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    run = tmp_path / "run"
+    words = ["--target", target, "--data", data, "--out", run, "--device", "cpu", "--replicate", *FLAGS]
+    assert fledge("train", *words).code == 0
+    recipe = recipe_of(run)
+    assert recipe["settled"]["rows_per_step"] == 1 and "replicate" not in recipe and "rows_per_step" not in recipe
+    again = fledge("train", "--resume", run, "--rank-timeout", 2)
+    assert again.code == 0 and len(metrics_of(run)) == 2, again.err
