@@ -115,9 +115,13 @@ def train(options: TrainOptions) -> None:
     from fledge.jobs.train import run
     from fledge.jobs.training.launch import needs_processes, start_processes
 
+    display = ProgressDisplay(quiet=os.environ.get("RANK", "0") != "0")
+    if options.dry_run:
+        from fledge.jobs.training.dry_run import dry_run
+
+        raise typer.Exit(dry_run(options, sys.argv[1:], ResultPrinter(), display))
     if needs_processes(options):
         raise typer.Exit(start_processes(options.gpus, sys.argv[1:]))
-    display = ProgressDisplay(quiet=os.environ.get("RANK", "0") != "0")
     run(options, display.say, display)
     display.close()
 

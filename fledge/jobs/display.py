@@ -78,6 +78,15 @@ class ResultPrinter:
     def print(self, line: str) -> None:
         self.console.print(format_message(line), soft_wrap=not self.console.is_terminal)
 
+    def amounts(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Prints labelled amounts: a table of two columns on a terminal, else a line for each."""
+        if self.console.is_terminal:
+            labels, amounts = zip(*rows, strict=True)
+            self.table({heading: labels, "": amounts}, optional=())
+            return
+        for label, amount in rows:
+            self.print(f"{heading}: {label}: {amount}")
+
     def table(self, columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> list[str]:
         """Prints a table, given as its columns by heading. The first column holds the row labels and wraps if needed.
 

@@ -50,6 +50,8 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
     sources = [data] if isinstance(data, str | Path) else data
     options = replace_former_names(TrainOptions, options, str)
+    if options.get("dry_run"):
+        raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
     options |= dict(target=target, data=[_text(source) for source in sources], out=out)
     if isinstance(kwargs := options.get("template_kwargs"), dict):
         options["template_kwargs"] = json.dumps(kwargs)

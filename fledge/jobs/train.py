@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
 OUT = "draft-run"
-MACHINE = ("gpus", "shard_target", "replicate", "rank_timeout")  # the options that say where a run computes, not what
+# the options that say where a run computes, or that it is only planned, not what it computes
+MACHINE = ("gpus", "shard_target", "replicate", "rank_timeout", "dry_run", "gpu_memory")
 WITH_RESUME = ("resume", "trust_remote_code", *MACHINE)  # the options that may be given together with --resume
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
@@ -163,6 +164,15 @@ class TrainOptions(Options):
         "several GPUs: minutes that one process waits for another before all fail", 30.0, greater_than=0
     )
     dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dry_run: bool = opt(
+        "train nothing: print what would run where, its memory and disk, the number of steps, and on the machine's own "
+        "GPUs the hours (a few steps are timed and thrown away); exit code 1 if it does not fit", False
+    )  # fmt: skip
+    gpu_memory: float | None = opt(
+        "--dry-run: GB of memory of each of --gpus GPUs that are not there, for placement, memory and disk alone",
+        None,
+        greater_than=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +181,10 @@ class TrainOptions(Options):
             self.refuse(others, f"with --resume, which continues with the options of the run in {self.resume};")
         elif self.was_given("steps"):
             self.refuse(["epochs"], "with --steps, which sets the length of the training;")
+        if self.dry_run and self.longest_row:
+            raise ValueError("--longest-row tries rows on a GPU, and --dry-run plans the rows as they are; give one")
+        if self.gpu_memory is not None and not self.dry_run:
+            raise ValueError("--gpu-memory describes GPUs to plan a run for; give it together with --dry-run")
 
 
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
@@ -191,33 +205,43 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dic
 
 
 def _run_as_rank(options: TrainOptions, ranks: Ranks, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
-    from fledge.jobs.training.recipe_file import naming_config_file, resume_options, with_config
-    from fledge.train.checkpoint import RunDirectory
-
     with contextlib.ExitStack() as stack:
         with ranks.together("while the run was prepared"):
-            options = with_config(options, say)
-            directory = RunDirectory(options.resume or options.out)
-            recorded = None
-            if options.resume:
-                options, recorded = resume_options(directory, options)
-            elif ranks.leads:
-                check_output_path(options.out, "--out", directory=True)
-                directory.check_free()
+            options, recorded, directory = complete_options(options, ranks.leads, say)
             if ranks.leads:
                 stack.enter_context(directory.locked(say))
-            with naming_config_file(options):
-                recipe = _resolve(options, directory)
+            recipe = resolve_recipe(options, directory)
         return _train(options, recipe, recorded, directory, ranks, say, progress)
 
 
-def _resolve(options: TrainOptions, directory: RunDirectory) -> Recipe:
+def complete_options(
+    options: TrainOptions, leads: bool, say: Callable[[str], None]
+) -> tuple[TrainOptions, dict[str, Any] | None, RunDirectory]:
+    """The options with those of --config or of the --resume run, that run's settled values (None for a new run), and
+    the run's directory. With `leads`, raises ValueError if the directory of a new run is not free."""
+    from fledge.jobs.training.recipe_file import resume_options, with_config
+    from fledge.train.checkpoint import RunDirectory
+
+    options = with_config(options, say)
+    directory = RunDirectory(options.resume or options.out)
+    if options.resume:
+        return *resume_options(directory, options), directory
+    if leads:
+        check_output_path(options.out, "--out", directory=True)
+        directory.check_free()
+    return options, None, directory
+
+
+def resolve_recipe(options: TrainOptions, directory: RunDirectory, *, imagined: bool = False) -> Recipe:
+    """The recipe of complete options; `imagined` is as in `recipe.resolve`."""
     from fledge.jobs.training.recipe import resolve
+    from fledge.jobs.training.recipe_file import naming_config_file
 
     if options.resume and options.init_from and directory.checkpoint.exists():
         # the draft of --init-from may have changed since the run was started
         options = replace(options, init_from=str(directory.checkpoint))
-    return resolve(options)
+    with naming_config_file(options):
+        return resolve(options, imagined=imagined)
 
 
 def _train(

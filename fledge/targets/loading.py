@@ -44,14 +44,16 @@ def load_target(
     trust_remote_code: bool = False,
     implementation: str = "auto",
     mesh: DeviceMesh | None = None,
+    weights: bool = True,
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
     the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
     model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only rank 0 reads
-    the weights, into host memory. Raises ValueError if files are missing or damaged, if they are not those of a causal
-    language model, and if the model needs code that is not trusted.
+    the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
+    device: it has sizes, and computes nothing. Raises ValueError if files are missing or damaged, if they are not those
+    of a causal language model, and if the model needs code that is not trusted.
     """
     check_implementation(implementation)
     device = torch.device(device)
@@ -59,7 +61,7 @@ def load_target(
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        if mesh is None or mesh.get_local_rank() == 0:
+        if weights and (mesh is None or mesh.get_local_rank() == 0):
             model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
         else:
             info = {"missing_keys": ()}
@@ -77,6 +79,8 @@ def load_target(
     if mesh is not None:
         shard_layers(model, mesh, fill_from_first(device))
         return TransformersTarget(model, tokenizer, sharded=True, **options)
+    if not weights:
+        return TransformersTarget(model, tokenizer, **options)
     return _make_target(model.to(device), tokenizer, implementation, **options)
 
 

@@ -32,6 +32,10 @@ RunStep = Callable[[Packed, Implementation], Any]
 Report = Callable[[int, "int | None"], None]  # called with the tokens of a row that was tried, and the bytes it takes
 
 
+class DoesNotFit(ValueError):
+    """A training step needs more memory than the device has, however it is computed. The message names a cure."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A training step to try on the `rows` that need the most memory. An optimizer step has `rows_per_step` rows, and
@@ -81,7 +85,7 @@ def choose(
 ) -> tuple[Implementation, int]:
     """Returns the first candidate whose step fits in `available` bytes, and the bytes that it takes.
 
-    If none fits, searches for the longest row that fits (`longest_row`, with `report`) and raises ValueError with it.
+    If none fits, searches for the longest row that fits (`longest_row`, with `report`) and raises DoesNotFit with it.
     """
     for impl in candidates:
         try:
@@ -91,7 +95,7 @@ def choose(
         if with_unusable <= USABLE_FRACTION * available:
             return impl, taken
     longest = longest_row(trial, candidates[-1], available, report)
-    raise ValueError(
+    raise DoesNotFit(
         f"a training step over a row of {trial.length:,} tokens needs more than the {available / 2**30:.1f} GiB that "
         f"the device has; make rows shorter: at most {longest:,} tokens fit (--row-length)"
     )
@@ -102,7 +106,7 @@ def longest_row(trial: Trial, impl: Implementation, available: int, report: Repo
 
     The returned length fits; a length at most a tenth above it does not. The trial's rows are resized to the lengths
     tried. `report` is called with each length and the bytes it takes, or None if the device ran out of memory. Raises
-    ValueError if a row of MIN_TOKENS tokens does not fit.
+    DoesNotFit if a row of MIN_TOKENS tokens does not fit.
     """
     limit = USABLE_FRACTION * available
     bytes_of: dict[int, int | None] = {}
@@ -116,7 +120,7 @@ def longest_row(trial: Trial, impl: Implementation, available: int, report: Repo
         fit = [n for n, taken in bytes_of.items() if taken is not None and taken <= limit]
         too_long = min(bytes_of.keys() - fit, default=None)
         if too_long == MIN_TOKENS:
-            raise ValueError(
+            raise DoesNotFit(
                 f"not even a row of {MIN_TOKENS} tokens fits in the {available / 2**30:.1f} GiB that the device has; "
                 "use fewer --slots or a smaller --draft-vocab"
             )

@@ -15,7 +15,7 @@ from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, cache_directory, load_data
 from fledge.jobs.training.recipe import DataRecipe, Recipe
-from fledge.jobs.training.target import PreparedTarget
+from fledge.jobs.training.target import PlannedTarget
 from fledge.types import Document
 
 EVAL_RECORDS = 16  # records held out to measure τ
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 def training_data(
-    recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any
+    recipe: Recipe, prepared: PlannedTarget, say: Say, progress: Any
 ) -> tuple[Sequence[Document], list[Record]]:
     """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
     data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
@@ -61,21 +61,26 @@ def read_data(
     return found.documents, found.held_out
 
 
-def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Rows:
-    """The documents packed into rows. A row is no longer than the data. Raises ValueError if the target's hidden states
-    for one row do not fit in memory."""
+def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
+    """`pack_rows`. Raises ValueError if the target's hidden states for one row do not fit in memory."""
+    rows = pack_rows(recipe, prepared, documents, say)
+    _check_memory(rows.row_length, prepared)
+    return rows
+
+
+def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
+    """The documents packed into rows. A row is no longer than the data."""
     asked = recipe.data.row_length or 2 * prepared.max_length
     tokens = int(lengths_of(documents).sum())
     if asked > tokens and recipe.data.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
-    _check_memory(row, prepared)
     if recipe.features and recipe.features.manifest.stream:
         return StreamedRows(documents, row, recipe.seed, recipe.features.manifest.shards)
     return Rows(documents, row, recipe.seed)
 
 
-def _check_memory(row: int, prepared: PreparedTarget) -> None:
+def _check_memory(row: int, prepared: PlannedTarget) -> None:
     target = prepared.target
     states, width = len(prepared.layers) + 1, target.embedding.shape[1]
     needed, total = row * (ROW_BYTES + states * width * target.dtype.itemsize), total_memory(target.device)

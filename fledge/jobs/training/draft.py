@@ -10,7 +10,7 @@ import torch
 from fledge.config import DraftConfig
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
-from fledge.jobs.training.target import PreparedTarget
+from fledge.jobs.training.target import PlannedTarget, PreparedTarget
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
@@ -37,12 +37,24 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
         _config(recipe, prepared, mask_token=0)
 
 
+def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
+    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid, or if an
+    existing draft does not fit the target."""
+    existing = isinstance(recipe.draft, ExistingDraft)
+    if existing:
+        _check_match(recipe.draft, planned)
+    with torch.device("meta"):
+        draft = Draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.requires_grad_(recipe.train_embeddings)
+    return draft.to(planned.target.dtype)
+
+
 def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft of --init-from. Raises ValueError if it does not fit the target, the data or --train-embeddings."""
     name, target = recipe.draft.name, prepared.target
     draft = load_draft(name)
-    if problem := mismatch(draft.config, target):
-        raise ValueError(f"--init-from {name} does not fit {target.name}: {problem}")
+    _check_match(recipe.draft, prepared)
     coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
@@ -59,6 +71,11 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequenc
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.train_embeddings)
     return draft.train()
+
+
+def _check_match(draft: ExistingDraft, planned: PlannedTarget) -> None:
+    if problem := mismatch(draft.config, planned.target):
+        raise ValueError(f"--init-from {draft.name} does not fit {planned.target.name}: {problem}")
 
 
 def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
@@ -81,7 +98,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     return draft
 
 
-def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) -> DraftConfig:
+def _config(recipe: Recipe, prepared: PlannedTarget, mask_token: int | None) -> DraftConfig:
     shape = prepared.target.shape
     return DraftConfig.for_target(
         shape,

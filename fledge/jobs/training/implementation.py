@@ -37,11 +37,9 @@ def choose_implementation(
 
     With `compute.longest_row`, it searches for the longest row that fits and prints its length instead.
     """
-    fast = "eager" if compute.impl == "eager" else "triton"
-    implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
+    asked = implementations(compute)
     if not compute.gpu:
-        return replace(implementation, slots=compute.slots or CPU_SLOTS)
-    asked = candidates(implementation, slots=compute.slots, activations=compute.activations)
+        return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
     _warm_up(trial, asked[-1])
     free, _ = torch.cuda.mem_get_info(draft.device)
@@ -56,6 +54,15 @@ def choose_implementation(
     chosen, taken = choose(trial, asked, available, report)
     say(_choice_message(chosen, taken, available, rows))
     return chosen
+
+
+def implementations(compute: ComputeRecipe) -> list[Implementation]:
+    """The requested implementations to choose from, from fast to small; a single one on a CPU."""
+    fast = "eager" if compute.impl == "eager" else "triton"
+    implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
+    if not compute.gpu:
+        return [replace(implementation, slots=compute.slots or CPU_SLOTS)]
+    return candidates(implementation, slots=compute.slots, activations=compute.activations)
 
 
 def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks) -> Trial:

@@ -15,6 +15,8 @@ from fledge.jobs.train import MACHINE, TrainOptions
 if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
+NOTHING_TO_SHARD = "--shard-target splits the target over several GPUs; give --gpus, or start with torchrun"
+
 
 def needs_processes(options: TrainOptions) -> bool:
     """Whether this process has to start those that train. Raises ValueError if there are not as many GPUs."""
@@ -50,7 +52,7 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
 
     device = torch.device(resolve_device(options.device))
     if options.shard_target and not started_by_torchrun():
-        raise ValueError("--shard-target splits the target over several GPUs; give --gpus, or start with torchrun")
+        raise ValueError(NOTHING_TO_SHARD)
     if started_by_torchrun():
         if device.index is not None:
             raise ValueError(

@@ -184,9 +184,9 @@ class Settled:
     data_sha256: str
 
 
-def resolve(options: TrainOptions) -> Recipe:
+def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
-    --features.
+    --features. With `imagined`, it is that of a machine with CUDA GPUs, which need not be there.
 
     Raises ValueError, naming the flags and a remedy, for options that contradict each other, that the method or the
     device does not support, or that name something that does not exist.
@@ -208,7 +208,7 @@ def resolve(options: TrainOptions) -> Recipe:
         objective=_objective(options, choice.method, depth),
         schedule=_schedule(options),
         evaluation=_evaluation(options),
-        compute=_compute(options),
+        compute=_compute(options, imagined),
         log=_logger(options.log),
         seed=options.seed,
     )
@@ -360,7 +360,7 @@ def _evaluation(options: TrainOptions) -> EvaluationRecipe:
     return EvaluationRecipe(options.eval_prompts, options.eval_every, options.eval_tokens)
 
 
-def _compute(options: TrainOptions) -> ComputeRecipe:
+def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
     from fledge.decode.engine import resolve_device
     from fledge.jobs.options import parse_dtype
     from fledge.kernels.ttt_attention import IMPLS
@@ -370,10 +370,10 @@ def _compute(options: TrainOptions) -> ComputeRecipe:
         _check_known("impl", options.impl, IMPLS)
     _check_known("activations", options.activations, ACTIVATIONS)
     parse_dtype(options.dtype)
-    device = resolve_device(options.device)
+    device = "cuda" if imagined else resolve_device(options.device)
     if device == "cuda" and started_by_torchrun():
         device = f"cuda:{local_rank()}"
-    gpu, triton = device.startswith("cuda"), importlib.util.find_spec("triton") is not None
+    gpu, triton = device.startswith("cuda"), imagined or importlib.util.find_spec("triton") is not None
     impl = options.impl or ("triton" if gpu and triton else "eager")
     if gpu and impl != "eager" and not triton:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,21 +28,44 @@ EVAL_TOKENS = 64  # default of --eval-tokens
 
 
 @dataclass(frozen=True)
-class PreparedTarget:
-    """A loaded target and what training needs of it.
+class PlannedTarget:
+    """A target, whose weights need not be loaded, and what is known of it before it computes.
 
-    `layers` are the layers whose outputs the draft reads. `source` computes the features and the teacher's logits.
-    `max_length` is the maximum document length and `eval_tokens` the number of new tokens per prompt when τ is
-    measured. `decodes` tells whether τ can be measured by decoding.
+    `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
+    the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
     """
 
     target: TransformersTarget
     layers: tuple[int, ...]
-    source: FeatureSource
     template: ChatTemplate
     max_length: int
     eval_tokens: int
     decodes: bool
+
+
+@dataclass(frozen=True)
+class PreparedTarget(PlannedTarget):
+    """A loaded target and what training needs of it. `source` computes the features and the teacher's logits."""
+
+    source: FeatureSource
+
+
+def plan_target(recipe: Recipe) -> PlannedTarget:
+    """The target without its weights, which is assumed to verify drafts and to process packed documents together.
+    Raises ValueError as `prepare_target` does for what needs no weights."""
+    requested = recipe.target
+    target = load_target(
+        requested.name, device="cpu" if recipe.compute.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
+        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
+    )  # fmt: skip
+    _check_length(recipe.data, target)
+    decodes = not reads_features_only(recipe)
+    return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes))
+
+
+def reads_features_only(recipe: Recipe) -> bool:
+    """Whether the target does not run, as its features are on disk and τ is not measured by decoding."""
+    return recipe.features is not None and not _decoding_option(recipe)
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
@@ -50,9 +73,8 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
     drafts, and if one that cannot process packed documents together is to be sharded."""
     set_up_process(recipe.compute.device)
-    data = recipe.data
-    head = _open_head(recipe, say) if recipe.features and not _decoding_option(recipe) else None
-    target = head or open_target(recipe.target, data, recipe.compute.device, mesh)
+    head = _open_head(recipe, say) if reads_features_only(recipe) else None
+    target = head or open_target(recipe.target, recipe.data, recipe.compute.device, mesh)
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
     if cache := recipe.features:
@@ -63,12 +85,16 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
             raise ValueError(
                 f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
             )
-    return PreparedTarget(
+    return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
+
+
+def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
+    """The fields of `PlannedTarget`."""
+    return dict(
         target=target,
         layers=layers,
-        source=source,
-        template=ChatTemplate(target.tokenizer, target.stop_ids, data.template_kwargs),
-        max_length=min(data.longest, target.context),
+        template=ChatTemplate(target.tokenizer, target.stop_ids, recipe.data.template_kwargs),
+        max_length=min(recipe.data.longest, target.context),
         eval_tokens=recipe.evaluation.tokens or default_new_tokens(EVAL_TOKENS, target.context),
         decodes=decodes,
     )
@@ -84,13 +110,17 @@ def open_target(
         trust_remote_code=requested.trust_remote_code, mesh=mesh,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
+    _check_length(data, target)
+    if requested.compile:
+        target.compile()
+    return target
+
+
+def _check_length(data: DataRecipe, target: TransformersTarget) -> None:
     if data.max_length and data.max_length > target.context:
         raise ValueError(
             f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
         )
-    if requested.compile:
-        target.compile()
-    return target
 
 
 def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
@@ -169,7 +199,7 @@ def _decoding_option(recipe: Recipe) -> str | None:
 
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
-    if recipe.features and not _decoding_option(recipe):
+    if reads_features_only(recipe):
         say("τ is not measured by decoding, for which the target would have to run; --eval-every measures it")
         return False
     if not target.rollback_problem:

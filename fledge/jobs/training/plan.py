@@ -1,0 +1,149 @@
+"""The plan of a training run: the machine, what each rank has to compute, and whether it fits there."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fledge.data.dataset import Rows
+from fledge.jobs.training.recipe import Recipe
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.estimate import Part, Placement, Sizes, Work, disk_parts, memory_parts, total
+from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
+from fledge.train.objective import Implementation
+from fledge.train.trainer import Schedule
+
+MORE_GPUS = (2, 4, 8, 16)  # that a cure may name
+FEW_SLOTS = 64  # on a CPU
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks of a run and their devices' type, "cuda" or "cpu". `memory` are the bytes that each may have, and
+    `there` tells whether this machine is that machine."""
+
+    ranks: int
+    device: str
+    memory: int
+    there: bool
+
+    @property
+    def usable(self) -> int:
+        """The bytes of a device that training uses; a GPU's allocator is left the rest."""
+        return int(self.memory * (USABLE_FRACTION if self.device == "cuda" else 1))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run. `asked` are the implementations to choose from, from fast to small. `resumed` tells whether the
+    directory holds a run to continue, of which `done` steps are done."""
+
+    machine: Machine
+    recipe: Recipe
+    rows: Rows
+    schedule: Schedule
+    sizes: Sizes
+    work: Work
+    placed: Placement
+    asked: tuple[Implementation, ...]
+    directory: RunDirectory
+    resumed: bool = False
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        """The number of steps to do."""
+        return self.schedule.steps - self.done
+
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        """The first implementation that fits, or else the smallest."""
+        return next((impl for impl in self.asked if self._fits_memory(impl)), self.asked[-1])
+
+    @functools.cached_property
+    def memory(self) -> list[Part]:
+        """What takes memory on a rank."""
+        return memory_parts(self.sizes, self.work, self.implementation, self.placed)
+
+    @functools.cached_property
+    def disk(self) -> list[Part]:
+        """What the run writes to its directory."""
+        return disk_parts(self.sizes.draft, self.schedule.steps)
+
+    @functools.cached_property
+    def free_disk(self) -> int:
+        """The free bytes of the file system of the run's directory."""
+        path = Path(self.directory.path).absolute()
+        return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+    @property
+    def fits_memory(self) -> bool:
+        return self._fits_memory(self.implementation)
+
+    @property
+    def fits_disk(self) -> bool:
+        return total(self.disk) <= self.free_disk
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_memory and self.fits_disk
+
+    def _fits_memory(self, impl: Implementation) -> bool:
+        return total(memory_parts(self.sizes, self.work, impl, self.placed)) <= self.machine.usable
+
+    def cures(self) -> Iterator[str]:
+        """Changes of the options with which the run fits in memory, each by itself; none if it takes more."""
+        ranks, gpu = self.machine.ranks, self.machine.device == "cuda"
+        if not self.resumed:  # a resumed run keeps its slots and rows
+            yield from self._less_work()
+        if self.placed.optimizer < ranks and replace(self, placed=replace(self.placed, optimizer=ranks)).fits_memory:
+            yield "no --replicate"
+        if gpu and 1 == self.placed.target < ranks and self._sharded(ranks).fits_memory:
+            yield "--shard-target"
+        if gpu and (ranks == 1 or not self._sharded(ranks).fits_memory):
+            more = (n for n in MORE_GPUS if n > ranks and self._sharded(n).fits_memory)
+            if (gpus := next(more, None)) is not None:
+                yield f"--gpus {gpus} --shard-target"
+
+    def _less_work(self) -> Iterator[str]:
+        """Those of `cures` that change what a rank computes at a time."""
+        fewest = min(n for n, *_ in CANDIDATES) if self.machine.device == "cuda" else FEW_SLOTS
+        fewer = replace(self, asked=(replace(self.asked[-1], slots=fewest),))
+        if self.asked[-1].slots > fewest and fewer.fits_memory:
+            yield f"--slots {fewest}"
+        if tokens := self._shorter_row():
+            yield f"--row-length {tokens} (and --max-length no longer)"
+
+    def _sharded(self, ranks: int) -> Plan:
+        """The same on a number of GPUs that share the target's layers."""
+        optimizer = 1 if 1 == self.placed.optimizer < self.machine.ranks else ranks
+        return replace(self, machine=replace(self.machine, ranks=ranks), placed=Placement(ranks, optimizer))
+
+    def _shorter_row(self) -> int | None:
+        """The longest row that fits, in tokens, of halves of the planned one; None if no row does."""
+        tokens = self.work.tokens // 2
+        while tokens >= MIN_TOKENS:
+            if replace(self, work=self.work.resized(tokens)).fits_memory:
+                return tokens
+            tokens //= 2
+        return None
+
+
+def work_of(rows: Rows, schedule: Schedule, machine: Machine) -> Work:
+    """What a rank computes in a step, by the rows of the first epoch that need the most memory."""
+    objective, heaviest = schedule.objective, rows.heaviest()
+    trained = []
+    for row in heaviest:
+        live = row.live(objective.depth)
+        slots = objective.drop.keep(row, live, "") if objective.drop else live
+        trained.append(tuple(t.numel() for t in slots))
+    return Work(
+        tokens=rows.row_length,
+        slots=max(trained, key=sum),
+        document=rows.longest(),
+        rows=-(-schedule.rows_per_step // machine.ranks),
+        device=machine.device,
+    )

@@ -1,0 +1,38 @@
+"""The bytes of a target's weights on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fledge.targets.transformers import TransformersTarget
+
+
+@dataclass(frozen=True)
+class TargetBytes:
+    """The bytes of a target's weights: of its n layers together, of the largest layer, and of the rest (embedding,
+    final norm and head), which every rank has whole."""
+
+    layers: int
+    largest: int
+    rest: int
+    n: int
+
+    @property
+    def whole(self) -> int:
+        return self.layers + self.rest
+
+    def on_rank(self, shards: int) -> int:
+        """The bytes on each of the ranks that share the layers: while one computes, the next one is gathered."""
+        return self.whole if shards == 1 else -(-self.layers // shards) + 2 * self.largest + self.rest
+
+
+def target_bytes(target: TransformersTarget) -> TargetBytes:
+    """The sizes of a target, which may be on the meta device. Raises ValueError if its layers cannot be identified."""
+    sizes = [_bytes(layer) for layer in target.layers]
+    return TargetBytes(sum(sizes), max(sizes), _bytes(target.model) - sum(sizes), len(sizes))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -1,0 +1,130 @@
+"""The estimate of memory and disk for machines that are not there, against what was measured on GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fledge.config import DraftConfig
+from fledge.models.draft import Draft
+from fledge.targets.size import TargetBytes, target_bytes
+from fledge.targets.transformers import TransformersTarget
+from fledge.train.estimate import Placement, Sizes, Work, disk_parts, memory_parts, row_moments, total
+from fledge.train.objective import Implementation
+from support.chats import tiny_chats
+from support.targets import tiny_target, tiny_target_directory
+
+RESULTS = Path(__file__).parents[1] / "bench/results"
+SHAPE = dict(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=128_256,
+)  # fmt: skip
+DRAFT = dict(**SHAPE, draft_vocab_size=32_000, target_hidden_size=4096)
+FAST = Implementation("triton", "triton", "triton", 4096, prefetch=True)
+
+
+def meta_target(layers: int = 32, **shape: Any) -> TransformersTarget:
+    """A Llama of the shape of Llama-3.1-8B, without values."""
+    config = LlamaConfig(**SHAPE | shape, num_hidden_layers=layers, max_position_embeddings=1 << 17)
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return TransformersTarget(model, None)
+
+
+def meta_draft(**config: Any) -> Draft:
+    with torch.device("meta"):
+        return Draft(DraftConfig(**DRAFT | config)).to(torch.bfloat16)
+
+
+def steps_of(record: str) -> list[dict[str, Any]]:
+    """The measured training steps of a record, by their rows."""
+    rows = json.loads((RESULTS / f"{record}.json").read_text())["rows"]
+    return [row for row in rows if row["gib"] is not None]
+
+
+def implementation(ways: dict[str, Any]) -> Implementation:
+    """How a measured step was computed, without prefetch, which these benchmarks do not do."""
+    return Implementation(**{name: ways[name] for name in ways if name not in ("ahead", "prefetch")})
+
+
+def step_gib(draft: Draft, row: dict[str, Any]) -> float:
+    """The estimate of what a row takes beside weights and hidden states."""
+    work = Work(row["T"], tuple(row["slots"]), row["T"], 1)
+    sizes = Sizes(None, TargetBytes(0, 0, 0, 0), draft)
+    return max(map(total, row_moments(sizes, work, implementation(row["ways"])))) / 2**30
+
+
+@pytest.mark.parametrize("record", ["train_step", "train_step_h200"])
+def test_a_step_takes_what_was_measured(record: str) -> None:
+    """Each implementation, few and many slots, rows of 2,048 to 131,072 tokens, all supervised or a quarter."""
+    for row in steps_of(record):
+        draft = meta_draft(**(dict(vocab_size=32_000) if row["teacher"] == "W" else {}))
+        assert step_gib(draft, row) == pytest.approx(row["gib"], rel=0.15), row
+
+
+def test_a_step_of_a_p_eagle_draft_of_four_layers_takes_what_was_measured() -> None:
+    draft = meta_draft(vocab_size=32_000, method="peagle", mask_token_id=0, num_hidden_layers=4)
+    for row in steps_of("peagle_step"):
+        assert step_gib(draft, row) == pytest.approx(row["gib"], rel=0.15), row
+
+
+def test_a_run_takes_what_was_measured_on_one_and_two_gpus() -> None:
+    """The peak of each rank with a target of 8B parameters, and with the optimizer's state sharded and replicated."""
+    target, draft = meta_target(), meta_draft()
+    sizes = Sizes(target, target_bytes(target), draft)
+    rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
+    assert {row["gpus"] for row in rows} == {1, 2}
+    for row in rows:
+        documents = row["T"] // 1024  # with 7 steps, and all tokens supervised
+        work = Work(row["T"], tuple(documents * (1022 - k) for k in range(7)), 1024, 1)
+        shares = row["gpus"] if row["what"].endswith("shard") else 1
+        taken = total(memory_parts(sizes, work, FAST, Placement(optimizer=shares))) / 2**30
+        assert taken == pytest.approx(row["gib"], rel=0.05), row
+
+
+def test_the_layers_of_a_target_are_shared_and_the_rest_is_whole() -> None:
+    """The bytes of a rank by the model's parameters, with and without a head of its own."""
+    for tied in (False, True):
+        target = tiny_target(tokenizer=False, tie_word_embeddings=tied)
+        layer = sum(p.numel() for p in target.layers[0].parameters()) * 4
+        rest = (400 * 32 * (1 if tied else 2) + 32) * 4
+        sizes = target_bytes(target)
+        assert sizes == TargetBytes(layers=8 * layer, largest=layer, rest=rest, n=8)
+        assert sizes.whole == sizes.on_rank(1) == sum(p.numel() for p in target.model.parameters()) * 4
+        assert sizes.on_rank(4) == 2 * layer + 2 * layer + rest
+
+
+def test_less_work_takes_less_memory() -> None:
+    target = meta_target(2)
+    sizes = Sizes(target, target_bytes(target), meta_draft())
+    work = Work(16_384, tuple(16_000 - k for k in range(5)), 2048, 1)
+
+    def taken(work: Work = work, impl: Implementation = FAST, **placed: int) -> int:
+        return total(memory_parts(sizes, work, impl, Placement(**placed)))
+
+    less = [
+        taken(impl=replace(FAST, slots=1024)), taken(impl=replace(FAST, recompute=True)), taken(optimizer=8),
+        taken(work.resized(8192)), taken(impl=replace(FAST, prefetch=False)),
+    ]  # fmt: skip
+    more = [taken(replace(work, rows=2)), taken(impl=replace(FAST, slots=8192))]
+    assert max(less) < taken() < min(more)
+
+
+def test_the_disk_of_a_run(tmp_path: Path, fledge: Any) -> None:
+    """The files of a finished run take half of the estimate, which counts a copy of all but the metrics."""
+    words = ("--data", tiny_chats(tmp_path / "c.jsonl", 20), "--steps", 3, "--draft-vocab", 200, "--device", "cpu")
+    went = fledge("train", "--target", tiny_target_directory(tmp_path), *words, "--out", tmp_path / "run")
+    assert went.code == 0, went.err
+    with torch.device("meta"):
+        config = DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text()))
+        parts = disk_parts(Draft(config), 3)
+    for part, directory in zip(parts, ("draft", "checkpoint"), strict=False):
+        written = sum(f.stat().st_size for f in (tmp_path / "run" / directory).rglob("*") if f.is_file())
+        assert written == pytest.approx(part.bytes / 2, rel=0.1, abs=8000), directory
+    assert (tmp_path / "run/metrics.jsonl").stat().st_size == pytest.approx(parts[2].bytes, rel=0.5)
