@@ -149,13 +149,16 @@ def known_to(commands) -> set[str]:
     return known | switches if tuple(commands) == ("train",) else known
 
 
+TORCHRUN = ("--standalone", "--nproc-per-node")  # flags that jobs/training/launch.py gives to torchrun
+
+
 def test_messages_name_only_flags_of_their_command():
     """A flag of another command must follow that command's name, as in: fledge train --resume."""
     seen, wrong = 0, []
     for module, text in messages():
         if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands
             continue
-        known = known_to(READERS.get(module, OPTIONS))
+        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
             has = known_to([before[1]]) if before else known

@@ -273,7 +273,7 @@ def _train(
             if ranks.size > 1:
                 raise ValueError(
                     f"{recipe.features.path} is a stream, which a single process trains on; train without --gpus and "
-                    "torchrun, or write the features without --stream"
+                    "torchrun, or write the features with fledge features without --stream"
                 )
             directory = StreamingRun(directory.path, recipe.features, rows)
             schedule = directory.limit(schedule, resumed=recorded is not None, say=say)
