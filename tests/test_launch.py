@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,34 @@ def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path) -> None:
     assert launch.start_processes(2, ["train", "--device", "cpu", "--target", str(tmp_path)]) != 0
 
 
+WAITING = """
+import signal, sys, time
+from fledge.jobs.training.launch import start_processes
+print(start_processes(2, sys.argv[1:]), flush=True)
+"""
+
+
+def test_a_signal_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to the first process alone stops the ranks after a step, with a checkpoint; the status is 130."""
+    target, data, run = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30), tmp_path / "run"
+    words = ["train", "--target", target, "--data", data, "--out", run, "--device", "cpu", *FLAGS, "--steps", 5000]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, *map(str, words)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while not (run / "metrics.jsonl").exists() or not metrics_of(run):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    told, _ = process.communicate(timeout=120)
+    assert told.strip() == "130" and (run / "checkpoint" / "progress.json").exists()
+
+
 def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match="--gpus 2 starts processes .*: start it with torchrun"
+    ):
+        launch.run_ranks(options(gpus=2, device="cpu")).__enter__()
     with (
         pytest.raises(ValueError, match="--shard-target splits the target over several GPUs; give --gpus"),
         launch.run_ranks(options(shard_target=True, device="cpu")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,14 +33,26 @@ def needs_processes(options: TrainOptions) -> bool:
 
 
 def start_processes(gpus: int, arguments: Sequence[str]) -> int:
-    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status."""
+    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status, or 130
+    after a signal that stopped the training."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    interrupted = False
     with subprocess.Popen([*torchrun, "-m", "fledge", *arguments]) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:  # torchrun has received the signal too, and waits for the ranks to save
-                continue
+
+        def pass_on(number: int, _frame: object) -> None:
+            nonlocal interrupted
+            interrupted = True
+            if number != signal.SIGINT:  # a terminal's Ctrl-C reaches torchrun itself
+                process.terminate()
+
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {s: signal.signal(s, pass_on) for s in caught if signal.getsignal(s) is not signal.SIG_IGN}
+        try:
+            status = process.wait()  # while torchrun waits for the ranks to save
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+    return 130 if interrupted and status else status
 
 
 @contextmanager
@@ -51,6 +64,10 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
     from fledge.train.ranks import connected, local_rank, started_by_torchrun
 
     device = torch.device(resolve_device(options.device))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.gpus not in (None, here):
+        cure = f"torchrun has started {here} processes here" if started_by_torchrun() else "start it with torchrun"
+        raise ValueError(f"--gpus {options.gpus} starts processes from the command line only: {cure}; leave it out")
     if options.shard_target and not started_by_torchrun():
         raise ValueError(NOTHING_TO_SHARD)
     if started_by_torchrun():
