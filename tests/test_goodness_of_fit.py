@@ -111,6 +111,7 @@ class TableSource:
     def __init__(self, sampling: BatchSampling, prefix_B: Tensor, length_B: Tensor):
         self.sampling, self.prefix_B = sampling, prefix_B
         self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
+        self.target_id_W = DRAFT_IDS
 
     def logits(self) -> Tensor:
         return tables()[1][self.prefix_B][:, None]

@@ -76,9 +76,7 @@ def test_a_signal_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match="--gpus 2 starts processes .*: start it with torchrun"
-    ):
+    with pytest.raises(ValueError, match=r"--gpus 2 starts processes .*: start it with torchrun"):
         launch.run_ranks(options(gpus=2, device="cpu")).__enter__()
     with (
         pytest.raises(ValueError, match="--shard-target splits the target over several GPUs; give --gpus"),

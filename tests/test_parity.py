@@ -84,10 +84,8 @@ class ScriptedDecoder(DraftDecoder):
     def predict(self, out: Tensor) -> tuple[Tensor, Tensor]:
         fed_back, logits = super().predict(out)
         self.said.append(logits)
+        self.target_id_W = torch.full_like(self.target_id_W, self.script.pop(0))  # whichever id is chosen
         return fed_back, logits
-
-    def to_target(self, chosen: Tensor) -> Tensor:
-        return torch.full_like(chosen, self.script.pop(0))
 
 
 def run_target(
