@@ -24,9 +24,9 @@ class MasterAdamW:
     parameters. A parameter without a gradient has a gradient of zeros. Weight decay applies to matrices only.
 
     With ranks that shard (`Ranks.shards`), master weights and moments are DTensors, of which each rank has a part, as
-    in ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054): per parameter, 12 of the 16 bytes that training keeps
-    between steps. The 16-bit parameters themselves, which a draft's small parts are read from everywhere in a
-    step, stay whole.
+    in ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054): for 16-bit parameters, these are 12 of the 14 bytes per
+    parameter that training keeps between steps. The parameters themselves stay whole on every rank, since a training
+    step reads them in many small parts.
     """
 
     def __init__(
