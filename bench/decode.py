@@ -5,10 +5,11 @@
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
-of `--new` tokens after the prompt, prefill and host included, over the number of `rounds`. `floor_ms` is the time to
-read all weights and caches of a round at the read rate measured in the same run (`read_gbps`); `gemm_ms` that of the
-round's matrix products alone, with torch in one CUDA graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Before,
-`captured` kinds of rounds were captured as CUDA graphs in `capture_s`, which took `capture_gib` with the caches.
+of `--new` tokens after the prompt, prefill and host included, over the number of `rounds`: the run of median length out
+of REPEATS, after one that is not timed. `floor_ms` is the time to read all weights and caches of a round at the read
+rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix products alone, with torch in one CUDA
+graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Before the rounds, `captured` kinds of them were captured as
+CUDA graphs in `capture_s`, which took `capture_gib` with the caches.
 
 Other engines have `wall_ms` only: transformers' `generate` for one token, and vLLM, if it is installed, for one token,
 chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
@@ -25,6 +26,7 @@ import importlib.util
 import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 
+REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
 LAYERS = {"8b": 32, "tiny": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
@@ -180,10 +183,7 @@ def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, pro
         return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens)
 
     prepared = engine.prepare(batch, tokens=context + new)
-    decode(new)
-    start = time.perf_counter()
-    done = decode(new)
-    wall = time.perf_counter() - start
+    wall, done = median_run(lambda: decode(new))
     rounds = done[0].trace.rounds
     if rounds:
         draft_ms, verify_ms = (
@@ -214,12 +214,20 @@ def measure_generate(target: TransformersTarget, batch: int, context: int, new: 
         options = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         return target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **options).tolist()
 
-    decode()
-    start = time.perf_counter()
-    made = decode()
-    wall = time.perf_counter() - start
+    wall, made = median_run(decode)
     assert all(len(tokens) == context + new for tokens in made)
     return dict(rounds=new - 1, wall_ms=1e3 * wall / (new - 1), tokens_per_s=batch * new / wall)
+
+
+def median_run(run: Callable[[], Any]) -> tuple[float, Any]:
+    """The seconds and the result of the run of median length out of REPEATS, after one that is not timed."""
+    run()
+    timed = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        made = run()
+        timed.append((time.perf_counter() - start, made))
+    return sorted(timed, key=lambda pair: pair[0])[REPEATS // 2]
 
 
 def random_prompts(batch: int, context: int) -> torch.Tensor:

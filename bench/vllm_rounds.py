@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 LOADER = "random_target"
+REPEATS = 3  # timed runs, as in bench/decode.py
 SETTINGS = {  # of vLLM's environment, unless the caller set them
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -100,10 +102,13 @@ def measure(llm: Any, speculative: bool, batch: int, context: int, new: int) -> 
     sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     llm.generate(prompts, sampling, use_tqdm=False)  # compiles
     before = count_drafts(llm) if speculative else 0
-    began = time.perf_counter()
-    done = llm.generate(prompts, sampling, use_tqdm=False)
-    wall = time.perf_counter() - began
-    rounds = (count_drafts(llm) - before) / batch if speculative else new - 1
+    walls = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        done = llm.generate(prompts, sampling, use_tqdm=False)
+        walls.append(time.perf_counter() - began)
+    wall = statistics.median(walls)
+    rounds = (count_drafts(llm) - before) / batch / REPEATS if speculative else new - 1
     lengths = [len(d.outputs[0].token_ids) for d in done]
     if lengths != [new] * batch or not rounds:
         raise ValueError(f"vLLM made {lengths} tokens in {rounds} rounds, not {new} of each prompt")
