@@ -48,8 +48,10 @@ class BatchSampling:
         top_k = [0 if s.greedy else s.top_k for s in samplings]
         top_p = [1.0 if s.greedy else s.top_p for s in samplings]
         penalty = [s.repetition_penalty for s in samplings]
-        reals = torch.tensor([[s.temperature for s in samplings], top_p, penalty], dtype=torch.float64)
-        whole = torch.tensor([top_k, [_int64(s.seed) for s in samplings], [_int64(r) for r in requests]])
+        host = torch.device("cpu")  # whatever the default device
+        reals = torch.tensor([[s.temperature for s in samplings], top_p, penalty], dtype=torch.float64, device=host)
+        seeds, numbers = ([_int64(x) for x in values] for values in ([s.seed for s in samplings], requests))
+        whole = torch.tensor([top_k, seeds, numbers], dtype=torch.int64, device=host)
         temperature_B, top_p_B, repetition_penalty_B = to_device([reals], torch.device(device))[0]
         top_k_B, seed_B, request_B = to_device([whole], torch.device(device))[0]
         return cls(
