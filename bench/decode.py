@@ -13,7 +13,7 @@ round's matrix products alone, with torch in one CUDA graph on each device; `ove
 
 The target of a shape with experts (`common.MIXTURES`) is a Qwen3-MoE. Its floor counts, of each layer, the experts that
 the rows of a verification are expected to choose if each row chooses its C of X experts uniformly and independently of
-the others, X (1 - (1 - C / X)^rows); `gemm_ms` is the time of torch's grouped products for such rows. The rows of a text
+the others, X (1 - (1 - C / X)^rows); `gemm_ms` is the time of torch's grouped products for such rows. Rows of a text
 are more alike than those of random weights, and may choose fewer.
 
 Other engines have `wall_ms` only: transformers' `generate` for one token, and vLLM, if it is installed, for one token,
