@@ -123,7 +123,7 @@ def attention_inputs(
 
 
 def attention_tiles(rows: int) -> list[Tiles]:
-    """Tiles for `rows` query rows of a key head, whose blocks fit into the shared memory of an H200 with heads of 128."""
+    """Tiles for `rows` query rows of a key head that fit into the shared memory of an H200 with heads of 128."""
     few = rows <= 32
     block = min(max(1 << (rows - 1).bit_length(), 16), 128)
     if few:  # (slots, warps)
@@ -170,9 +170,8 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
         jobs = {
             (S, tree, t): pool.submit(compile_attention, shape, 1, S, tree, t)
             for S, tree in dict.fromkeys((S, tree) for _, S, tree in cases)
-            for t in {
-                replace(t, per_processor=1) for t in attention_tiles(S * group)
-            }  # the others are the same kernels
+            # those with more programs per processor are the same kernels
+            for t in dict.fromkeys(replace(t, per_processor=1) for t in attention_tiles(S * group))
         }
         errors = {key: job.exception() for key, job in jobs.items()}
     for (B, S, tree), length in itertools.product(cases, options.lengths):
