@@ -84,18 +84,14 @@ class Layer:
 def time_rows(layers: list[Layer], M: int, options: argparse.Namespace, record: dict) -> None:
     x = torch.randn(M, layers[0].gain.numel())
     read, moved = layers[0].bytes_of(layers[0].route(x))
-    definition = "definition"
     us, plain_us = (
         1e6 * seconds_per_call([lambda w=w, impl=impl: w(x, impl) for w in layers], options.device, options.repeats)
-        for impl in (None, definition)
+        for impl in (None, "definition")
     )
     row = dict(M=M, experts=read, bytes=moved, us=us, gb_per_s=moved / us / 1e3, definition_us=plain_us)
     record["rows"].append(row)
-    print(
-        "M {M:3} {experts:3} experts {us:8.2f} us {gb_per_s:6.0f} GB/s, definition {definition_us:8.2f} us".format(
-            **row
-        )
-    )
+    text = "M {M:3} {experts:3} experts {us:8.2f} us {gb_per_s:6.0f} GB/s, definition {definition_us:8.2f} us"
+    print(text.format(**row), flush=True)
     write_record(options.out, record)
 
 
@@ -155,9 +151,8 @@ def sweep(layers: list[Layer], M: int, options: argparse.Namespace, record: dict
     record["rows"] += rows
     write_record(options.out, record)
     for part, chosen in itertools.product(PRODUCTS, (True, False)):
-        for row in sorted((r for r in rows if (r["product"], r["chosen"]) == (part, chosen)), key=lambda r: r["us"])[
-            :3
-        ]:
+        found = [row for row in rows if (row["product"], row["chosen"]) == (part, chosen)]
+        for row in sorted(found, key=lambda row: row["us"])[:3]:
             print("M {M} {product} chosen {chosen}: {us:.2f} us {gb_per_s:.0f} GB/s, {tiles}".format(**row), flush=True)
 
 

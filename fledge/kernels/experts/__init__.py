@@ -20,9 +20,6 @@ experts (pair m C + c), F width of an expert, S slots.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 
 from fledge.kernels.experts import definition
@@ -77,22 +74,11 @@ def experts(
     if len(dtypes) > 1:
         raise ValueError(f"the tensors of experts must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
     arguments = x_ME, gain_E, eps, routing, gate_up_XOE, down_XEF, residual_ME
-    if use_triton(impl, x_ME) and (impl is not None or M <= MOST_ROWS or not _grouped(x_ME, O, F)):
+    if use_triton(impl, x_ME) and (impl is not None or M <= MOST_ROWS or not definition.grouped(x_ME, E, O, F)):
         from fledge.kernels.experts.triton import experts_triton
 
         return experts_triton(*arguments)
     return definition.experts(*arguments)
-
-
-def _grouped(x_ME: Tensor, O: int, F: int) -> bool:
-    """Whether torch has a grouped product that waits for nothing: bfloat16 on GPUs of compute capability 9 and 10, with
-    widths of multiples of 16 bytes."""
-    return x_ME.dtype == torch.bfloat16 and not (x_ME.shape[1] | O | F) % 8 and _has_grouped_products(x_ME.device)
-
-
-@functools.cache
-def _has_grouped_products(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _power_of_2(n: int) -> int:

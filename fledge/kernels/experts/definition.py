@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,7 +39,7 @@ def experts(
 
 def _products(x_PI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
     """The products [P, O] of rows, sorted by expert, with their experts' weights."""
-    if x_PI.is_cuda and x_PI.dtype == torch.bfloat16:
+    if grouped(x_PI, *weight_XOI.shape[1:]):
         return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=end_X)
     out_PO, begin = x_PI.new_empty(x_PI.shape[0], weight_XOI.shape[1]), 0
     for weight_OI, end in zip(weight_XOI, end_X.tolist(), strict=True):
@@ -45,3 +47,14 @@ def _products(x_PI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
             out_PO[begin:end] = linear(x_PI[begin:end], weight_OI)
         begin = end
     return out_PO
+
+
+def grouped(x: Tensor, *widths: int) -> bool:
+    """Whether torch has a grouped product of such rows that waits for nothing: bfloat16 on GPUs of compute capability 9
+    and 10, with widths of multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in widths) and _has_grouped(x.device)
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
