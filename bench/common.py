@@ -18,11 +18,23 @@ SHAPES = {
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,
     ),
+    "30b-a3b": dict(  # its mixture is in MIXTURES
+        hidden_size=2048, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        vocab_size=151_936, draft_vocab_size=32_000, target_hidden_size=2048,
+    ),
     "tiny": dict(
         hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
     ),
+    "tiny-moe": dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
+    ),
 }  # fmt: skip
+MIXTURES = {  # the experts of the target's layers, in Qwen3-MoE's names
+    "30b-a3b": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+    "tiny-moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
+}
 
 
 def make_row(tokens: int, supervised: float, vocab: int) -> Packed:

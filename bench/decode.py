@@ -1,6 +1,7 @@
-"""Times rounds of decoding on the 8B shape with random weights: one token, chains, trees and one-pass drafts.
+"""Times rounds of decoding with random weights: one token, chains, trees and one-pass drafts.
 
     python bench/decode.py --out bench/results/decode.json
+    python bench/decode.py --shape 30b-a3b --out bench/results/decode_moe.json
     python bench/decode.py --engine fledge transformers vllm --out bench/results/decode.json
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
@@ -10,6 +11,11 @@ of REPEATS, after one that is not timed. `floor_ms` is the time to read all weig
 rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix products alone, with torch in one CUDA
 graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Before the rounds, `captured` kinds of them were captured as
 CUDA graphs in `capture_s`, which took `capture_gib` with the caches.
+
+The target of a shape with experts (`common.MIXTURES`) is a Qwen3-MoE. Its floor counts, of each layer, the experts that
+the rows of a verification are expected to choose if each row chooses its C of X experts uniformly and independently of
+the others, X (1 - (1 - C / X)^rows); `gemm_ms` is the time of torch's grouped products for such rows. Rows of a text
+are more alike than those of random weights, and may choose fewer.
 
 Other engines have `wall_ms` only: transformers' `generate` for one token, and vLLM, if it is installed, for one token,
 chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
@@ -32,11 +38,11 @@ from typing import Any
 
 import torch
 import vllm_rounds
-from common import SHAPES, profile, randomize, seconds
+from common import MIXTURES, SHAPES, profile, randomize, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
@@ -52,7 +58,7 @@ from fledge.targets.transformers import TransformersTarget
 
 REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
-LAYERS = {"8b": 32, "tiny": 8}
+LAYERS = {"8b": 32, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
@@ -134,14 +140,17 @@ def main() -> None:
 
 
 def random_target(shape: str, device: str) -> TransformersTarget:
-    """A Llama of a shape with random weights in bfloat16."""
+    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
-    config = LlamaConfig(
+    experts = MIXTURES.get(shape)
+    kind = LlamaConfig if experts is None else Qwen3MoeConfig
+    config = kind(
         **sizes, num_hidden_layers=LAYERS[shape], max_position_embeddings=131_072, rope_theta=500_000.0,
         eos_token_id=None, bos_token_id=None, tie_word_embeddings=False,
+        **(dict(norm_topk_prob=True, **experts) if experts else {}),
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rotary = type(model.model.rotary_emb)(config)
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
@@ -255,13 +264,17 @@ def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:
 
 def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
     """The milliseconds to read the weights of all passes of a round, and caches of `length` tokens, once for each
-    pass."""
+    pass. Of experts, those count that are expected to be read."""
     native = engine.target.native
     shape = native.layers[0].shape
     cache = 2 * shape.kv_heads * shape.head_dim * batch * length * 2
     total = weight_bytes(engine.target.model) + len(native.layers) * cache
+    rows, drafted = passes(engine, batch)
+    for layer in native.layers:
+        if (e := layer.experts) is not None:
+            unread = (1 - e.chosen / e.gate_up.shape[0]) ** rows  # the share of experts that no row chooses
+            total -= unread * 2 * (e.gate_up.numel() + e.down.numel())
     if engine.draft is not None:
-        _, drafted = passes(engine, batch)
         config = engine.draft.config
         kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
         total += len(drafted) * (2 * matrix_elements(engine.draft) + 2 * kv * batch * length)
@@ -280,7 +293,13 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
         return None
     rows, drafted = passes(engine, batch)
     native = engine.target.native
-    products = [(w, rows) for layer in native.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    products = []
+    for layer in native.layers:
+        products += [(w, rows) for w in (layer.qkv, layer.out)]
+        if (e := layer.experts) is None:
+            products += [(w, rows) for w in (layer.gate_up, layer.down)]
+        else:
+            products += [(e.router, rows), (e.gate_up, rows * e.chosen), (e.down, rows * e.chosen)]
     products.append((engine.target.head_weight, rows))
     for i, (many, head) in enumerate(drafted):
         draft = engine.draft
@@ -298,12 +317,21 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
 
 
 def products_ms(products: list[tuple[torch.Tensor, int]]) -> float:
-    """The milliseconds of the products of weights with numbers of rows, in one CUDA graph on the current device."""
-    inputs = {(w.shape[1], m): torch.randn(m, w.shape[1], device=w.device, dtype=w.dtype) for w, m in products}
+    """The milliseconds of the products of weights with numbers of rows, in one CUDA graph on the current device. Of
+    several weights [X, O, I], each row has its own, drawn uniformly."""
+    inputs = {(w.shape[-1], m): torch.randn(m, w.shape[-1], device=w.device, dtype=w.dtype) for w, m in products}
+    ends = {}
+    for w, m in products:
+        if w.dim() == 3 and (len(w), m) not in ends:
+            counts = torch.bincount(torch.randint(len(w), (m,)), minlength=len(w))
+            ends[len(w), m] = counts.cumsum(0).to(w.device, torch.int32)
 
     def run() -> None:
         for w, m in products:
-            F.linear(inputs[w.shape[1], m], w)
+            if w.dim() == 3:
+                F.grouped_mm(inputs[w.shape[-1], m], w.transpose(1, 2), offs=ends[len(w), m])
+            else:
+                F.linear(inputs[w.shape[-1], m], w)
 
     with torch.inference_mode():
         run()

@@ -2,6 +2,7 @@
 of logits, sampling from logits, and what drafting and verifying a tree take between the passes.
 
     python bench/decode_kernels.py --out bench/results/decode_kernels.json
+    python bench/decode_kernels.py --sweep attention --lengths 16384 --out bench/results/attention_sweep.json
 
 Each time is of one of 32 calls in a CUDA graph, which read 32 different pools or rows, as the layers of a network do.
 `bytes` counts what a call has to move: for attention the keys, values, queries and results. `move_us` is the time in
@@ -10,11 +11,20 @@ rows of each, and M = B S. The new rows are a chain ("attention") or a random tr
 pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "fresh" the
 rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are accepted. On a CPU, the
 definitions run, without a graph.
+
+`--sweep attention` times chains and trees with many tiles (`fledge/kernels/tree_attention/tiles.py`), which processes
+compile to Triton's cache first. It prints the best of each case beside those that the code chooses, and records all.
+`error` is the relative distance from the result of the chosen ones; tiles that the compiler refuses have no time.
 """
 
 import argparse
 import functools
+import itertools
+import multiprocessing
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +41,7 @@ from fledge.kernels.fresh_rows import fresh_rows
 from fledge.kernels.likeliest import likeliest
 from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
+from fledge.kernels.tree_attention.tiles import LARGE, Tiles, tiles_for
 from fledge.types import Sampling, Tree
 
 CALLS = 32
@@ -46,13 +57,19 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 16384], help="of the prefixes, in slots")
     parser.add_argument("--repeats", type=int, default=20, help="replays of each graph; the shortest counts")
+    parser.add_argument("--sweep", choices=("attention",), help="time many tiles; needs a GPU")
     options = parser.parse_args()
+    if options.sweep and options.device == "cpu":
+        parser.error("a sweep needs a GPU")
     check_record_path(options.out, "--out")
     torch.manual_seed(0)
     torch.set_default_device(options.device)
     torch.set_default_dtype(torch.bfloat16)
     rate = copied_bytes_per_second(options.device)
     record = {"environment": environment(options.device, "bfloat16"), "copy_gb_per_s": rate / 1e9, "rows": []}
+    if options.sweep:
+        sweep_attention(SHAPES[options.shape], options, rate, record)
+        return
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
@@ -85,16 +102,101 @@ def tree_calls(shape: dict, B: int, S: int, length: int) -> tuple[list[Callable[
 
 
 def attention(shape: dict, visible: Visible | VisibleChain, length: int) -> tuple[list[Callable[[], Tensor]], int]:
+    given, moved = attention_inputs(shape, visible, length, CALLS)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    return [lambda a=a: tree_attention(*a, visible, counters=counters) for a in given], moved
+
+
+def attention_inputs(
+    shape: dict, visible: Visible | VisibleChain, length: int, calls: int
+) -> tuple[list[tuple[Tensor, ...]], int]:
+    """Queries, keys, values, starts and lengths of each call, and the bytes that a call has to move."""
     H, G, d = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     B, S, _ = visible.shape
     room = length + S
     start, lengths = torch.arange(B, dtype=torch.int64) * room, torch.full((B,), length, dtype=torch.int64)
-    counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    calls = []
-    for _ in range(CALLS):
-        q, keys, values = torch.randn(B, S, H, d), torch.randn(G, B * room, d), torch.randn(G, B * room, d)
-        calls.append(lambda q=q, k=keys, v=values: tree_attention(q, k, v, start, lengths, visible, counters=counters))
-    return calls, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
+    given = [
+        (torch.randn(B, S, H, d), torch.randn(G, B * room, d), torch.randn(G, B * room, d), start, lengths)
+        for _ in range(calls)
+    ]
+    return given, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
+
+
+def attention_tiles(rows: int) -> list[Tiles]:
+    """Tiles for `rows` query rows of a key head that fit into the shared memory of an H200 with heads of 128."""
+    few = rows <= 32
+    block = min(max(1 << (rows - 1).bit_length(), 16), 128)
+    if few:  # (slots, warps)
+        shapes = [(block, n, w) for n, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8))]
+        depths, programs, sums = (3, 4, 6), (1, 2), (4, 16)
+    else:
+        shapes = [(64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 8), (128, 64, 8), (128, 128, 8)]
+        depths, programs, sums = (2, 3, 4), (1, 2), (2,)
+    found = []
+    for (m, n, w), stages, per_processor, at_once in itertools.product(shapes, depths, programs, sums):
+        shared = 2 * 128 * (2 * n * stages + m)
+        if m <= max(block, 64) and shared * per_processor <= LARGE:
+            apart = (True,) if not few else (False, True) if per_processor == 1 and at_once == 4 else (False,)
+            found += [Tiles(m, n, w, stages, per_processor, mask, at_once) for mask in apart]
+    return found
+
+
+def sweep_visible(B: int, S: int, tree: bool) -> Visible | VisibleChain:
+    if tree:
+        return Visible(random_trees(B, S).ancestors())
+    return VisibleChain(torch.arange(S).expand(B, S), S)
+
+
+def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: Tiles) -> None:
+    """Runs attention once with these tiles, in a process of its own."""
+    from fledge.kernels.tree_attention.triton import tree_attention_triton
+
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.bfloat16)
+    visible = sweep_visible(B, S, tree)
+    ((q, *more),), _ = attention_inputs(shape, visible, 8192, 1)
+    tree_attention_triton(q, *more, visible, q.shape[-1] ** -0.5, tiles=tiles)
+    torch.cuda.synchronize()
+
+
+def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, record: dict) -> None:
+    """Times chains and trees with all `attention_tiles`."""
+    from fledge.kernels.tree_attention.triton import tree_attention_triton
+
+    group, d = shape["num_attention_heads"] // shape["num_key_value_heads"], shape["head_dim"]
+    cases = [(*c, False) for c in CHAINS] + [(*c, True) for c in TREES]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=context) as pool:
+        jobs = {
+            (S, tree, t): pool.submit(compile_attention, shape, 1, S, tree, t)
+            for S, tree in dict.fromkeys((S, tree) for _, S, tree in cases)
+            # those with more programs per processor are the same kernels
+            for t in dict.fromkeys(replace(t, per_processor=1) for t in attention_tiles(S * group))
+        }
+        errors = {key: job.exception() for key, job in jobs.items()}
+    for (B, S, tree), length in itertools.product(cases, options.lengths):
+        visible, counters = sweep_visible(B, S, tree), torch.zeros(COUNTERS, dtype=torch.int32)
+        given, moved = attention_inputs(shape, visible, length, CALLS)
+        chosen = tiles_for(S * group, d, torch.bfloat16, LARGE)
+
+        def call(a: tuple[Tensor, ...], t: Tiles, visible=visible, counters=counters) -> Tensor:
+            return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)
+
+        exact, rows = call(given[0], chosen).float(), []
+        for t in dict.fromkeys([chosen, *attention_tiles(S * group)]):
+            row = {"B": B, "S": S, "tree": tree, "length": length, "tiles": asdict(t), "chosen": t == chosen}
+            if (error := errors.get((S, tree, replace(t, per_processor=1)))) is not None:
+                record["rows"].append(row | {"us": None, "failed": f"{type(error).__name__}: {str(error)[:200]}"})
+                continue
+            off = float((call(given[0], t).float() - exact).norm() / exact.norm())
+            us = 1e6 * seconds_per_call([lambda a=a, t=t: call(a, t) for a in given], options.device, 5)
+            rows.append(row | {"us": us, "move_us": 1e6 * moved / rate, "error": off})
+        record["rows"] += rows
+        write_record(options.out, record)
+        print(f"B {B} S {S} tree {tree} length {length}: move {rows[0]['move_us']:.1f}, chosen {rows[0]['us']:.1f} us")
+        for row in sorted(rows, key=lambda r: r["us"])[:4]:
+            print(f"    {row['us']:8.2f} us, error {row['error']:.4f}, {row['tiles']}", flush=True)
+        del given  # before the next pools are made
 
 
 def random_trees(B: int, S: int) -> Tree:

@@ -69,7 +69,31 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row["us"] > 0 and row["move_us"] > 0 for row in found["rows"])
 
 
+def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    dtype = torch.get_default_dtype()
+    try:
+        words = "--shape", "tiny-moe", "--rows", 1, 3, "--repeats", 1
+        rows = record(tmp_path, monkeypatch, "experts", *words)["rows"]
+        for program, option in (("experts", ("--sweep",)), ("decode_kernels", ("--sweep", "attention"))):
+            with pytest.raises(SystemExit):
+                record(tmp_path, monkeypatch, program, *option)
+            assert "a sweep needs a GPU" in capsys.readouterr().err
+    finally:
+        torch.set_default_dtype(dtype), torch.set_default_device(None)
+    assert [r["M"] for r in rows] == [1, 3] and rows[0]["experts"] == 2 and 2 <= rows[1]["experts"] <= 6
+    assert all(r["us"] > 0 and r["definition_us"] > 0 and r["bytes"] > 0 for r in rows)
+
+
 DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7")
+
+
+@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random
+def test_decode_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more rows, the more of the experts count."""
+    words = "--shape", "tiny-moe", "--context", 9, "--new", 6, "--batch", 1, 2, "--case", "token", "chain of 7"
+    rows = record(tmp_path, monkeypatch, "decode", *words, "--engine", "fledge")["rows"]
+    floors = [r["floor_ms"] for r in rows]
+    assert len(rows) == 4 and all(0 < r["floor_ms"] < r["ms"] for r in rows) and floors[0] < floors[1] < floors[2]
 
 
 @pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random

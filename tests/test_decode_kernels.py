@@ -23,7 +23,8 @@ from support.devices import distance, needs_triton
 
 needs_triton()
 
-from fledge.kernels.tree_attention import triton as kernels  # noqa: E402  (needs_triton skips before it)
+from fledge.kernels.tree_attention import tiles  # noqa: E402  (needs_triton skips before it)
+from fledge.kernels.tree_attention import triton as kernels  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,10 +187,26 @@ def test_calls_share_counters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_number_of_shares() -> None:
-    assert kernels.split_count(8, 10**6, 64, 264) == 33
-    assert kernels.split_count(8, 256, 64, 264) == 4  # a small pool
-    assert kernels.split_count(1, 10**6, 64, 264) == kernels.MOST_SPLITS
-    assert kernels.split_count(500, 10**6, 64, 264) == 1
+    assert tiles.share_count(8, 10**6, 64, 264) == 33
+    assert tiles.share_count(8, 256, 64, 264) == 4  # a small pool
+    assert tiles.share_count(1, 10**6, 64, 264) == tiles.MOST_SHARES
+    assert tiles.share_count(500, 10**6, 64, 264) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
+        tiles.Tiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
+        tiles.Tiles(rows=128, slots=32, warps=8, stages=2, apart=True),
+    ],
+    ids=lambda t: f"{t.rows}x{t.slots}",
+)
+def test_other_tiles(given: tiles.Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sweep asks for gives the same results."""
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: given)
+    Case([90, 0, 33], 7, 8, 2, 16, HALF).check(window=20)
+    Case([90, 33], 7, 8, 2, 16, HALF, J=9, chain=True).check()
 
 
 def test_a_window_on_a_long_chain() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.kernels import sampling as sampling_kernels
 from fledge.kernels.sampling import gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.kernels.top_filter import filter_top
+from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree
 from support.verification import scores_of, uniforms_of
 
@@ -247,7 +249,8 @@ def test_filters_are_those_of_their_definition(dtype: torch.dtype, rounded: bool
     for seed in range(10):
         scores = 2 * torch.randn(len(OPTIONS), 3, V, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         scores = scores.round() if rounded else scores
-        assert torch.equal(sampling._filter(scores.clone()), filter_by_sorting(sampling, scores))
+        found = filter_top(scores.clone(), sampling.top_k_B, sampling.top_p_B, impl="definition")
+        assert torch.equal(found, filter_by_sorting(sampling, scores))
 
 
 def test_keys_broadcast() -> None:
@@ -263,3 +266,21 @@ def test_keys_broadcast() -> None:
 def test_seeds_of_any_size_are_taken_modulo_64_bits() -> None:
     sampling = BatchSampling.of([Sampling(seed=s) for s in (2**64 + 5, -3, 2**63)], [0, 1, 2**64 - 1], "cpu")
     assert sampling.seed_B.tolist() == [5, -3, -(2**63)] and sampling.request_B.tolist() == [0, 1, -1]
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """As `torch.set_default_device` sets it: no host tensor is made there, and none that was is pinned."""
+    expected = BatchSampling.of([Sampling(temperature=0.5, top_k=3)], [7], "cpu")
+    with torch.device("meta"):
+        found = BatchSampling.of([Sampling(temperature=0.5, top_k=3)], [7], "cpu")
+        made = torch.ones(2)
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), expected.tensors(), strict=True))
+    assert to_device([made], torch.device("meta"))[0].is_meta
+
+
+@pytest.mark.gpu
+def test_a_default_device_on_a_gpu() -> None:
+    with torch.device("cuda"):
+        found = BatchSampling.of([Sampling(temperature=0.5, top_k=3)], [7], "cuda")
+        (moved,) = to_device([torch.arange(3)], torch.device("cuda"))
+    assert found.top_k_B.tolist() == [3] and found.temperature_B.is_cuda and moved.tolist() == [0, 1, 2]

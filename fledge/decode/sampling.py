@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.kernels.sampling import hash_keys
+from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree, Verdict
 
@@ -48,8 +48,10 @@ class BatchSampling:
         top_k = [0 if s.greedy else s.top_k for s in samplings]
         top_p = [1.0 if s.greedy else s.top_p for s in samplings]
         penalty = [s.repetition_penalty for s in samplings]
-        reals = torch.tensor([[s.temperature for s in samplings], top_p, penalty], dtype=torch.float64)
-        whole = torch.tensor([top_k, [_int64(s.seed) for s in samplings], [_int64(r) for r in requests]])
+        host = torch.device("cpu")  # whatever the default device
+        reals = torch.tensor([[s.temperature for s in samplings], top_p, penalty], dtype=torch.float64, device=host)
+        seeds, numbers = ([_int64(x) for x in values] for values in ([s.seed for s in samplings], requests))
+        whole = torch.tensor([top_k, seeds, numbers], dtype=torch.int64, device=host)
         temperature_B, top_p_B, repetition_penalty_B = to_device([reals], torch.device(device))[0]
         top_k_B, seed_B, request_B = to_device([whole], torch.device(device))[0]
         return cls(
@@ -112,33 +114,11 @@ class BatchSampling:
         if not self.samples:
             return scores_BNV
         scores_BNV = self.temper(at_least_float32(scores_BNV))
-        return self._filter(scores_BNV) if self.filters else scores_BNV
+        return filter_top(scores_BNV, self.top_k_B, self.top_p_B) if self.filters else scores_BNV
 
     def temper(self, scores: Tensor) -> Tensor:
         """Scores [B, .., V] divided by the temperatures; those of greedy requests as they are."""
         return scores / _column(self.temperature_B.where(self.temperature_B > 0, 1.0), scores)
-
-    def _filter(self, scores_BNV: Tensor) -> Tensor:
-        """Top-k, then top-p, with one sort. What each leaves out becomes -inf, which the sorted values have first.
-
-        Sums run from the least likely token up, as in transformers. Which of equal scores stay is open there; here
-        those with lower ids go first, so that the choice does not depend on the batch.
-        """
-        V = scores_BNV.shape[-1]
-        ascending = sorted_values(scores_BNV)
-        # the k-th highest score; without a limit the lowest, below which nothing is
-        top_k_B = self.top_k_B.where(self.top_k_B > 0, V).clamp_max(V)
-        lowest = ascending.gather(-1, (V - top_k_B)[:, None, None].expand(-1, ascending.shape[1], 1))
-        scores_BNV = scores_BNV.masked_fill(scores_BNV < lowest, -torch.inf)
-        ascending = ascending.masked_fill(ascending < lowest, -torch.inf)
-        # no sum is below -1, the threshold of requests without top-p
-        threshold = _column((1 - self.top_p_B).where(self.top_p_B < 1, -1.0), scores_BNV)
-        removed = ascending.softmax(-1).cumsum(-1) <= threshold
-        count = removed[..., :-1].sum(-1, keepdim=True)  # the likeliest token stays
-        lowest = ascending.gather(-1, count)
-        below, equal = scores_BNV < lowest, scores_BNV == lowest
-        gone = below | (equal & (equal.cumsum(-1) <= count - below.sum(-1, keepdim=True)))
-        return scores_BNV.masked_fill(gone, -torch.inf)
 
     def settle(self, scores: Tensor) -> Tensor:
         """Scores [B, .., V] in which greedy requests have -inf but at their argmax, so that drawing takes that."""
@@ -151,14 +131,6 @@ class BatchSampling:
 def _int64(x: int) -> int:
     """An integer modulo 2^64, as int64."""
     return (int(x) + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def sorted_values(x: Tensor) -> Tensor:
-    """The numbers of each row of x [.., V], float32 or float64, in ascending order. NumPy sorts several times as fast
-    as torch on a CPU."""
-    if x.device.type != "cpu":
-        return x.sort(dim=-1).values
-    return torch.from_numpy(np.sort(x.numpy(), axis=-1))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.decode_layer import rope_to_cache
-from fledge.kernels.few_rows import linear_add, norm_swiglu
+from fledge.kernels.experts import experts, route
+from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu, plain_linear
 from fledge.models.kv_cache import CacheRows
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]: of M rows, or of M / n consecutive ones each
@@ -31,10 +32,24 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of X experts, of which each row goes through `chosen` (see `kernels.experts`). `router` is [X, E],
+    `gate_up` [X, 2 F, E], `down` [X, E, F]. `shared_gate` [1, E] is that of the shared expert; None without."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared_gate: Tensor | None
+    chosen: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The weights of one decoder layer. `qkv` is [(H + 2 G) d, I], `gate_up` [2 F, E]. Biases are None where the model
     has none, and so is `input_norm` where the input has no norm. `q_norm` and `k_norm` [d] are Qwen3's. `window` is the
-    layer's sliding window in tokens; None without."""
+    layer's sliding window in tokens; None without. In a layer with `experts`, `gate_up` and `down` are those of the
+    expert that all rows share (Qwen2-MoE); None without."""
 
     shape: LayerShape
     input_norm: Tensor | None
@@ -45,11 +60,12 @@ class LayerWeights:
     out: Tensor
     out_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | None
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
     window: int | None
+    experts: ExpertWeights | None = None
 
     def without_queries(self) -> LayerWeights:
         """The same with a projection to keys and values only."""
@@ -65,9 +81,14 @@ def layer_weights(layer: nn.Module, shape: LayerShape, window: int | None = None
     that there is one copy: the layer still computes and can be trained, and the joined matrix follows its parameters.
     """
     attention, mlp = layer.self_attn, layer.mlp
+    experts = _expert_weights(mlp) if hasattr(mlp, "experts") else None
+    if experts is not None:
+        mlp = mlp.shared_expert if hasattr(mlp, "shared_expert") else None
+    gate_up, gate_up_bias = None, None
     with torch.inference_mode(False), torch.no_grad():  # parameters must not become inference tensors
         qkv, qkv_bias = _fused(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        gate_up, gate_up_bias = _fused(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        if mlp is not None:
+            gate_up, gate_up_bias = _fused(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     return LayerWeights(
         shape=shape,
         input_norm=layer.input_layernorm.weight if hasattr(layer, "input_layernorm") else None,
@@ -80,9 +101,22 @@ def layer_weights(layer: nn.Module, shape: LayerShape, window: int | None = None
         post_norm=layer.post_attention_layernorm.weight,
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        down=None if mlp is None else mlp.down_proj.weight,
+        down_bias=None if mlp is None else mlp.down_proj.bias,
         window=window,
+        experts=experts,
+    )
+
+
+def _expert_weights(mlp: nn.Module) -> ExpertWeights:
+    """The weights of transformers' Mixtral, Qwen2-MoE or Qwen3-MoE block, whose experts are joined already."""
+    return ExpertWeights(
+        router=mlp.gate.weight,
+        gate_up=mlp.experts.gate_up_proj,
+        down=mlp.experts.down_proj,
+        shared_gate=mlp.shared_expert_gate.weight if hasattr(mlp, "shared_expert_gate") else None,
+        chosen=mlp.gate.top_k,
+        normalized=mlp.gate.norm_topk_prob if hasattr(mlp.gate, "norm_topk_prob") else True,  # Mixtral's always
     )
 
 
@@ -156,5 +190,17 @@ def layer_output(attended_MO: Tensor, residual_ME: Tensor, weights: LayerWeights
     """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with its residual."""
     w = weights
     x_ME = linear_add(attended_MO, w.out, residual_ME, w.out_bias)
+    if w.experts is not None:
+        return _expert_output(x_ME, w, w.experts)
     activated = norm_swiglu(x_ME, w.post_norm, w.shape.eps, w.gate_up, w.gate_up_bias)
     return linear_add(activated, w.down, x_ME, w.down_bias)
+
+
+def _expert_output(x_ME: Tensor, w: LayerWeights, e: ExpertWeights) -> Tensor:
+    """x plus its experts' outputs, and that of the shared expert times the sigmoid of its gate."""
+    norm, residual_ME = (x_ME, w.post_norm, w.shape.eps), x_ME
+    if e.shared_gate is not None:
+        shared_ME = plain_linear(norm_swiglu(*norm, w.gate_up), w.down)
+        residual_ME = torch.addcmul(x_ME, norm_linear(*norm, e.shared_gate).sigmoid(), shared_ME)
+    routing = route(norm_linear(*norm, e.router), e.chosen, e.normalized)
+    return experts(*norm, routing, e.gate_up, e.down, residual_ME)

@@ -70,8 +70,10 @@ def native_problem(target: NativeTarget) -> str:
         logits, _ = target.prefill([tokens.tolist()], cache)
     if not bool(own.isfinite().all()):
         return ""  # `check_numbers` says what is wrong
-    # roundings of 16 bits add up over the layers; another architecture gives unrelated logits
-    tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 0.2
+    # roundings of 16 bits add up over the layers, and choose others of nearly equal experts; another architecture gives
+    # unrelated logits
+    mixture = any(layer.experts is not None for layer in target.native.layers)
+    tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 0.5 if mixture else 0.2
     error = float((logits - own).float().norm() / own.float().norm())
     return f"its logits differ from the model's by {error:.0%}" if error > tolerance else ""
 

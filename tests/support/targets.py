@@ -14,11 +14,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from fledge.config import DraftConfig
@@ -36,7 +39,8 @@ CHATML = (
 
 
 FAMILIES = {
-    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config, "mistral": MistralConfig,
+    "mixtral": MixtralConfig, "qwen2_moe": Qwen2MoeConfig, "qwen3_moe": Qwen3MoeConfig,
 }  # fmt: skip
 
 
@@ -87,7 +91,8 @@ def tiny_target(
     )  # fmt: skip
     torch.manual_seed(seed)
     hf = FAMILIES[family](**{**shape, **config})
-    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    # transformers' default, a grouped product, has no float64
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1 and ("embed" in name or "lm_head" in name):

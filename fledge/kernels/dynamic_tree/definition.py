@@ -19,7 +19,7 @@ def add_level(
     found.token_BP[:, begin : begin + front * w] = token_Bn
     if level + 1 == found.levels:
         return None
-    best_Bw = score_Bn.sort(dim=1, descending=True, stable=True).indices[:, :w]
+    best_Bw = _best_first(score_Bn)[:, :w]
     above_Bw = best_Bw // w
     found.place(level).copy_(begin + best_Bw)
     found.seen(level).copy_(_own_bits(found, level))
@@ -28,6 +28,16 @@ def add_level(
         found.seen(level).bitwise_or_(seen_BwJ.gather(1, above_Bw[..., None].expand_as(seen_BwJ)))
     first_B1 = torch.arange(0, B * front, front, device=above_Bw.device)[:, None]
     return ids_W[token_Bn.gather(1, best_Bw)], first_B1 + above_Bw
+
+
+def _best_first(score_Bn: Tensor) -> Tensor:
+    """The places of the scores of each row in descending order, of equal ones in ascending order; NaN is largest.
+
+    Sorts of long rows on a GPU order NaN by their bits, and a sum has other NaN there than its terms. So all are
+    replaced by one.
+    """
+    one_nan_Bn = score_Bn.masked_fill(score_Bn.isnan(), torch.nan)
+    return one_nan_Bn.sort(dim=1, descending=True, stable=True).indices
 
 
 def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
@@ -45,7 +55,7 @@ def _own_bits(found: Candidates, level: int) -> Tensor:
 
 
 def best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    order_BP = found.score_BP.sort(dim=1, descending=True, stable=True).indices
+    order_BP = _best_first(found.score_BP)
     best_Bn = order_BP[:, : nodes - 1].sort(dim=1).values
     (B, n), (_, X), device = best_Bn.shape, found.place_BX.shape, best_Bn.device
     node_Bn = torch.arange(1, n + 1, device=device).expand(B, n)

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from fledge.kernels.implementations import dependent_launch
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain
+from fledge.kernels.tree_attention.tiles import Tiles, share_count, tiles_for
 
 LOG2E = 1.4426950408889634
-MOST_SPLITS = 64
 PACKED_ROWS = 16  # rows of a program that packs a mask
-TALL = tl.constexpr(64)  # rows of a block from which its products limit the time, not its reads
-LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def _attend(
     q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
     S, J, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -155,7 +153,7 @@ def _attend(
     acc = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    if BM < TALL:  # the reads limit the time: one pipeline, and a mask that costs nothing
+    if not APART:
         acc, m, total = _read_slots(
             acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S, J,
             begin, end, scale2, D, BD, BN, WINDOW, CHAIN, True, None,
@@ -196,16 +194,17 @@ def _attend(
         tl.debug_barrier()
         if tl.atomic_add(counter_ptr + shared, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counter_ptr + shared, 0)
-            found = _combine(partial_ptr, lse_ptr, first_row, used, inside, D, BD, BM, 4 if BM < TALL else 2)
+            found = _combine(partial_ptr, lse_ptr, first_row, used, inside, D, BD, BM, AT_ONCE)
             tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
 
 
 def tree_attention_triton(
     q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor,
     visible: Visible | VisibleChain, scale: float, window: int | None = None, position_BS: Tensor | None = None,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tree_attention` on a GPU or in Triton's interpreter, without any synchronization with the host.
+    """`tree_attention` on a GPU or in Triton's interpreter, without any synchronization with the host, with the tiles
+    of `tiles_for` unless given.
 
     The kernel is compiled for each head shape, dtype, window, kind of visibility and block of rows, not for each
     length. Raises ValueError for heads of more than 256, for tensors whose heads are not contiguous, and for pools
@@ -225,11 +224,11 @@ def tree_attention_triton(
     if window is not None and position.stride(1) != 1:
         position = position.contiguous()
     rows = S * (H // G)
-    tiles = _tiles(q_BSHd, rows)
-    programs = B * G * triton.cdiv(rows, tiles["BM"])
-    # one program per processor, and at most COUNTERS, so that there are counters for them where there are shares
-    splits = split_count(programs, P, tiles["BN"], min(_processors(q_BSHd.device), COUNTERS))
-    stored = programs * splits * tiles["BM"] if splits > 1 else 0  # rows of shares
+    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device)) if tiles is None else tiles
+    programs = B * G * triton.cdiv(rows, t.rows)
+    # at most COUNTERS, so that there are counters for them where there are shares
+    splits = share_count(programs, P, t.slots, min(t.per_processor * _processors(q_BSHd.device), COUNTERS))
+    stored = programs * splits * t.rows if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
     if counters is None:
         counters = out.new_zeros(COUNTERS if stored else 0, dtype=torch.int32)
@@ -237,7 +236,8 @@ def tree_attention_triton(
         q_BSHd, keys_GPd, values_GPd, start_B.contiguous(), length_B.contiguous(), seen, position, out, partial, lse,
         counters, S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *seen.stride()[:2], 0 if window is None else position.stride(0),
-        H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, **tiles, **dependent_launch(out.device),
+        H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, BM=t.rows, BN=t.slots,
+        APART=t.apart, AT_ONCE=t.at_once, num_warps=t.warps, num_stages=t.stages, **dependent_launch(out.device),
     )  # fmt: skip
     return out
 
@@ -269,31 +269,16 @@ def pack_bits_triton(mask_BSJ: Tensor) -> Tensor:
     return words
 
 
-def split_count(programs: int, slots: int, block: int, target: int) -> int:
-    """Into how many shares the slots of a sequence are divided, so that there are at most about `target` programs.
-
-    `programs` is the number of programs without division. In a pool of `slots` slots, no sequence has more than slots /
-    block blocks. The lengths are not known on the host, so the number does not depend on them.
-    """
-    return max(1, min(target // programs, triton.cdiv(slots, block), MOST_SPLITS))
-
-
 def _processors(device: torch.device) -> int:
     """The GPU's streaming multiprocessors; 8 in the interpreter, where a program is slow."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+def _shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a block may have; 0 in the interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
 def _block_width(d: int) -> int:
     """The width of a head's block: a power of two, and at least 16, the minimum of tl.dot."""
     return max(triton.next_power_of_2(d), 16)
-
-
-def _tiles(q: Tensor, rows: int) -> dict[str, int]:
-    """Block sizes, warps and stages for `rows` query rows per key head."""
-    if q.dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
-        return dict(BM=16, BN=32, num_warps=8, num_stages=1)
-    wide = q.shape[-1] > 128
-    BM = min(max(triton.next_power_of_2(rows), 16), 64)
-    deep = q.is_cuda and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin >= LARGE
-    BN = 32 if wide or BM >= 64 else 64  # of 64 rows and 64 slots, four warps would spill registers
-    return dict(BM=BM, BN=BN, num_warps=8 if wide and BM >= 64 else 4, num_stages=3 if deep else 2)

@@ -1,1 +1,1 @@
-"""fledge's own forward pass of dense Llama-like targets, with a preallocated cache and fused projections."""
+"""fledge's own forward pass of Llama-like targets, also with experts: a preallocated cache and fused projections."""

@@ -1,4 +1,4 @@
-"""The forward pass of a dense Llama-like decoder over the rows of one or several sequences."""
+"""The forward pass of a Llama-like decoder over the rows of one or several sequences."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class NativeDecoder:
 
 
 def _windows(layers: Sequence[nn.Module], config: Any) -> list[int | None]:
-    """The sliding window of each decoder layer. Qwen's attention modules have their own; Mistral and Phi-3 use the
-    config's in all layers; Llama has none, whatever its config says."""
-    everywhere = config.sliding_window if config.model_type in ("mistral", "phi3") else None
+    """The sliding window of each decoder layer. Qwen's attention modules have their own; Mistral, Mixtral and Phi-3 use
+    the config's in all layers; Llama has none, whatever its config says."""
+    everywhere = config.sliding_window if config.model_type in ("mistral", "mixtral", "phi3") else None
     return [getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers]

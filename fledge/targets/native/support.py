@@ -9,9 +9,11 @@ from torch import nn
 from fledge.targets.linear import forward as few_row_forward
 
 # transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. They
-# may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3) and sliding windows.
+# may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3), sliding windows, and mixtures of such
+# MLPs in all or some layers, with or without a shared one.
 CLASSES = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 PARTS = (nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList)  # exactly these: a subclass may compute something else
 ACTIVATION = "transformers.activations"

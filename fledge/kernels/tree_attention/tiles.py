@@ -1,0 +1,52 @@
+"""How attention in decoding is divided among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MOST_SHARES = 64
+LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program takes `rows` query rows of a key head, and its share of the slots in blocks of `slots`; both are powers
+    of 2 and 16 or more. `stages` - 1 blocks are in flight at a time. There are as many shares as give each processor
+    about `per_processor` programs.
+
+    With `apart`, blocks that need no mask have a loop of their own, and only that one is pipelined; without, all blocks
+    are masked, which costs nothing where reads limit the time. The program that adds the shares has `at_once` of them
+    under way together.
+    """
+
+    rows: int
+    slots: int
+    warps: int
+    stages: int
+    per_processor: int = 1
+    apart: bool = False
+    at_once: int = 4
+
+
+def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int) -> Tiles:
+    """The tiles for `rows` query rows per key head of `d` dimensions, on a GPU with `shared` bytes of shared memory per
+    block. `bench/decode_kernels.py --sweep attention` times others."""
+    if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
+        return Tiles(rows=16, slots=32, warps=8, stages=1)
+    wide, stages = d > 128, 3 if shared >= LARGE else 2
+    block = min(max(1 << (rows - 1).bit_length(), 16), 64)
+    if block < 64:
+        return Tiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)
+    # the products limit the time. Of 64 rows and 64 slots, four warps would spill registers
+    return Tiles(rows=64, slots=32, warps=8 if wide else 4, stages=stages, apart=True, at_once=2)
+
+
+def share_count(programs: int, slots: int, block: int, target: int) -> int:
+    """Into how many shares the slots of a sequence are divided, so that there are at most about `target` programs.
+
+    `programs` is the number of programs without division. In a pool of `slots` slots, no sequence has more than slots /
+    block blocks. The lengths are not known on the host, so the number does not depend on them.
+    """
+    return max(1, min(target // programs, -(-slots // block), MOST_SHARES))
