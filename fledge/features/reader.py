@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from fledge.features.cache import FeatureCache
-from fledge.features.layout import LAST, LAYERS, SCALES, Layout
+from fledge.features.layout import LAST, LAYERS, SCALES, Layout, Places, place
 from fledge.types import Document, Packed
 
 PIECE_BYTES = 4 * 2**20  # that are read at a time
-ALIGNMENT = 256  # bytes, of a tensor's start in a row's bytes
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 30  # how long a shard of a stream is waited for without a message
 
@@ -40,11 +39,11 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the stored features of a row lie in its bytes, one tensor of a shard after the other: `tensors` has the first
-    byte, the dtype and the shape of each, in `bytes` bytes. `last_P` are the tokens of the row that the final states
-    belong to (int64), `kept` their number in each document, and `ranges` the tokens of each document."""
+    """How the stored features of a row lie in its `bytes` bytes (`place`): `tensors`, as in a shard. `last_P` are the
+    tokens of the row that the final states belong to (int64), `kept` their number in each document, and `ranges` the
+    tokens of each document."""
 
-    tensors: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+    tensors: Places
     bytes: int
     last_P: Tensor
     kept: Sequence[int]
@@ -58,26 +57,6 @@ class RowLayout:
         last_P = torch.cat([tokens + a for tokens, (a, _) in zip(kept, ranges, strict=True)])
         tensors, end = place(layout, names, ranges[-1][1], last_P.numel())
         return cls(tensors, end, last_P, [tokens.numel() for tokens in kept], ranges)
-
-    def views(self, row_bytes: Tensor) -> dict[str, Tensor]:
-        """The tensors in a row's bytes, uint8 [`bytes` or more], by name."""
-        return {
-            name: row_bytes[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
-            for name, (start, dtype, shape) in self.tensors.items()
-        }
-
-
-def place(
-    layout: Layout, names: Sequence[str], tokens: int, last: int
-) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
-    """The first byte, dtype and shape of each tensor in a row's bytes, for numbers of tokens and of final states; and
-    the number of these bytes."""
-    placed, end = {}, 0
-    for name, (dtype, shape) in layout.tensors(tokens, last).items():
-        if name in names:
-            placed[name] = end, dtype, shape
-            end += -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
-    return placed, end
 
 
 class RowReader:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import decode_layers
-from fledge.features.layout import LAST, LAYERS, SCALES
-from fledge.features.reader import Extent, RowLayout, RowReader, place, tensors_read
+from fledge.features.layout import LAST, LAYERS, SCALES, place, views
+from fledge.features.reader import Extent, RowLayout, RowReader, tensors_read
 from fledge.features.upload import Slot, Uploader
 from fledge.kernels.transfer import to_device
 from fledge.types import Features, Packed
@@ -110,7 +110,7 @@ class DiskFeatures:
         """The features of a row, once all of it is read. Nothing here waits for the device."""
         for read in staged.reads:
             read.result()
-        tensors = staged.layout.views(staged.slot.bytes)
+        tensors = views(staged.layout.tensors, staged.slot.bytes)
         T, D = staged.row.token_T.numel(), self.cache.layout.width
         aux_TAD = torch.empty(T, len(self.columns), D, dtype=self.dtype, device=self.device)
         tokens = staged.layout.ranges[-1][1]
