@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,13 @@ from torch import Tensor, multiprocessing
 from torch.distributed.tensor import DTensor
 
 from fledge.data.dataset import Rows
+from fledge.features import budget as feature_budget
+from fledge.features import reader as source_reader
+from fledge.features import writer as feature_writer
+from fledge.features.cache import FeatureCache
+from fledge.jobs import features as features_job
 from fledge.jobs.display import ProgressDisplay
+from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.train import TrainOptions, _run_as_rank
 from fledge.models.weights import WEIGHTS
 from fledge.targets.compatibility import resolve_layers
@@ -130,9 +137,11 @@ def everything(ranks: Ranks, directory: Path) -> None:
     if ranks.leads:
         tiny_target_directory(directory)
         tiny_chats(directory / "chats.jsonl", 20)
+        tiny_chats(directory / "more.jsonl", 60)
     ranks.meet("after the target was saved", None)
     compare_sharded_target(ranks, directory)
     train_with_sharded_target(ranks, directory)
+    train_on_stream(ranks, directory, directory / "streamed")
     train_all_cases(ranks, directory)
     for mistake in MISTAKES:
         train_with_mistake(ranks, directory / mistake.__name__, mistake)
@@ -277,8 +286,8 @@ def train_with_sharded_target(ranks: Ranks, directory: Path) -> None:
 
 
 def test_training_with_a_sharded_target_is_that_of_one_process(two_ranks: Path, tmp_path: Path) -> None:
-    """The whole of `fledge train --shard-target`: metrics, and the weights that it saves, in bfloat16. The target of one
-    process is computed by another implementation, which rounds some float32 tables otherwise."""
+    """The whole of `fledge train --shard-target`: metrics, and the weights that it saves, in bfloat16. The target of
+    one process is computed by another implementation, which rounds some float32 tables otherwise."""
     command(ALONE, two_ranks, tmp_path / "run", rows_per_step=2)
     ours, theirs = metrics_of(two_ranks / "sharded run"), metrics_of(tmp_path / "run")
     for name in ("loss", "grad_norm", "tau"):
@@ -295,6 +304,40 @@ def test_what_a_sharded_target_refuses(change: Any, two_ranks: Path) -> None:
     for rank in range(2):
         assert REFUSALS[change] in (two_ranks / f"{change.__name__} {rank}").read_text()
     assert not (two_ranks / change.__name__).exists()
+
+
+# -- features that are deleted after their use ------------------------------------------------------------------------
+
+
+def train_on_stream(ranks: Ranks, directory: Path, work: Path) -> None:
+    """Trains on features that a thread of rank 0 writes meanwhile, and that do not fit in their disk budget."""
+    words = dict(target=str(directory / "target"), data=[str(directory / "more.jsonl")], max_length=64, device="cpu")
+    stream = FeaturesOptions(**words, out=str(work / "features"), stream=True, disk_budget="700KB")
+    progress = ProgressDisplay(quiet=True)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
+        for module in (source_reader, feature_writer):
+            patch.setattr(module, "POLL_SECONDS", 0.01)
+        patch.setattr(feature_budget, "MIN_SHARD", 60_000)
+        writing = executor.submit(features_job.write, stream, lambda line: None, progress) if ranks.leads else None
+        while not (work / "features" / "manifest.json").exists():
+            time.sleep(0.01)
+        trained = TrainOptions(
+            features=stream.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,
+            draft_vocab=200,
+        )  # fmt: skip
+        _run_as_rank(trained, ranks, lambda line: None, progress)
+        if writing:
+            writing.result()
+
+
+def test_ranks_train_on_a_stream(two_ranks: Path, tmp_path: Path) -> None:
+    """As one process does. A shard is deleted when all of them have read it, and in the end all shards are."""
+    train_on_stream(ALONE, two_ranks, tmp_path / "streamed")
+    ours, theirs = metrics_of(two_ranks / "streamed" / "run"), metrics_of(tmp_path / "streamed" / "run")
+    assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in theirs], rel=1e-4) and len(ours) > 10
+    cache = FeatureCache.open(two_ranks / "streamed" / "features")
+    assert sum(map(cache.bytes, cache.shards)) > 1.5 * 700_000 and all(cache.used(i).exists() for i in cache.shards)
+    assert not list(cache.path.glob("shard*.safetensors"))
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
