@@ -1,11 +1,18 @@
-"""Measures features on disk: the bytes a token, the speed of reading, and a training step that reads them.
+"""Measures features on disk: the bytes a token, reading and its parts, and a training step that reads them.
 
-    python bench/features.py --device cuda                      # the shape of Llama-3.1-8B, a cache of --tokens tokens
+    python bench/features.py --device cuda   # the shape of Llama-3.1-8B; all and a quarter of the tokens supervised
     python bench/features.py --device cpu --shape tiny --tokens 4000 --row-length 512
 
-Writes a cache of random features (no target is needed) to --work and deletes it afterwards. Then it trains a random
-draft on rows with features that are in memory, and on the same rows read from the cache by the trainer's own iterators,
-and reads the rows without training. "cold" drops the cache's pages from the operating system's cache before.
+Writes a cache of random features for each supervised share to --work (no target is needed) and deletes it afterwards. A
+row of the record has, for a share and a row length:
+
+    read_cold, read_warm   reading rows to the device, without training; "cold" drops the cache's pages from the
+                           operating system's cache before
+    parts                  ms a row: `read` from the page cache to host memory, `copy` of its pieces to the device,
+                           `decode` on the device; and `copy_gb_per_s` of one large copy from pinned memory
+    step_in_memory, ..     training steps without the optimizer, on one row's features in memory and on rows read from
+                           the cache by the trainer's own iterators, both twice; `wait_ms` is the main thread's time in
+                           asking for a row's features
 """
 
 import argparse
@@ -14,119 +21,108 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import SHAPES, random_draft, seconds
+from random_features import write_random_features
 
 from fledge.config import DraftConfig
 from fledge.data.dataset import Rows
-from fledge.data.documents import fingerprint
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
-from fledge.features.budget import shard_bytes
-from fledge.features.cache import FORMAT, FeatureCache, Manifest
+from fledge.features.cache import FeatureCache
 from fledge.features.codec import PRECISIONS
-from fledge.features.layout import Layout, Sizes, split_shards
-from fledge.features.source import DiskFeatures
-from fledge.features.writer import FeatureWriter
+from fledge.features.layout import Layout
+from fledge.features.reader import Extent
+from fledge.features.source import READERS, DiskFeatures
+from fledge.features.upload import Slot, Uploader
+from fledge.jobs.training.target import set_up_process
+from fledge.models.draft import Draft
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features
 from fledge.types import Document, Features, Packed
 
 LAYERS = (2, 16, 29)
+REPEATS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp8")
-    parser.add_argument("--tokens", type=int, default=400_000)
+    parser.add_argument("--tokens", type=int, default=100_000, help="of a cache")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
-    parser.add_argument("--supervised", type=float, default=1.0, help="supervised share of each document")
-    parser.add_argument("--row-length", type=int, default=8192)
+    parser.add_argument("--supervised", type=float, nargs="+", default=[1.0, 0.25], help="share of each document")
+    parser.add_argument("--row-length", type=int, nargs="+", default=[8192])
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--slots", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=20, help="rows that are timed")
+    parser.add_argument("--rows", type=int, default=12, help="rows that are timed")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--work", type=Path, default=Path("build/bench-features"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/features.json"))
     options = parser.parse_args()
     check_record_path(options.out, "--out")
+    set_up_process(options.device)
     torch.manual_seed(0)
-    shutil.rmtree(options.work, ignore_errors=True)
-    try:
-        record = measure(options)
-    finally:
-        shutil.rmtree(options.work, ignore_errors=True)
-    write_record(options.out, record)
-
-
-def measure(options: argparse.Namespace) -> dict:
     dtype = torch.bfloat16 if options.device != "cpu" else torch.float32
-    cache, written = write_cache(options, dtype)
-    size = sum(f.stat().st_size for f in cache.path.glob("*.safetensors"))
+    draft, head = make_draft(options, dtype)
     record = {
         "environment": environment(options.device, str(dtype)), "shape": options.shape, "precision": options.precision,
-        "supervised": options.supervised, "tokens": cache.manifest.tokens, "row_length": options.row_length,
-        "bytes_per_token": size / cache.manifest.tokens, "shards": len(cache.shards), "write_gb_per_s": written,
+        "document": options.document, "depth": options.depth, "slots": options.slots, "rows": [],
     }  # fmt: skip
-    rows = Rows(list(cache.documents), options.row_length, seed=0)
-    draft, head = make_draft(options, dtype)
-    source = DiskFeatures(cache, LAYERS, lambda last: last @ head.T, draft.device, dtype)
-    for name in ("cold", "warm"):
-        if name == "cold":
-            drop_pages(cache)
-        record[f"read_{name}"] = read_speed(source, rows, options, cache)
-        print(f"reading, {name}: {record[f'read_{name}']}", flush=True)
+    for share in options.supervised:
+        shutil.rmtree(options.work, ignore_errors=True)
+        try:
+            documents = make_documents(share, options)
+            layout = Layout(LAYERS, SHAPES[options.shape]["target_hidden_size"], options.precision, all_last=False)
+            cache, written = write_random_features(options.work, documents, layout, options.device, dtype)
+            for length in options.row_length:
+                row = {"supervised": share, "row_length": length, "write_gb_per_s": written}
+                row |= measure(cache, length, draft, head, options)
+                record["rows"].append(row)
+                write_record(options.out, record)
+        finally:
+            shutil.rmtree(options.work, ignore_errors=True)
+
+
+def measure(
+    cache: FeatureCache, length: int, draft: Draft, head: torch.Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
+    size = sum(f.stat().st_size for f in cache.path.glob("*.safetensors"))
+    found: dict[str, Any] = {"bytes_per_token": size / cache.manifest.tokens}
+    rows = Rows(list(cache.documents), length, seed=0)
+    source = DiskFeatures(cache, LAYERS, lambda last: last @ head.T, draft.device, draft.dtype)
+
+    def add(name: str, value: dict[str, float]) -> None:
+        found[name] = value
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in value.items()}
+        print(f"{length} tokens, {size / cache.manifest.tokens:.0f} bytes each, {name}: {rounded}", flush=True)
+
+    drop_pages(cache)
+    add("read_cold", read_speed(source, rows, options, cache))
+    add("read_warm", read_speed(source, rows, options, cache))
+    add("parts", parts(source, rows[0, 0], options))
     fast = "eager" if options.device == "cpu" else "triton"
     implementation = Implementation(fast, fast, fast, slots=options.slots, prefetch=options.device != "cpu")
     for name in ("in_memory", "from_disk", "in_memory_again", "from_disk_again"):
         features = MemoryFeatures(source, rows[0, 0]) if name.startswith("in") else source
-        record[f"step_{name}"] = step_speed(features, rows, draft, implementation, options)
-        print(f"training, {name}: {record[f'step_{name}']}", flush=True)
-    return record
+        add(f"step_{name}", step_speed(features, rows, draft, implementation, options))
+    return found
 
 
-def write_cache(options: argparse.Namespace, dtype: torch.dtype) -> tuple[FeatureCache, float]:
-    """A cache of random features, and the GB/s of writing it, of which the rounding and the disk are a part."""
-    shape = SHAPES[options.shape]
-    n = options.document
-    span = torch.where(torch.arange(n) < n - int(options.supervised * n), -1, 0).int()
+def make_documents(supervised: float, options: argparse.Namespace) -> list[Document]:
+    vocab, n = SHAPES[options.shape]["vocab_size"], options.document
+    span = torch.where(torch.arange(n) < n - int(supervised * n), -1, 0).int()
     count = max(1, options.tokens // n)
-    documents = [Document(torch.randint(shape["vocab_size"], (n,), dtype=torch.int32), span) for _ in range(count)]
-    layout = Layout(LAYERS, shape["target_hidden_size"], options.precision, all_last=False)
-    sizes = Sizes.of(documents, layout)
-    size = shard_bytes(layout.bytes(sum(sizes.tokens), sum(sizes.last)), None)
-    manifest = Manifest(
-        format=FORMAT, fledge_version="", target="random", target_sha256="", target_layers=32, tokenizer_sha256="",
-        template_sha256=None, template_kwargs=None, data=[], data_sha256=fingerprint(documents), max_length=n,
-        documents=count, tokens=sum(sizes.tokens), last_states=sum(sizes.last), layers=list(LAYERS),
-        width=layout.width, precision=options.precision, all_last=False, dtype=str(dtype),
-        shards=[list(s) for s in split_shards(sizes, layout, size)], stream=False, budget=None,
-    )  # fmt: skip
-    options.work.mkdir(parents=True)
-    cache = FeatureCache(options.work, manifest, documents)
-    cache.create([])
-    states = random_features(options, 1 << 15, dtype)
-
-    def compute(row: Packed) -> Features:
-        return Features(*(x[: row.token_T.numel()] for x in (states.aux_TAD, states.last_TD)))
-
-    start = time.perf_counter()
-    FeatureWriter(cache, compute, 1 << 60, 0, print, lambda tokens: None).write()
-    taken = time.perf_counter() - start
-    return cache, sum(map(cache.bytes, cache.shards)) / taken / 1e9
+    return [Document(torch.randint(vocab, (n,), dtype=torch.int32), span) for _ in range(count)]
 
 
-def random_features(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> Features:
-    D = SHAPES[options.shape]["target_hidden_size"]
-    with torch.device(options.device):
-        return Features(torch.randn(tokens, len(LAYERS), D, dtype=dtype), torch.randn(tokens, D, dtype=dtype))
-
-
-def make_draft(options: argparse.Namespace, dtype: torch.dtype):
+def make_draft(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Draft, torch.Tensor]:
     config = DraftConfig(**SHAPES[options.shape], rms_norm_eps=1e-5, max_position_embeddings=1 << 17)
     draft, _, head = random_draft(config, 1, options.device, dtype)
     return draft, head
@@ -160,15 +156,14 @@ def repeated(rows: Rows, count: int) -> Iterator[Packed]:
         address = rows.next(address)
 
 
-def read_speed(source: DiskFeatures, rows: Rows, options: argparse.Namespace, cache: FeatureCache) -> dict:
-    """Reads one epoch, at most `--rows` rows, to the device."""
-    count, done = min(options.rows, len(rows.epoch(0))), 0
+def read_speed(source: DiskFeatures, rows: Rows, options: argparse.Namespace, cache: FeatureCache) -> dict[str, float]:
+    """Reads one epoch to the device."""
+    done = 0
 
     def read() -> None:
         nonlocal done
-        prefetch = options.device != "cpu"
-        ahead = source.ahead(repeated(rows, count))
-        for row, _ in with_features(ahead, source.features, source.device, prefetch=prefetch):
+        ahead = source.ahead(repeated(rows, len(rows.epoch(0))))
+        for row, _ in with_features(ahead, source.features, source.device, prefetch=options.device != "cpu"):
             done += sum(b - a for a, b in row.without_filler())
 
     taken = seconds(read, options.device)
@@ -176,21 +171,58 @@ def read_speed(source: DiskFeatures, rows: Rows, options: argparse.Namespace, ca
     return {"tokens_per_s": done / taken, "gb_per_s": done * per_token / taken / 1e9}
 
 
-def step_speed(source, rows: Rows, draft, implementation: Implementation, options: argparse.Namespace) -> dict:
+def parts(source: DiskFeatures, row: Packed, options: argparse.Namespace) -> dict[str, float]:
+    """The parts of reading a row, each by itself: milliseconds, the median of some repeats."""
+    layout = source.reader.layout(row)
+    pieces = list(source.reader.pieces(row, layout))
+    host = memoryview(bytearray(layout.bytes))
+    slot, uploader = Slot(layout.bytes, source.device), Uploader(source.device, READERS)
+
+    def ends(piece: list[Extent]) -> slice:
+        return slice(piece[0].start, piece[-1].start + piece[-1].size)
+
+    def median_ms(work: Callable[[], object], device: str = "cpu") -> float:
+        return 1e3 * statistics.median([seconds(work, device) for _ in range(1 + REPEATS)][1:])
+
+    with ThreadPoolExecutor(READERS) as readers:
+
+        def each(work: Callable[[list[Extent]], None]) -> None:
+            list(readers.map(work, pieces))
+
+        read = median_ms(lambda: each(lambda p: source.reader.read(p, host[ends(p)])))
+        copy = median_ms(lambda: each(lambda p: uploader.fill(slot.bytes[ends(p)], lambda into: None)))
+    decode = median_ms(lambda: source.features(replace(row, sources=())), options.device)
+    found = {"mb": layout.bytes / 1e6, "pieces": len(pieces), "read_ms": read, "copy_ms": copy, "decode_ms": decode}
+    if options.device != "cpu":
+        pinned = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=True)
+        whole = median_ms(lambda: slot.bytes.copy_(pinned, non_blocking=True), options.device)
+        found["copy_gb_per_s"] = layout.bytes / whole / 1e6
+    return found
+
+
+def step_speed(
+    source: Any, rows: Rows, draft: Draft, implementation: Implementation, options: argparse.Namespace
+) -> dict[str, float]:
     """The median of the seconds between two rows of training, without the optimizer."""
-    objective, marks, tokens = Objective(options.depth), [], 0
+    objective, marks, waits, tokens = Objective(options.depth), [], [], 0
+
+    def features(row: Packed) -> Features:
+        start = time.perf_counter()
+        found = source.features(row)
+        waits.append(time.perf_counter() - start)
+        return found
+
     given = with_features(
-        source.ahead(repeated(rows, options.rows + 2)), source.features, draft.device,
-        prefetch=implementation.prefetch,
-    )  # fmt: skip
-    for row, features in given:
-        ttt_queued(draft, row, features, source.logits, objective, implementation).to_host()
-        del features
+        source.ahead(repeated(rows, options.rows + 2)), features, draft.device, prefetch=implementation.prefetch
+    )
+    for row, states in given:
+        ttt_queued(draft, row, states, source.logits, objective, implementation).to_host()
+        del states
         draft.zero_grad()
         marks.append(time.perf_counter())
         tokens = sum(b - a for a, b in row.without_filler())
     median = statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))
-    return {"ms": 1e3 * median, "tokens_per_s": tokens / median}
+    return {"ms": 1e3 * median, "wait_ms": 1e3 * statistics.median(waits[2:]), "tokens_per_s": tokens / median}
 
 
 if __name__ == "__main__":

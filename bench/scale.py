@@ -5,14 +5,17 @@
 
 Each rank has a target of the given shape with random weights and trains on a packed row of `--tokens` tokens a step
 (documents of `--document` tokens, all supervised, EAGLE-3 with K = 7): the optimizer step of `fledge train`, through
-its own ranks. `tokens_per_s` are those of all ranks. `gemm_tokens_per_s` is what the ranks would reach if they did
-nothing but the matrix products of a step, at the rate of a large product measured in the same run. `gib` is the peak
-memory of a rank. Every number of GPUs is a run of torchrun of its own; all rows go to one record.
+its own ranks. With `--source disk`, the target's hidden states are random numbers in fp8 that rank 0 has written to
+--work, and of the target only what training then needs is in memory. `tokens_per_s` are those of all ranks.
+`gemm_tokens_per_s` is what the ranks would reach if they did nothing but the matrix products of a step, at the rate of
+a large product measured in the same run. `gib` is the peak memory of a rank. Every number of GPUs is a run of torchrun
+of its own; all rows go to one record.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,15 +26,21 @@ from typing import Any
 import torch
 from common import SHAPES, peak_tflops, profile
 from decode import random_target
+from random_features import write_random_features
 
 from fledge.data.dataset import Rows
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
+from fledge.features.cache import FeatureCache
+from fledge.features.layout import Layout
+from fledge.features.source import DiskFeatures
+from fledge.targets.compatibility import connect_draft, resolve_layers
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
 from fledge.types import Document
 
 WARM_UP = 4  # steps
+SOURCES = {"online": "online", "disk": "from disk"}
 
 
 def main() -> None:
@@ -42,6 +51,8 @@ def main() -> None:
     parser.add_argument(
         "--placement", nargs="+", default=["shard"], choices=PLACEMENTS, help="of the optimizer's state"
     )
+    parser.add_argument("--source", nargs="+", default=["online"], choices=SOURCES, help="of hidden states")
+    parser.add_argument("--work", type=Path, default=Path("build/bench-scale"), help="a directory for --source disk")
     parser.add_argument("--document", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
@@ -80,19 +91,43 @@ def measure(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         ceiling = peak_tflops(str(device))
         target = random_target(options.shape, str(device))
-        for placement in options.placement:
-            for tokens in options.tokens:
-                row = timed(target, Ranks(**vars(ranks) | {"placement": placement}), tokens, ceiling, options)
-                rows.append(row)
-                if ranks.leads:
-                    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                    options.out.write_text(json.dumps(rows))
+        for source in sorted(options.source, key=list(SOURCES).index):  # the target runs for the first only
+            if source == "disk":
+                target.model.model.layers[:-1].to("meta")
+                write_features(target, ranks, options)
+            for placement in options.placement:
+                for tokens in options.tokens:
+                    placed = Ranks(**vars(ranks) | {"placement": placement})
+                    row = timed(target, source, placed, tokens, ceiling, options)
+                    rows.append(row)
+                    if ranks.leads:
+                        print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                        options.out.write_text(json.dumps(rows))
+        ranks.meet("after the last step", None)
+        if ranks.leads:
+            shutil.rmtree(options.work, ignore_errors=True)
 
 
-def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options: argparse.Namespace) -> dict[str, Any]:
+def write_features(target: Any, ranks: Ranks, options: argparse.Namespace) -> None:
+    """Rank 0 writes random features of documents for the longest rows, as a target's would be."""
+    with ranks.together("while features were written"):
+        if ranks.leads:
+            shutil.rmtree(options.work, ignore_errors=True)
+            layout = Layout(resolve_layers(None, target), target.embedding.shape[1], "fp8", all_last=False)
+            documents = make_documents(max(options.tokens), len(target.embedding), ranks, options)
+            write_random_features(options.work, documents, layout, str(target.device), target.dtype)
+
+
+def make_documents(tokens: int, vocab: int, ranks: Ranks, options: argparse.Namespace) -> list[Document]:
+    """Documents for four rows of each rank."""
+    return [document(options.document, vocab, i) for i in range(ranks.size * 4 * tokens // options.document)]
+
+
+def timed(
+    target: Any, source_name: str, ranks: Ranks, tokens: int, ceiling: float | None, options: argparse.Namespace
+) -> dict[str, Any]:
     from fledge.config import DraftConfig
     from fledge.models.draft import Draft
-    from fledge.targets.compatibility import connect_draft
     from fledge.targets.source import LiveFeatures
     from fledge.train.optim import MasterAdamW
     from fledge.train.prefetch import with_features
@@ -105,9 +140,12 @@ def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options
     draft = Draft(config).to(device, target.dtype)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
     layers = connect_draft(draft, target)
-    documents = [
-        document(options.document, config.vocab_size, i) for i in range(ranks.size * 4 * tokens // options.document)
-    ]
+    if source_name == "disk":
+        cache = FeatureCache.open(options.work)
+        source, documents = DiskFeatures(cache, layers, target.logits, device, target.dtype), list(cache.documents)
+    else:
+        source = LiveFeatures(target, layers)
+        documents = make_documents(tokens, config.vocab_size, ranks, options)
     rows = Rows(documents, tokens, seed=0)
     fast = Implementation("triton", "triton", "triton", 4096, prefetch=True)
     schedule = Schedule(
@@ -115,10 +153,11 @@ def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options
         Implementation(slots=256) if cpu else fast, rows_per_step=ranks.size,
     )  # fmt: skip
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
-    progress, source = Progress(), LiveFeatures(target, layers)
+    progress = Progress()
     upcoming = with_features(
-        own_rows(rows, progress, schedule, ranks), source.features, device, prefetch=schedule.implementation.prefetch
-    )
+        source.ahead(own_rows(rows, progress, schedule, ranks)), source.features, device,
+        prefetch=schedule.implementation.prefetch,
+    )  # fmt: skip
 
     def step() -> None:
         optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks)
@@ -140,11 +179,13 @@ def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options
         step()
     synchronize()
     took = (time.perf_counter() - began) / (options.steps - options.profile)
-    flops = 2 * tokens * sum(p.numel() for p in target.model.parameters() if p.dim() > 1)  # with the teacher's head
+    whole = source_name == "online"  # with the teacher's head, which is all that runs else
+    computing = target.model.parameters() if whole else [target.head_weight]
+    flops = 2 * tokens * sum(p.numel() for p in computing if p.dim() > 1)
     flops += draft_flops(config, tokens, options)
     return {
-        "what": f"online, {options.shape}, {ranks.placement}", "gpus": ranks.size, "T": tokens, "ms": 1e3 * took,
-        "tokens_per_s": ranks.size * tokens / took,
+        "what": f"{SOURCES[source_name]}, {options.shape}, {ranks.placement}", "gpus": ranks.size, "T": tokens,
+        "ms": 1e3 * took, "tokens_per_s": ranks.size * tokens / took,
         "gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "gemm_tokens_per_s": ceiling and ranks.size * tokens / (flops / ceiling / 1e12),
     }  # fmt: skip

@@ -191,8 +191,14 @@ def main() -> None:
 
 
 def _fail(reason: object) -> None:
-    """Prints an error to standard error, if that is open, and exits with code 2."""
-    print_error(reason)
+    """Prints an error to standard error, if that is open, and exits with code 2. Of several ranks, one prints it."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        print_error(reason)
+    else:
+        from fledge.train.ranks import error_sentence, first_to_say
+
+        if first_to_say(sentence := error_sentence(reason)):
+            print_error(sentence)
     try:
         sys.stdout.flush()
     except OSError:  # e.g. a full disk; without this, Python would try to flush again at exit

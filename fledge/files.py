@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,12 +130,18 @@ def replace_text(file: str | Path, text: str) -> None:
 
 
 def replace_bytes(file: Path, content: bytes, temporary: Path) -> None:
-    """Writes a file atomically: to `temporary`, a path in the same directory, which is then renamed. A file that a
-    killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old content of
-    `file` stays."""
+    """Writes a file atomically (see `replace_parts`)."""
+    replace_parts(file, [content], temporary)
+
+
+def replace_parts(file: Path, parts: Sequence[bytes | memoryview], temporary: Path) -> None:
+    """Writes a file of several parts atomically: to `temporary`, a path in the same directory, which is then renamed. A
+    file that a killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old
+    content of `file` stays."""
     try:
         with open(temporary, "wb", opener=_open_no_link) as f:
-            f.write(content)
+            for part in parts:
+                f.write(part)
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(file)

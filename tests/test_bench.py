@@ -266,12 +266,30 @@ def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--shape", "tiny", "--tokens", 1000, "--document", 100, "--row-length", 250, "--rows", 3, "--depth", 2
-    found = record(tmp_path, monkeypatch, "features", *words, "--work", tmp_path / "work", "--supervised", 0.5)
-    layers, scales, last = 3 * 64, 3 * 4, 64 * 2 * (50 - 1) / 100
-    assert found["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
-    assert all(found[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
-    assert found["step_from_disk"]["tokens_per_s"] > 0 and not (tmp_path / "work").exists()
+    words = "--shape", "tiny", "--tokens", 1000, "--document", 100, "--rows", 2, "--depth", 2
+    words = *words, "--work", tmp_path / "work", "--supervised", 0.5, 1, "--row-length", 250
+    rows = record(tmp_path, monkeypatch, "features", *words)["rows"]
+    assert [(r["supervised"], r["row_length"]) for r in rows] == [(0.5, 250), (1, 250)]
+    for r in rows:
+        layers, scales, last = (
+            3 * 64,
+            3 * 4,
+            64 * 2 * (100 * r["supervised"] - (2 if r["supervised"] == 1 else 1)) / 100,
+        )
+        assert r["bytes_per_token"] == pytest.approx(layers + scales + last + 8, rel=0.05)  # and the headers
+        assert all(r[f"read_{name}"]["gb_per_s"] > 0 for name in ("cold", "warm"))
+        assert all(r["parts"][f"{name}_ms"] > 0 for name in ("read", "copy", "decode"))
+        assert r["step_from_disk"]["tokens_per_s"] > 0 and r["step_from_disk"]["wait_ms"] > 0
+    assert not (tmp_path / "work").exists()
+
+
+def test_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank measures, with a target that runs and from features on disk."""
+    words = "--shape", "tiny", "--tokens", 128, "--document", 32, "--depth", 2, "--steps", 2
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as in a process that the benchmark has started
+    rows = record(tmp_path, monkeypatch, "scale", *words, "--source", "disk", "online", "--work", tmp_path / "work")
+    assert [(r["what"], r["T"]) for r in rows] == [("online, tiny, shard", 128), ("from disk, tiny, shard", 128)]
+    assert all(r["tokens_per_s"] == pytest.approx(128e3 / r["ms"]) for r in rows) and not (tmp_path / "work").exists()
 
 
 def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

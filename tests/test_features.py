@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,12 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows, StreamedRows
+from fledge.features import reader as reader_module
 from fledge.features import writer as writer_module
 from fledge.features.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
 from fledge.features.layout import Layout, Sizes, split_shards, teacher_tokens
+from fledge.features.reader import Extent, cut
 from fledge.features.source import DiskFeatures
+from fledge.features.upload import Slot, Uploader
 from fledge.features.writer import FeatureWriter
 from fledge.files import exclusive_lock
 from fledge.methods import CHOICES
@@ -188,6 +195,26 @@ def test_features_on_a_gpu(precision: str, dtype: torch.dtype, target, live, tmp
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("omitted", [False, True])
+def test_a_slot_is_not_overwritten_before_it_is_decoded(omitted: bool, target, live, tmp_path, monkeypatch) -> None:
+    """On a GPU that is behind: decoding waits for the work of the row before. Without waiting, the values are wrong."""
+    cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, "float32"))
+    writer_of(cache, live).write()
+    rows = Rows(DOCUMENTS, 90, seed=0)
+    wanted = [rows[epoch, i] for epoch in range(4) for i in range(len(rows.epoch(epoch)))]
+    here, there = (DiskFeatures(cache, LAYERS, live.logits, torch.device(d), torch.float32) for d in ("cpu", "cuda"))
+    if omitted:
+        monkeypatch.setattr(Slot, "wait_for_use", lambda slot: None)
+    sums = []
+    for row, found in with_features(there.ahead(iter(wanted)), there.features, there.device, prefetch=True):
+        torch.cuda._sleep(100_000_000)
+        sums.append(found.aux_TAD.double().sum())
+        del row, found
+    expected = [here.features(row).aux_TAD.double().sum() for row in wanted]
+    assert torch.allclose(torch.stack(sums).cpu(), torch.stack(expected), rtol=1e-9) != omitted
+
+
+@pytest.mark.gpu
 def test_writing_on_a_gpu_rounds_as_on_a_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(100, 3, 64, generator=generator) * torch.logspace(-3, 3, 100)[:, None, None]
@@ -224,7 +251,78 @@ def test_rows_are_read_ahead_in_order(target, live, tmp_path) -> None:
     given = source.ahead(read.append(i) or row for i, row in enumerate(wanted))
     assert next(given) is wanted[0] and read == [0, 1, 2]
     assert all(a is b for a, b in zip(given, wanted[1:], strict=True))
-    assert not source._read_ahead or set(source._read_ahead) <= {id(r) for r in wanted}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 60))
+def test_pieces_are_consecutive_and_of_equal_size(sizes: list[int], most: int) -> None:
+    starts = itertools.accumulate(sizes, initial=7)
+    extents = [Extent(start, size, i, 1000 * i) for i, (start, size) in enumerate(zip(starts, sizes, strict=False))]
+    pieces = list(cut(extents, most))
+    assert [sum(e.size for e in piece) for piece in pieces[:-1]] == [most] * (len(pieces) - 1)
+    parts = [(e.shard, e.offset + i, e.start + i) for piece in pieces for e in piece for i in range(e.size)]
+    assert parts == [(e.shard, e.offset + i, e.start + i) for e in extents for i in range(e.size)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp8"])
+def test_rows_read_ahead_in_small_pieces(precision: str, target, live, tmp_path, monkeypatch) -> None:
+    """By several threads into two slots that are used in turn; some rows are not asked for."""
+    cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, precision))
+    writer_of(cache, live).write()
+    rows = Rows(DOCUMENTS, 60, seed=0)
+    wanted = [rows[epoch, i] for epoch in range(2) for i in range(len(rows.epoch(epoch)))]
+    whole, source = disk_source(cache, live), disk_source(cache, live)
+    expected = [whole.features(row) for row in wanted]
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", 1000)
+    for i, row in enumerate(source.ahead(iter(wanted))):
+        if i % 3 != 1:
+            found = source.features(row)
+            assert torch.equal(found.aux_TAD, expected[i].aux_TAD) and torch.equal(found.last_TD, expected[i].last_TD)
+    assert len(source._slots) == 2
+
+
+class Late:
+    """A part of device memory whose copies are done when an event is waited for."""
+
+    queued: ClassVar[list[tuple[Late, torch.Tensor]]] = []
+
+    def __init__(self, size: int):
+        self.size, self.content = size, b""
+
+    def numel(self) -> int:
+        return self.size
+
+    def copy_(self, pinned: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking and not Late.queued, "one piece is copied at a time"
+        Late.queued.append((self, pinned))
+
+    @staticmethod
+    def synchronize() -> None:
+        time.sleep(0.001)
+        part, pinned = Late.queued.pop()
+        part.content = bytes(pinned.numpy())
+
+
+def test_pinned_buffers_are_not_overwritten_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is slow to copy, with more threads than buffers."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=Late.synchronize)
+    for name, value in {
+        "Stream": lambda device: None, "Event": lambda blocking: event, "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: empty(size, dtype=dtype))
+    uploader, parts = Uploader(torch.device("cuda"), 2), [Late(5 + i) for i in range(20)]
+
+    def fill(i: int) -> None:
+        def read(into: memoryview) -> None:
+            into[:] = bytes([i]) * (5 + i)
+
+        uploader.fill(parts[i], read)
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(fill, range(len(parts))))
+    assert [part.content for part in parts] == [bytes([i]) * (5 + i) for i in range(len(parts))]
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -313,7 +411,7 @@ def test_a_shard_of_another_target_is_refused(written: FeatureCache, target, liv
 
 def test_a_shard_that_shrinks_while_it_is_read(written: FeatureCache, live) -> None:
     source = disk_source(written, live)
-    source._offsets(0)
+    source.reader._offsets(0)
     os.truncate(written.file(0), 3000)
     with pytest.raises(ValueError, match=r"shard-00000.safetensors is truncated"):
         source.features(Rows(DOCUMENTS, 400, seed=0)[0, 0])

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fledge.features import budget as budget_module
 from fledge.features.cache import FeatureCache
@@ -194,6 +196,56 @@ def test_a_deleted_and_a_truncated_shard_are_written_again(fledge: Fledge, made:
     assert file.read_bytes() == content
 
 
+def test_a_flipped_byte_is_found(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """By --verify, which training does not wait for; the shard is written again with the same bytes."""
+    assert fledge(*write_words(made, tmp_path / "f", "--precision", "fp8")).code == 0
+    ran = fledge("features", "--verify", tmp_path / "f")
+    assert ran.code == 0 and "shards are as they were written" in ran.err
+    file = tmp_path / "f" / "shard-00001.safetensors"
+    whole, tensors = file.read_bytes(), load_file(file)
+    assert {name: x.dtype for name, x in tensors.items()} == {
+        "layers": torch.float8_e4m3fn, "scales": torch.float32, "last": torch.bfloat16
+    }  # fmt: skip
+    for at in (len(whole) // 3, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[at] ^= 16
+        file.write_bytes(damaged)
+        ran = fledge("features", "--verify", tmp_path / "f")
+        assert ran.code == 2, ran.err
+        assert f"{file} is damaged: its content is not what was written; delete it and run the same" in ran.err
+    (tmp_path / "f" / "shard-00000.safetensors").unlink()
+    ran = fledge("features", "--verify", tmp_path / "f")
+    assert ran.code == 2 and "shard-00000.safetensors is missing" in ran.err and "(2 of " in ran.err
+    file.unlink()
+    assert fledge(*write_words(made, tmp_path / "f", "--precision", "fp8")).code == 0
+    assert file.read_bytes() == whole
+
+
+def test_shards_without_hashes_can_be_read(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """Those of earlier versions, whose header safetensors has written."""
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    cache = FeatureCache.open(tmp_path / "f")
+    for shard in cache.shards:
+        save_file(load_file(cache.file(shard)), cache.file(shard), cache.metadata(shard))
+    ran = fledge("features", "--verify", tmp_path / "f")
+    assert ran.code == 0 and f"{len(cache.shards)} shards have no hash, as an earlier version wrote them" in ran.err
+    assert fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --target and --out, or --verify DIRECTORY"),
+        (("--target", "t"), "give --out, or --verify"),
+        (("--verify", "f", "--out", "g"), "--out has no effect with --verify, which only reads f; leave --out out"),
+        (("--verify", "nothing"), "nothing holds no features"),
+    ],
+)
+def test_what_is_to_be_verified(words: tuple[str, ...], message: str, fledge: Fledge) -> None:
+    ran = fledge("features", *words)
+    assert ran.code == 2 and message in ran.err
+
+
 def test_a_shard_that_is_deleted_during_training(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
     """Training ends with one sentence; after the shard was written again, it continues from its checkpoint."""
     from fledge.train import trainer
@@ -243,19 +295,19 @@ def test_wrong_options_write_nothing(words, message: str, fledge: Fledge, made: 
 
 
 def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
-    from fledge.features import cache as cache_module
+    from fledge.features import shard_file
 
-    replace, out = cache_module.replace_bytes, tmp_path / "f"
+    replace, out = shard_file.replace_parts, tmp_path / "f"
 
-    def full(file, content, temporary):
+    def full(file, parts, temporary):
         if file.name == "shard-00002.safetensors":
-            temporary.write_bytes(content[:50])
+            temporary.write_bytes(parts[0])
             temporary.unlink()
             raise OSError(28, "No space left on device")
-        replace(file, content, temporary)
+        replace(file, parts, temporary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "replace_bytes", full)
+        patch.setattr(shard_file, "replace_parts", full)
         ran = fledge(*write_words(made, out))
     assert ran.code == 2 and "no space to write" in ran.err and "the finished shards are kept" in ran.err
     kept = {f.name: f.stat().st_ino for f in out.glob("shard*")}

@@ -47,9 +47,10 @@ def test_the_command_line_starts_torchrun_with_its_own_words(fledge: Any, monkey
     assert started == [(2, ["train", "--gpus", "2", "--target", "t", "--data", "d"])]
 
 
-def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path) -> None:
-    """Two processes on a machine without GPUs: each prints the same error, and the status is torchrun's."""
+def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two processes with the same error: one of them prints it, and the status is torchrun's."""
     assert launch.start_processes(2, ["train", "--device", "cpu", "--target", str(tmp_path)]) != 0
+    assert capfd.readouterr().err.count("fledge: ") == 1
 
 
 WAITING = """

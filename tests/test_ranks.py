@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,20 +16,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, multiprocessing
 from torch.distributed.tensor import DTensor
 
 from fledge.data.dataset import Rows
+from fledge.features import budget as feature_budget
+from fledge.features import reader as source_reader
+from fledge.features import writer as feature_writer
+from fledge.features.cache import FeatureCache
+from fledge.jobs import features as features_job
+from fledge.jobs.display import ProgressDisplay
+from fledge.jobs.features import FeaturesOptions
+from fledge.jobs.train import TrainOptions, _run_as_rank
+from fledge.models.weights import WEIGHTS
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
+from fledge.targets.transformers import TransformersTarget
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
 from fledge.train.optim import MasterAdamW
-from fledge.train.ranks import ALONE, RankError, Ranks, connected
+from fledge.train.ranks import ALONE, RankError, Ranks, connected, error_sentence, first_to_say
 from fledge.train.trainer import Schedule
+from support.chats import tiny_chats
 from support.files import metrics_of
 from support.mutations import replace_function
 from support.rows import document, row_of
@@ -121,7 +134,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def everything(ranks: Ranks, directory: Path) -> None:
     """What two ranks are tested for, in one pair of processes, as each takes seconds to start."""
+    if ranks.leads:
+        tiny_target_directory(directory)
+        tiny_chats(directory / "chats.jsonl", 20)
+        tiny_chats(directory / "more.jsonl", 60)
+    ranks.meet("after the target was saved", None)
     compare_sharded_target(ranks, directory)
+    train_with_sharded_target(ranks, directory)
+    train_on_stream(ranks, directory, directory / "streamed")
     train_all_cases(ranks, directory)
     for mistake in MISTAKES:
         train_with_mistake(ranks, directory / mistake.__name__, mistake)
@@ -205,8 +225,7 @@ def test_rows_are_shared_evenly() -> None:
 def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     """Writes the differences between a target whose layers are sharded and the same target whole, by what is compared.
     Each rank has its own row."""
-    path = tiny_target_directory(directory)  # rank 0 writes it
-    ranks.meet("after the target was saved", None)
+    path = directory / "target"
     whole = load_target(path, dtype=torch.float64, implementation="transformers")
     sharded = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
     assert sharded.packs == whole.packs and not sharded.rollback_problem
@@ -228,6 +247,97 @@ def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> N
     for rank in range(2):
         found = json.loads((two_ranks / f"sharded {rank}").read_text())
         assert max(found.values()) < 1e-9 and {"aux", "prefill", "q_proj.weight"} <= found.keys(), found
+
+
+def command(ranks: Ranks, directory: Path, out: Path, **given: Any) -> dict[str, Any]:
+    """`fledge train` as a rank that is connected already. Returns the last step's metrics."""
+    options = TrainOptions(
+        target=str(directory / "target"), data=[str(directory / "chats.jsonl")], out=str(out), device="cpu",
+        dtype="float64", max_length=64, row_length=128, steps=2, depth=2, draft_vocab=200, **given,
+    )  # fmt: skip
+    return _run_as_rank(options, ranks, lambda line: None, ProgressDisplay(quiet=True))
+
+
+def rows_of_three(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return dict(rows_per_step=3)
+
+
+def no_packing(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    patch.setattr(TransformersTarget, "packs", False)
+    return {}
+
+
+REFUSALS = {  # what a sharded target refuses, and the sentence of both ranks
+    rows_of_three: "--rows-per-step 3 with --shard-target on 2 GPUs: every GPU must have as many rows; give 2, 4, ..",
+    no_packing: "cannot process packed documents together, which --shard-target needs; train without it",
+}
+
+
+def train_with_sharded_target(ranks: Ranks, directory: Path) -> None:
+    command(ranks, directory, directory / "sharded run", shard_target=True)
+    for change in REFUSALS:
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                command(ranks, directory, directory / change.__name__, shard_target=True, **change(patch))
+                told = "nothing"
+            except ValueError as e:
+                told = str(e)
+        (directory / f"{change.__name__} {ranks.rank}").write_text(told)
+
+
+def test_training_with_a_sharded_target_is_that_of_one_process(two_ranks: Path, tmp_path: Path) -> None:
+    """The whole of `fledge train --shard-target`: metrics, and the weights that it saves, in bfloat16. The target of
+    one process is computed by another implementation, which rounds some float32 tables otherwise."""
+    command(ALONE, two_ranks, tmp_path / "run", rows_per_step=2)
+    ours, theirs = metrics_of(two_ranks / "sharded run"), metrics_of(tmp_path / "run")
+    for name in ("loss", "grad_norm", "tau"):
+        assert [m[name] for m in ours] == pytest.approx([m[name] for m in theirs], rel=1e-6), name
+    saved = [load_file(path / "draft" / WEIGHTS) for path in (two_ranks / "sharded run", tmp_path / "run")]
+    assert saved[0].keys() == saved[1].keys()
+    for name, x in saved[0].items():
+        torch.testing.assert_close(x, saved[1][name], rtol=2**-7, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("change", REFUSALS)
+def test_what_a_sharded_target_refuses(change: Any, two_ranks: Path) -> None:
+    """In all ranks, before a run is begun."""
+    for rank in range(2):
+        assert REFUSALS[change] in (two_ranks / f"{change.__name__} {rank}").read_text()
+    assert not (two_ranks / change.__name__).exists()
+
+
+# -- features that are deleted after their use ------------------------------------------------------------------------
+
+
+def train_on_stream(ranks: Ranks, directory: Path, work: Path) -> None:
+    """Trains on features that a thread of rank 0 writes meanwhile, and that do not fit in their disk budget."""
+    words = dict(target=str(directory / "target"), data=[str(directory / "more.jsonl")], max_length=64, device="cpu")
+    stream = FeaturesOptions(**words, out=str(work / "features"), stream=True, disk_budget="700KB")
+    progress = ProgressDisplay(quiet=True)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
+        for module in (source_reader, feature_writer):
+            patch.setattr(module, "POLL_SECONDS", 0.01)
+        patch.setattr(feature_budget, "MIN_SHARD", 60_000)
+        writing = executor.submit(features_job.write, stream, lambda line: None, progress) if ranks.leads else None
+        while not (work / "features" / "manifest.json").exists():
+            time.sleep(0.01)
+        trained = TrainOptions(
+            features=stream.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,
+            draft_vocab=200,
+        )  # fmt: skip
+        _run_as_rank(trained, ranks, lambda line: None, progress)
+        if writing:
+            writing.result()
+
+
+def test_ranks_train_on_a_stream(two_ranks: Path, tmp_path: Path) -> None:
+    """As one process does. A shard is deleted when all of them have read it, and in the end all shards are."""
+    train_on_stream(ALONE, two_ranks, tmp_path / "streamed")
+    ours, theirs = metrics_of(two_ranks / "streamed" / "run"), metrics_of(tmp_path / "streamed" / "run")
+    assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in theirs], rel=1e-4) and len(ours) > 10
+    cache = FeatureCache.open(two_ranks / "streamed" / "features")
+    assert sum(map(cache.bytes, cache.shards)) > 1.5 * 700_000 and all(cache.used(i).exists() for i in cache.shards)
+    assert not list(cache.path.glob("shard*.safetensors"))
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -266,10 +376,11 @@ def fail(ranks: Ranks, directory: Path, how: str) -> None:
         limit = timedelta(seconds=2 if how == "hang" else 60)
         try:
             train(directory, "eagle3", replace(ranks, limit=limit))
-            told = "nothing"
+            told = printed = "nothing"
         except Exception as e:
-            told = f"{type(e).__name__}: {e}"
+            told, printed = f"{type(e).__name__}: {e}", error_sentence(e)
     (directory / f"rank {ranks.rank}").write_text(told)
+    (directory / f"printed {ranks.rank}").write_text(printed)
     time.sleep(5 if how == "hang" else 0)  # the connection stays until the other rank has told
 
 
@@ -278,6 +389,26 @@ def test_an_error_in_one_rank_ends_all(how: str, two_ranks: Path) -> None:
     """A rank that fails says why, and the others say which rank failed; one that does not come in time is named."""
     for rank, expected in enumerate(ERRORS[how]):
         assert (two_ranks / how / f"rank {rank}").read_text().startswith(expected)
+
+
+def test_ranks_have_one_sentence_for_an_error(two_ranks: Path) -> None:
+    """It names the rank if only one failed. So `first_to_say` lets one rank print it."""
+    for how in ("raise", "nan"):
+        one, other = ((two_ranks / how / f"printed {rank}").read_text() for rank in range(2))
+        assert one == other and one.startswith("rank 1 of 2 failed in step 1: ") == (how == "raise")
+
+
+def test_a_sentence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks that torchrun's store connects; without it, each says it."""
+    assert first_to_say("no") and first_to_say("no"), "a single process"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for name, value in dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port).items():
+        monkeypatch.setenv(name, str(value))
+    assert [first_to_say(x) for x in ("no", "no", "yes", "no")] == [True, False, True, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert first_to_say("no")
+    monkeypatch.delenv("MASTER_PORT")
+    assert first_to_say("no")
 
 
 def test_a_single_process_communicates_nothing() -> None:

@@ -7,7 +7,8 @@
     shard-00000.used         in place of a shard that was trained on and deleted (streams only)
 
 A shard is written to a temporary file, flushed to the disk and renamed, so each file of that name is complete. Its
-metadata name the manifest that it belongs to.
+metadata name the manifest that it belongs to, and the hash of its content. The hash is compared only when a user asks
+for it (`fledge features --verify`): a shard is large, and training reads parts of many from the first step on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,6 +30,7 @@ from fledge.data.documents import fingerprint
 from fledge.data.record import Record
 from fledge.features.codec import PRECISIONS
 from fledge.features.layout import HEADER_BYTES, Layout, Sizes
+from fledge.features.shard_file import CONTENT, DTYPES, file_hash, write_shard
 from fledge.fields import check_template_kwargs, shortened
 from fledge.files import TEMPORARY, replace_bytes, replace_text
 from fledge.types import Document
@@ -196,12 +199,12 @@ class FeatureCache:
         return self.sizes.bytes(self.layout, *self.manifest.shards[shard])
 
     def metadata(self, shard: int) -> dict[str, str]:
-        """The metadata in a shard's file: a single entry, since safetensors writes several in any order."""
+        """The metadata in a shard's file, without the hash of its content."""
         return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
 
     def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
-        """Writes a shard; it has its name only when all of it is on the disk."""
-        replace_bytes(self.file(shard), save(tensors, self.metadata(shard)), self.temporary(shard))
+        """Writes a shard, contiguous tensors on the CPU; it has its name only when all of it is on the disk."""
+        write_shard(self.file(shard), tensors, self.metadata(shard), self.temporary(shard))
 
     def release(self, shard: int) -> None:
         """Deletes a shard of a stream after its use."""
@@ -211,8 +214,22 @@ class FeatureCache:
     def offsets(self, shard: int) -> dict[str, int]:
         """The position of each tensor in a shard's file, in bytes.
 
-        Raises ValueError if the file is missing, truncated or damaged, or if it belongs to other features.
+        Raises ValueError if the file is missing or truncated, if its header is damaged, or if it belongs to other
+        features.
         """
+        return {name: start for name, (start, _) in self._header(shard)[0].items()}
+
+    def verify(self, shard: int) -> bool:
+        """Reads a shard and compares the hash of its content with the one that it was written with. Returns whether it
+        has one, which earlier versions did not write. Raises ValueError as `offsets` does, and if the hashes differ."""
+        ranges, expected = self._header(shard)
+        if expected is not None and file_hash(self.file(shard), list(ranges.values())) != expected:
+            raise ValueError(f"{self.file(shard)} is damaged: its content is not what was written; {_REPLACE}")
+        return expected is not None
+
+    def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
+        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content, if it has
+        one. Raises ValueError as `offsets` says."""
         file = self.file(shard)
         first, end = self.manifest.shards[shard]
         expected = self.layout.tensors(sum(self.sizes.tokens[first:end]), sum(self.sizes.last[first:end]))
@@ -221,15 +238,23 @@ class FeatureCache:
                 length = int.from_bytes(f.read(8), "little")
                 header = json.loads(f.read(min(length, HEADER_BYTES)))
             metadata = header.pop("__metadata__", {})
+            content = metadata.pop(CONTENT, None)
             if metadata != self.metadata(shard):
                 raise ValueError(f"{file} is a shard of other features than those of {MANIFEST}; {_REPLACE}")
-            found = {name: (tuple(entry["shape"]), entry["data_offsets"]) for name, entry in header.items()}
-            size = 8 + length + self.layout.bytes(expected["layers"][1][0], expected["last"][1][0])
-            if {name: shape for name, (shape, _) in found.items()} != {n: shape for n, (_, shape) in expected.items()}:
-                raise ValueError(f"{file} is damaged: its tensors have other shapes than the manifest says; {_REPLACE}")
-            if file.stat().st_size != size:
-                raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {size:,}; {_REPLACE}")
-            return {name: 8 + length + start for name, (_, (start, _)) in found.items()}
+            found = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in expected.items()}
+            if {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()} != found:
+                raise ValueError(f"{file} is damaged: its tensors are others than the manifest says; {_REPLACE}")
+            starts = sorted((entry["data_offsets"][0], name) for name, entry in header.items())
+            ranges, end = {}, 8 + length
+            for start, name in starts:
+                dtype, shape = expected[name]
+                if 8 + length + start != end:
+                    raise ValueError(f"{file} is damaged: its tensors are not one after the other; {_REPLACE}")
+                ranges[name] = end, end + dtype.itemsize * math.prod(shape)
+                end = ranges[name][1]
+            if file.stat().st_size != end:
+                raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {end:,}; {_REPLACE}")
+            return ranges, content
         except FileNotFoundError as e:
             if self.used(shard).exists():
                 raise ValueError(f"{file} was trained on and deleted, as a part of a stream; {_ANEW}") from e

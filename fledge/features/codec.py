@@ -61,7 +61,10 @@ def decode_layers(
     computation. Products with scales are float32; one layer at a time, so that they take little memory."""
     for i, column in enumerate(range(stored_TLD.shape[1]) if columns is None else columns):
         states_TD = stored_TLD[:, column]
-        out_TAD[:, i] = states_TD if scale_TL is None else states_TD.float() * scale_TL[:, column, None]
+        if scale_TL is None:
+            out_TAD[:, i] = states_TD
+        else:  # `out` rounds the products without another pass over them
+            torch.mul(states_TD.float(), scale_TL[:, column, None], out=out_TAD[:, i])
 
 
 def round_features(features: Features, precision: Precision) -> Features:

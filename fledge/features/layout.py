@@ -14,6 +14,7 @@ from fledge.types import Document
 
 LAYERS, SCALES, LAST = "layers", "scales", "last"  # the tensors of a shard
 HEADER_BYTES = 1024  # upper bound of a shard's header
+ALIGNMENT = 256  # bytes, of a tensor's start in a buffer
 DOCUMENT_BYTES = 4 + 4  # per token: its id and its span, int32
 
 
@@ -58,6 +59,28 @@ class Layout:
     def bytes(self, tokens: int, last: int) -> int:
         """The bytes of a shard's tensors."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(tokens, last).values())
+
+
+Places = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]  # of tensors in a buffer: first byte, dtype and shape
+
+
+def place(layout: Layout, names: Sequence[str], tokens: int, last: int) -> tuple[Places, int]:
+    """Places the tensors of `Layout.tensors` that are in `names` one after the other in a buffer. Returns their places
+    and the number of bytes."""
+    places, end = {}, 0
+    for name, (dtype, shape) in layout.tensors(tokens, last).items():
+        if name in names:
+            places[name] = end, dtype, shape
+            end += -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def views(places: Places, buffer: Tensor) -> dict[str, Tensor]:
+    """The tensors in a buffer, uint8 [bytes or more], by name."""
+    return {
+        name: buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        for name, (start, dtype, shape) in places.items()
+    }
 
 
 @dataclass(frozen=True)

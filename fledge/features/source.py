@@ -4,51 +4,54 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import decode_layers
-from fledge.features.layout import LAST, LAYERS, SCALES
-from fledge.kernels.implementations import current_device
-from fledge.types import Document, Features, Packed
+from fledge.features.layout import LAST, LAYERS, SCALES, place, views
+from fledge.features.reader import Extent, RowLayout, RowReader, tensors_read
+from fledge.features.upload import Slot, Uploader
+from fledge.kernels.transfer import to_device
+from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
-POLL_SECONDS = 0.2
-PATIENCE_SECONDS = 30  # how long a shard of a stream is waited for without a message
+READERS = 8  # threads that read pieces of rows
 
 
 @dataclass(frozen=True)
-class StoredRow:
-    """The stored features of a packed row in host memory, those of its documents one after the other: tensors as in a
-    shard, and `last_P`, the tokens of the row that the final states belong to (int64)."""
+class StagedRow:
+    """A row whose stored features are read into a slot by `reads`."""
 
-    tensors: dict[str, Tensor]
-    last_P: Tensor
+    row: Packed
+    layout: RowLayout
+    slot: Slot
+    reads: Sequence[Future[None]]
 
 
 class DiskFeatures:
     """Features of the given layers from a cache, which is a `FeatureSource`. `logits` computes the teacher's logits;
     `device` and `dtype` are those of the features.
 
-    Final states are zeros for tokens whose final state is not stored. Files are read with plain reads instead of a
-    memory map: a truncated file is then an error instead of a signal, and large reads need no page faults. Raises
-    ValueError for layers that the cache does not have.
+    Final states are zeros for tokens whose final state is not stored. Raises ValueError for layers that the cache does
+    not have.
+
+    Rows go through ROWS_AHEAD slots of device memory, as stored (fp8 takes half of what the features take): READERS
+    threads fill a slot piece by piece while the draft trains on the rows before, and `features` only decodes it. A slot
+    is filled again after it was decoded.
     """
 
     def __init__(
         self, cache: FeatureCache, layers: Sequence[int], logits: Callable[[Tensor], Tensor], device: torch.device,
         dtype: torch.dtype, say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
-        self.cache, self.logits, self.device, self.dtype, self.say = cache, logits, device, dtype, say
+        self.cache, self.logits, self.device, self.dtype = cache, logits, device, dtype
         known = cache.layout.layers
         if missing := [i for i in layers if i not in known]:
             raise ValueError(
@@ -56,105 +59,120 @@ class DiskFeatures:
                 "choose among the former by --aux-layers, or write features of these layers"
             )
         self.columns = [known.index(i) for i in layers]
-        self._read_ahead: dict[int, tuple[Packed, Future[StoredRow]]] = {}  # by the id of the row
-        self._closed = threading.Event()  # set when reading ahead ends, so that no thread waits for a shard any more
+        self.reader = RowReader(cache, tensors_read(cache.layout, self.columns), say)
+        self._slots: list[Slot] = []
+        self._free: SimpleQueue[Slot | None] = SimpleQueue()  # those of `_slots` that no row is read into
+        self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
 
     def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
-        """The same rows. The next ROWS_AHEAD are read from the disk by threads before they are asked for."""
-        self._closed.clear()
-        with ThreadPoolExecutor(ROWS_AHEAD) as executor:
+        """The same rows, all of one length. The next ROWS_AHEAD are read from the disk by threads before they are asked
+        for. Their features have to be asked for in this order; those of some rows may be left out."""
+        if (first := next(rows, None)) is None:
+            return
+        self._free = SimpleQueue()
+        for slot in self._slots_for(first.token_T.numel()):
+            self._free.put(slot)
+        self.reader.closed.clear()
+        with ThreadPoolExecutor(READERS) as readers, ThreadPoolExecutor(1) as planner:
             upcoming: deque[Packed] = deque()
             try:
-                for row in itertools.chain(rows, [None] * ROWS_AHEAD):
-                    if row is not None:
-                        self._read_ahead[id(row)] = row, executor.submit(self.read, row)
-                        upcoming.append(row)
-                    if upcoming and (row is None or len(upcoming) > ROWS_AHEAD):
+                for row in itertools.chain([first], rows):
+                    self._ahead[id(row)] = planner.submit(self._read_when_free, row, readers)
+                    upcoming.append(row)
+                    if len(upcoming) > ROWS_AHEAD:
                         yield upcoming.popleft()
+                yield from upcoming
             finally:
-                self._closed.set()
-                self._read_ahead.clear()
-                executor.shutdown(wait=True, cancel_futures=True)
+                self.reader.closed.set()
+                self._free.put(None)  # so that the planner waits no more
+                self._ahead.clear()
+                planner.shutdown(wait=True, cancel_futures=True)
+                readers.shutdown(wait=True, cancel_futures=True)
 
     def features(self, row: Packed) -> Features:
         """The features of a packed row whose `sources` are documents of the cache. A row without sources, as it is used
-        to measure the memory of a training step, gets zeros, through the same steps and in as much memory."""
-        _, reading = self._read_ahead.pop(id(row), (None, None))
-        stored = self.read(row) if reading is None else reading.result()
-        tensors = {name: x.to(self.device, non_blocking=True) for name, x in stored.tensors.items()}
-        T, D = row.token_T.numel(), self.cache.layout.width
-        aux_TAD = torch.zeros(T, len(self.columns), D, dtype=self.dtype, device=self.device)
+        to measure the memory of a training step, gets zeros, through the same steps and in as much memory. Raises
+        ValueError for shards that are missing, truncated, damaged or of other features."""
+        if not row.sources:
+            slot = self._slots_for(row.token_T.numel())[0]
+            slot.bytes.zero_()
+            return self._decode(StagedRow(row, self.reader.layout(row), slot, ()))
+        if (staged := self._read_ahead(row)) is not None:
+            features = self._decode(staged)
+            self._give_back(staged)
+            return features
+        with ThreadPoolExecutor(READERS) as readers:
+            slot = Slot(self._slot_bytes(row.token_T.numel()), self.device)
+            self._uploader.after_current_stream()
+            return self._decode(self._read(row, slot, readers))
+
+    def _decode(self, staged: StagedRow) -> Features:
+        """The features of a row, once all of it is read. Nothing here waits for the device."""
+        for read in staged.reads:
+            read.result()
+        tensors = views(staged.layout.tensors, staged.slot.bytes)
+        T, D = staged.row.token_T.numel(), self.cache.layout.width
+        aux_TAD = torch.empty(T, len(self.columns), D, dtype=self.dtype, device=self.device)
+        tokens = staged.layout.ranges[-1][1]
         if self.columns:
-            layers = tensors[LAYERS]
-            decode_layers(layers, tensors.get(SCALES), aux_TAD[: layers.shape[0]], self.columns)
+            decode_layers(tensors[LAYERS], tensors.get(SCALES), aux_TAD[:tokens], self.columns)
+        aux_TAD[tokens:] = 0
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
-        last_TD[stored.last_P.to(self.device, non_blocking=True)] = tensors[LAST].to(self.dtype)
+        last_TD[to_device([staged.layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
 
-    def read(self, row: Packed) -> StoredRow:
-        """Reads a row's features into pinned memory, if the device is a GPU. Raises ValueError for shards that are
-        missing, truncated, damaged or of other features."""
-        layout, pin = self.cache.layout, self.device.type == "cuda"
-        ranges = row.without_filler()
-        kept = [layout.last_tokens(Document(row.token_T[a:b], row.span_T[a:b])) for a, b in ranges]
-        shapes = layout.tensors(ranges[-1][1], sum(tokens.numel() for tokens in kept))
-        names = [LAST, *(name for name in (LAYERS, SCALES) if name in shapes and self.columns)]
-        make = torch.empty if row.sources else torch.zeros
-        with current_device(self.device):  # in a thread it would be the first GPU, which pinning would initialize
-            tensors = {name: make(shapes[name][1], dtype=shapes[name][0], pin_memory=pin) for name in names}
-        last = 0
-        for document, (start, end), tokens in zip(row.sources, ranges, kept, strict=bool(row.sources)):
-            slices = {LAYERS: slice(start, end), SCALES: slice(start, end), LAST: slice(last, last + tokens.numel())}
-            self._read_document(document, {name: x[slices[name]] for name, x in tensors.items()})
-            last += tokens.numel()
-        last_P = torch.cat([tokens + start for tokens, (start, _) in zip(kept, ranges, strict=True)])
-        with current_device(self.device):
-            return StoredRow(tensors, last_P.pin_memory() if pin else last_P)
+    # -- reading --------------------------------------------------------------------------------------------------
 
-    def _read_document(self, document: int, parts: dict[str, Tensor]) -> None:
-        """Reads a document's features into `parts`, tensors by name."""
-        shard, tokens, last = self._places[document]
-        first = {LAYERS: tokens, SCALES: tokens, LAST: last}
-        offsets = self._offsets(shard)  # also checks the file
-        try:
-            with self.cache.file(shard).open("rb", buffering=0) as f:
-                for name, part in parts.items():
-                    row_bytes = part[0].nbytes if len(part) else 0
-                    f.seek(offsets[name] + first[name] * row_bytes)
-                    _fill(f, part)
-        except FileNotFoundError:
-            self.cache.offsets(shard)  # says what is missing, and the remedy
-            raise
+    def _read(self, row: Packed, slot: Slot, readers: ThreadPoolExecutor) -> StagedRow:
+        """Starts to read a row into a slot."""
+        layout = self.reader.layout(row)
+        assert layout.bytes <= slot.bytes.numel(), "rows have one length"
+        pieces = list(self.reader.pieces(row, layout))
 
-    @functools.cache  # noqa: B019 (a source lives as long as its training)
-    def _offsets(self, shard: int) -> dict[str, int]:
-        if self.cache.manifest.stream:
-            self._wait_for(shard)
-        return self.cache.offsets(shard)
+        def fill(piece: Sequence[Extent]) -> None:
+            start, end = piece[0].start, piece[-1].start + piece[-1].size
+            self._uploader.fill(slot.bytes[start:end], functools.partial(self.reader.read, piece))
 
-    def _wait_for(self, shard: int) -> None:
-        """Waits until a shard of a stream is written. Says so if it takes long."""
-        began, said = time.monotonic(), False
-        while not self.cache.is_written(shard) and not self._closed.wait(POLL_SECONDS):
-            if not said and time.monotonic() - began > PATIENCE_SECONDS:
-                self.say(f"waiting for {self.cache.file(shard)}, which `fledge features` has to write")
-                said = True
+        reads = [readers.submit(fill, piece) for piece in pieces]
+        self.reader.announce(pieces)
+        return StagedRow(row, layout, slot, reads)
+
+    def _read_when_free(self, row: Packed, readers: ThreadPoolExecutor) -> StagedRow:
+        """Starts to read a row as soon as there is a slot for it."""
+        if (slot := self._free.get()) is None:
+            raise CancelledError
+        slot.wait_for_use()
+        return self._read(row, slot, readers)
+
+    def _read_ahead(self, row: Packed) -> StagedRow | None:
+        """The row, if it is read ahead. The slots of rows before it, which were not asked for, become free."""
+        if id(row) in self._ahead:
+            for key in list(self._ahead):
+                staged = self._ahead.pop(key).result()
+                if staged.row is row:
+                    return staged
+                self._give_back(staged)
+        return None
+
+    def _give_back(self, staged: StagedRow) -> None:
+        staged.slot.end_use()
+        self._free.put(staged.slot)
+
+    # -- device memory ----------------------------------------------------------------------------------------------
+
+    def _slot_bytes(self, tokens: int) -> int:
+        """The most bytes that a row of this length takes."""
+        return place(self.cache.layout, self.reader.names, tokens, tokens)[1]
+
+    def _slots_for(self, tokens: int) -> list[Slot]:
+        """The slots for rows of this length. They stay in memory until rows of another length are read."""
+        size = self._slot_bytes(tokens)
+        if not self._slots or self._slots[0].bytes.numel() != size:
+            self._slots.clear()  # frees them first
+            self._slots += [Slot(size, self.device) for _ in range(ROWS_AHEAD)]
+            self._uploader.after_current_stream()
+        return self._slots
 
     @functools.cached_property
-    def _places(self) -> list[tuple[int, int, int]]:
-        """For each document, its shard, and the numbers of tokens and of final states before it in the shard."""
-        found, sizes = [], self.cache.sizes
-        for shard, (first, end) in enumerate(self.cache.manifest.shards):
-            tokens = itertools.accumulate(sizes.tokens[first:end], initial=0)
-            last = itertools.accumulate(sizes.last[first:end], initial=0)
-            found += [(shard, t, p) for t, p, _ in zip(tokens, last, range(first, end), strict=False)]
-        return found
-
-
-def _fill(f: BinaryIO, part: Tensor) -> None:
-    """Reads the bytes of a contiguous tensor from a file. Raises ValueError if the file ends before."""
-    rest = memoryview(part.view(torch.uint8).numpy()).cast("B") if part.numel() else memoryview(b"")
-    while len(rest):
-        if not (count := f.readinto(rest)):
-            raise ValueError(f"{f.name} is truncated: it was changed while it was read; write it again")
-        rest = rest[count:]
+    def _uploader(self) -> Uploader:
+        return Uploader(self.device, READERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor
 from fledge.data.pack import make_row
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import encode_layers
-from fledge.features.layout import LAST, LAYERS, SCALES
+from fledge.features.layout import ALIGNMENT, LAST, LAYERS, SCALES, place, views
 from fledge.files import InUse, disk_full_errno, exclusive_lock
 from fledge.types import Features, Packed
 
@@ -66,6 +67,7 @@ class FeatureWriter:
         self.cache, self.compute, self.budget, self.reserve = cache, compute, budget, reserve
         self.say, self.advance = say, advance
         self._saving: Future[None] | None = None  # the shard that is written while the next one is computed
+        self._written = 0  # shards
 
     def write(self) -> None:
         """Writes until every shard is there, also those that other processes write, and takes over those that other
@@ -97,12 +99,14 @@ class FeatureWriter:
                 return False
             self._allot(shard)
             try:
-                tensors = self._tensors(shard)
+                # while the shard before is saved from the other buffer
+                tensors = self._tensors(shard, self._buffers[self._written % 2])
                 self._finish_saving()
             except BaseException:
                 self.cache.temporary(shard).unlink(missing_ok=True)
                 raise
             self._saving = executor.submit(self._save, shard, tensors, claim.pop_all())
+            self._written += 1
         return True
 
     def _in_turn(self, shard: int) -> bool:
@@ -127,12 +131,18 @@ class FeatureWriter:
         if saving is not None:
             saving.result()
 
-    def _tensors(self, shard: int) -> dict[str, Tensor]:
-        """The tensors of a shard, on the CPU."""
+    @functools.cached_property
+    def _buffers(self) -> list[Tensor]:
+        """Two buffers in host memory, each of the size of the largest shard; new memory for each would be slow."""
+        size = max(map(self.cache.bytes, self.cache.shards)) + ALIGNMENT * len(self.cache.layout.tensors(0, 0))
+        return [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+
+    def _tensors(self, shard: int, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors of a shard, on the CPU, in a buffer."""
         first, end = self.cache.manifest.shards[shard]
         sizes, layout = self.cache.sizes, self.cache.layout
-        whole = layout.tensors(sum(sizes.tokens[first:end]), sum(sizes.last[first:end]))
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in whole.items()}
+        tokens, last = sum(sizes.tokens[first:end]), sum(sizes.last[first:end])
+        tensors = views(place(layout, list(layout.tensors(0, 0)), tokens, last)[0], buffer)
         filled = dict.fromkeys(tensors, 0)
         for a, b in passes(self.cache, first, end):
             for name, part in compute_pass(self.cache, self.compute, a, b).items():

@@ -15,6 +15,7 @@ from fledge.jobs.options import (
     data_cache_option,
     data_workers_option,
     opt,
+    option_fields,
     parse_dtype,
     parse_template_kwargs,
     trust_remote_code_option,
@@ -32,11 +33,15 @@ if TYPE_CHECKING:
 class FeaturesOptions(Options):
     """Write the target's hidden states of the training data to a disk, to train drafts without running the target."""
 
-    target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()
     data: list[str] = opt("training data, as for `fledge train`; repeatable", repeatable=True)
-    out: str = opt(
-        "directory to write; the same command continues an unfinished one, and several processes may write one together"
+    out: str | None = opt(
+        "directory to write; the same command continues an unfinished one, and several processes may write one "
+        "together", None,
+    )  # fmt: skip
+    verify: str | None = opt(
+        "read all features in this directory, compare them with the hashes that were written, and stop", None
     )
     precision: str | None = opt(
         "float32, bfloat16, float16, or fp8 (8 bits for the captured layers, bfloat16 for the final states) (default: "
@@ -67,10 +72,51 @@ class FeaturesOptions(Options):
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify:
+            others = [f.name for f in option_fields(self) if f.name != "verify"]
+            self.refuse(others, f"with --verify, which only reads {self.verify};")
+        elif missing := [flag for flag, value in (("--target", self.target), ("--out", self.out)) if not value]:
+            raise ValueError(f"give {' and '.join(missing)}, or --verify DIRECTORY to check features that are there")
+
 
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes the features, or those that are missing. Raises ValueError before anything is written if they do not fit
-    in the disk budget, or if the directory holds other features."""
+    """Writes the features, or those that are missing; with `verify`, reads them. Raises ValueError before anything is
+    written if they do not fit in the disk budget, or if the directory holds other features; and for damaged ones."""
+    if options.verify:
+        verify(options.verify, say, progress)
+    else:
+        write(options, say, progress)
+
+
+def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
+    """Compares all features in a directory with the hashes that were written. Raises ValueError if some are damaged or
+    missing, after a message for each."""
+    from fledge.features.cache import FeatureCache
+
+    cache = FeatureCache.open(directory)
+    shards = [i for i in cache.shards if not cache.used(i).exists()]
+    problems, without = [], 0
+    with progress.count("tokens", sum(map(cache.tokens, shards))) as advance:
+        for shard in shards:
+            try:
+                without += not cache.verify(shard)
+            except ValueError as e:
+                problems.append(str(e))
+            advance(cache.tokens(shard))
+    for problem in problems[:-1]:
+        say(problem)
+    if problems:
+        more = f" ({len(problems):,} of {len(shards):,} shards)" if len(problems) > 1 else ""
+        raise ValueError(problems[-1] + more)
+    if without:
+        say(f"{without:,} shards have no hash, as an earlier version wrote them; their headers and sizes are right")
+    say(f"{directory}: {len(shards):,} shards are as they were written")
+
+
+def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
+    """Writes the features, or those that are missing, as `run` says."""
     from fledge.features.budget import DiskPlan, default_budget, parse_bytes
     from fledge.features.codec import PRECISIONS
     from fledge.features.writer import FeatureWriter

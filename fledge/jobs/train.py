@@ -270,13 +270,8 @@ def _train(
         rows = make_rows(recipe, target, documents, say)
         schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, target.target.sharded, say)
         if isinstance(rows, StreamedRows):
-            if ranks.size > 1:
-                raise ValueError(
-                    f"{recipe.features.path} is a stream, which a single process trains on; train without --gpus and "
-                    "torchrun, or write the features with fledge features without --stream"
-                )
             directory = StreamingRun(directory.path, recipe.features, rows)
-            schedule = directory.limit(schedule, resumed=recorded is not None, say=say)
+            schedule = directory.limit(schedule, ranks.size, resumed=recorded is not None, say=say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
     if recipe.compute.longest_row:
         return {}

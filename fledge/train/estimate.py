@@ -67,12 +67,14 @@ class Part:
 @dataclass(frozen=True)
 class Sizes:
     """The models of a run: the target's bytes and the target itself, which may be on the meta device as the draft.
-    Without `runs`, its hidden states are on disk, and only its embedding, head and last layer are loaded."""
+    Without `runs`, its hidden states are on disk, and only its embedding, head and last layer are loaded. `staged` are
+    the bytes, for each token of a row, of the rows that are read from the disk meanwhile."""
 
     target: TransformersTarget
     weights: TargetBytes
     draft: Draft
     runs: bool = True
+    staged: int = 0
 
     @property
     def trained(self) -> int:
@@ -97,6 +99,8 @@ def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placeme
             "hidden states of two rows" if impl.prefetch else "hidden states of a row", features * (1 + impl.prefetch)
         ),
     ]
+    if sizes.staged:
+        kept.append(Part("the rows that are read from the disk", sizes.staged * work.tokens))
     passing = _target_pass(sizes.target, work, placed, config, width) if sizes.runs else 0
     forward = Part("the target's forward pass", passing)
     if impl.prefetch and sizes.runs:  # its stream has a memory pool of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 T = TypeVar("T")
 
 PLACEMENTS = ("shard", "replicate")
+STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an error
 
 
 class RankError(ConnectionError):
@@ -107,8 +109,8 @@ class Ranks:
 
         Called before the ranks communicate on the device, where a rank that does not come would leave the others
         waiting. If a rank came with a `failure`, that rank raises it, and all others a RankError that names the rank
-        and the failure. Raises RankError, naming the rank, if one does not come within `limit`. `group` is `host` or
-        `saving`.
+        and the failure; if not all failed alike, the failure has a note that does so too (`error_sentence`). Raises
+        RankError, naming the rank, if one does not come within `limit`. `group` is `host` or `saving`.
         """
         if self.size == 1:
             if failure is not None:
@@ -116,20 +118,24 @@ class Ranks:
             return [told]
         group = group or self.host
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        named = f"rank {{}} of {self.size} failed {where}: {{}}"
         try:
             dist.monitored_barrier(group, self.limit, wait_all_ranks=True)
             answers: list[Any] = [None] * self.size
             dist.all_gather_object(answers, (message, told), group=group)
         except RuntimeError as e:
             if failure is not None:
+                failure.add_note(named.format(self.rank, message))
                 raise failure from e
             reason = str(e).partition("\n")[0].partition(". ")[0]
             raise RankError(f"rank {self.rank} of {self.size} waited in vain for another rank {where}: {reason}") from e
         if failure is not None:
+            if {problem for problem, _ in answers} != {message}:
+                failure.add_note(named.format(self.rank, message))
             raise failure
         for rank, (problem, _) in enumerate(answers):
             if problem is not None:
-                raise RankError(f"rank {rank} of {self.size} failed {where}: {problem}")
+                raise RankError(named.format(rank, problem))
         return [told for _, told in answers]
 
     @contextmanager
@@ -170,6 +176,27 @@ def started_by_torchrun() -> bool:
 def restart_count() -> int:
     """How many times torchrun has started this process again (`--max-restarts`), after a rank had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def error_sentence(error: object) -> str:
+    """What to print of an error: its message, or the note that `Ranks.meet` made of it."""
+    return next((n for n in getattr(error, "__notes__", []) if n.endswith(str(error))), str(error))
+
+
+def first_to_say(message: str) -> bool:
+    """Whether this process is the first of all ranks to say this, so that an error of all of them is printed once.
+
+    torchrun's store counts, which is there before the ranks are connected and after an error. True if it is not there.
+    """
+    if not started_by_torchrun():
+        return True
+    key = f"said {restart_count()} {hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
+        return store.add(key, 1) == 1
+    except (KeyError, ValueError, RuntimeError):  # a process that torchrun did not start, or torchrun has ended
+        return True
 
 
 def local_rank() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fledge.decode.engine import resolve_device
+from fledge.features.source import ROWS_AHEAD
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
 from fledge.jobs.training.data import make_rows, pack_rows, total_memory, training_data
@@ -111,7 +112,8 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     if getattr(target.target.config, "quantization_config", None) is not None:
         say(f"{recipe.target.name} is quantized; the plan counts its weights in {target.target.dtype}")
     runs = not reads_features_only(recipe)
-    sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs)
+    staged = ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0
+    sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs, staged)
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
     ranks = Ranks(size=machine.ranks, placement="replicate" if options.replicate else "shard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,16 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.trainer import Schedule
 
 OPEN_SHARDS = 3  # the shards of the first and last row that are in use, and one that is being written
-ROWS_IN_USE = ROWS_AHEAD + 2  # those that are read ahead, the one that is trained on and the next one, if prefetched
+# of a rank: those that are read ahead, the one that is trained on and the next one, if prefetched
+ROWS_IN_USE = ROWS_AHEAD + 2
 
 
 class StreamingRun(RunDirectory):
-    """A run's directory that deletes the shards that a saved checkpoint does not need any more."""
+    """A run's directory that deletes the shards that a saved checkpoint does not need any more.
+
+    A checkpoint is saved by all ranks, after a step that all of them have done, so that none of them reads a row before
+    it again.
+    """
 
     def __init__(self, path: Path, cache: FeatureCache, rows: StreamedRows):
         super().__init__(path)
@@ -31,8 +37,9 @@ class StreamingRun(RunDirectory):
             if self.cache.file(shard).exists():
                 self.cache.release(shard)
 
-    def limit(self, schedule: Schedule, *, resumed: bool, say: Callable[[str], None]) -> Schedule:
-        """The schedule for a single pass, with checkpoints before the writer has to wait for the deletion of shards.
+    def limit(self, schedule: Schedule, ranks: int, *, resumed: bool, say: Callable[[str], None]) -> Schedule:
+        """The schedule for a single pass of a number of ranks, with checkpoints before the writer has to wait for the
+        deletion of shards.
 
         Raises ValueError for a schedule of more than one pass, for a new run if shards are deleted already, and if the
         disk budget is too small.
@@ -53,7 +60,8 @@ class StreamingRun(RunDirectory):
         steps, known = min(schedule.steps, rows // per_step), self.cache.manifest
         room = known.budget - document_bytes(self.cache) - OPEN_SHARDS * max(map(self.cache.bytes, self.cache.shards))
         row_bytes = HEADER_BYTES + self.cache.layout.bytes(self.rows.row_length, self.rows.row_length)
-        between = (room // row_bytes - ROWS_IN_USE) // per_step
+        steps_in_use = math.ceil(ROWS_IN_USE / max(per_step // ranks, 1))  # a rank may have that few rows of a step
+        between = room // row_bytes // per_step - steps_in_use
         if between < 1:
             raise ValueError(
                 f"the disk budget of the stream, {format_bytes(known.budget)}, is too small for steps of {per_step:,} "
