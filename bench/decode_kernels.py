@@ -40,6 +40,7 @@ from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
 from fledge.kernels.fresh_rows import fresh_rows
 from fledge.kernels.likeliest import likeliest
 from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
+from fledge.kernels.top_filter import filter_top
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
 from fledge.kernels.tree_attention.tiles import LARGE, Tiles, tiles_for
 from fledge.types import Sampling, Tree
@@ -256,11 +257,13 @@ def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 
 
 def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
-    """Temperature, top-k and top-p of M rows of the target's logits."""
+    """Top-k and top-p of M rows of the target's logits, by the kernels on a GPU."""
     M, V = B * S, shape["vocab_size"]
     sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
-    calls = [lambda x=torch.randn(1, M, V): sampling.warp(x) for _ in range(CALLS)]
-    return calls, M * 6 * V
+    scores = [sampling.temper(torch.randn(1, M, V)) for _ in range(CALLS)]
+    impl = "triton" if scores[0].is_cuda else "definition"
+    calls = [lambda x=x: filter_top(x, sampling.top_k_B, sampling.top_p_B, impl=impl) for x in scores]
+    return calls, M * 8 * V
 
 
 def candidates(B: int) -> tuple[Candidates, Tensor, Tensor]:
