@@ -16,7 +16,7 @@ GROUPS = (
     {"models"},
     {"data", "targets"},
     {"features"},
-    {"train", "decode"},
+    {"train", "decode", "engines"},
     {"eval"},
     {"jobs"},
     {"cli", "__init__", "__main__"},
