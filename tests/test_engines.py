@@ -72,8 +72,8 @@ def test_each_limit_is_tried():
     ("changes", "engine", "version"),
     [
         ({}, "vllm", None), (EAGLE31, "vllm", "0.22"), (dict(qk_norm=True, norm_output=True), "vllm", "0.24"),
-        (EAGLE31, "speculators", "0.25"),
-        (dict(qk_norm=True), "speculators", "0.26"), (EAGLE31, "sglang", None), (dict(norm_before_fc=True), "sglang", "0.5.17"),
+        (EAGLE31, "speculators", "0.25"), (dict(qk_norm=True), "speculators", "0.26"), (EAGLE31, "sglang", None),
+        (dict(norm_before_fc=True), "sglang", "0.5.17"),
     ],
 )  # fmt: skip
 def test_the_version_that_a_draft_needs(changes, engine, version):

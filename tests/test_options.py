@@ -117,6 +117,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     "data/vocab.py": ("train",),
+    "targets/loading.py": tuple(c for c in OPTIONS if c != "export"),  # which loads no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
