@@ -48,11 +48,11 @@ def configs(draw: st.DrawFn) -> DraftConfig:
     if method == "eagle1":
         return config(V, num_aux_hidden_states=0, fc_bias=draw(st.booleans()), attention_bias=draw(st.booleans()),
                       own_embeddings=draw(st.booleans()), **values)  # fmt: skip
-    values |= {name: draw(st.booleans()) for name in FLAGS}
+    values |= dict.fromkeys(draw(st.sets(st.sampled_from(FLAGS), max_size=3)), True)
     values |= {draw(st.sampled_from(["fc_norm", "norm_before_fc"])): draw(st.booleans())}
     if layers := draw(st.sampled_from(LAYERS)):
         values |= dict(aux_layers=layers, num_aux_hidden_states=len(layers))
-    if values["own_embeddings"] and draw(st.booleans()):
+    if "own_embeddings" in values and draw(st.booleans()):
         values |= dict(hidden_size=D // 2)
     if method == "peagle":
         values |= dict(mask_token_id=draw(st.integers(0, V - 1)))
@@ -79,7 +79,7 @@ def written(draft: DraftFiles, engine: str, directory: Path, target: TargetName 
     return open_draft(directory)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(c=configs(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_an_export_is_read_as_the_same_draft(c, dtype):
     """For every engine that supports the draft, and again after a second export to every such engine."""
