@@ -126,7 +126,8 @@ LIMITS = (
     Limit(
         ("sglang",),
         lambda c: c.own_embeddings and c.hidden_size == c.target_hidden_size,
-        "it replaces the draft's own embeddings by the target's",
+        "it replaces the draft's own embeddings by the target's; if they are a copy of those, fledge export --target "
+        "leaves them out",
     ),
     Limit(
         ("safeailab",),
