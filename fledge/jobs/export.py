@@ -21,7 +21,8 @@ class ExportOptions(Options):
     to: str = opt("vllm, sglang, safeailab or speculators")
     out: str | None = opt("directory for the files (default: only say which files would be written)", None)
     target: str | None = opt(
-        "the target, named in speculators' files (default: as recorded); for engines, a copy of its embeddings is left out",
+        "the target: its name in speculators' files (default: as recorded); for engines, copies of its embeddings are "
+        "left out",
         None,
     )
 
