@@ -1,0 +1,179 @@
+"""Which drafts an engine can serve, as tables of properties of a draft.
+
+The facts come from reading and running the engines' own loading code, in the versions of `CHECKED`. An engine that
+loads a draft but computes something else with it does not support that draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fledge.config import DraftConfig, engine_layers
+from fledge.formats.speculators import CLASSES
+
+ENGINES = ("vllm", "sglang", "safeailab", "speculators")
+TITLES = {"vllm": "vLLM", "sglang": "SGLang", "safeailab": "SafeAILab's code", "speculators": "speculators' format"}
+CHECKED = {
+    "vllm": "0.26.0 and 0.33.0",
+    "sglang": "0.5.17 and 0.5.23",
+    "safeailab": "commit cb7e084",
+    "speculators": "commit c05b95b, read by vLLM 0.26.0 and 0.33.0",
+}
+ALL = ENGINES
+Property = Callable[[DraftConfig], bool]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A property of drafts that some engines do not support. `reason` completes "vLLM cannot serve this draft: ..."."""
+
+    engines: tuple[str, ...]
+    applies: Property
+    reason: str
+
+
+@dataclass(frozen=True)
+class Since:
+    """A property of drafts that an engine supports from a version on."""
+
+    engine: str
+    applies: Property
+    version: tuple[int, ...]
+
+
+def _eagle3(config: DraftConfig) -> bool:
+    return config.family.reads_layers
+
+
+def _layers_in_order(config: DraftConfig) -> bool:
+    return config.aux_layers is None or list(config.aux_layers) == sorted(set(config.aux_layers))
+
+
+def _default_layers(config: DraftConfig) -> bool:
+    """Whether the layers read are those that engines read by default, as far as the config tells."""
+    layers = config.provenance.target_layers
+    return config.aux_layers is None or (layers is not None and config.aux_layers == engine_layers(layers))
+
+
+def _defaults_collide(config: DraftConfig) -> bool:
+    layers = config.provenance.target_layers
+    return _eagle3(config) and config.aux_layers is None and layers is not None and engine_layers(layers) is None
+
+
+LIMITS = (
+    # the method
+    Limit(
+        ("sglang",),
+        lambda c: c.family.one_pass,
+        "it has no one-pass drafting; it would load the file and draft one token a pass with it",
+    ),
+    Limit(("safeailab",), lambda c: c.family.one_pass, "it has no one-pass drafting"),
+    Limit(
+        ("speculators",),
+        lambda c: c.method not in CLASSES,
+        f"of fledge's methods it has {' and '.join(CLASSES)} only; use fledge export --to vllm",
+    ),
+    Limit(
+        ("speculators",),
+        lambda c: c.family.one_pass and (c.fc_norm or c.norm_output),
+        "vLLM drops fc_norm and norm_output of a P-EAGLE draft in it, and then fails on the weights; use fledge export "
+        "--to vllm",
+    ),
+    # layers, of the draft and of the target
+    Limit(("safeailab",), lambda c: _eagle3(c) and c.num_hidden_layers != 1, "it has EAGLE-3 drafts of one layer only"),
+    Limit(
+        ("safeailab",),
+        lambda c: _eagle3(c) and (c.num_aux_hidden_states != 3 or not _default_layers(c)),
+        "it always reads the target's layers 2, n/2 and n-3",
+    ),
+    Limit(
+        ALL,
+        lambda c: _eagle3(c) and c.aux_layers is None and c.num_aux_hidden_states != 3,
+        "it reads three layers of the target unless the config lists others; list them as aux_layers",
+    ),
+    Limit(
+        ALL,
+        _defaults_collide,
+        "of a target with fewer than 7 layers, its default layers are not three different ones; the draft's config "
+        "must list its layers",
+    ),
+    Limit(
+        ALL,
+        lambda c: not _layers_in_order(c),
+        "it concatenates the target's layers in ascending order, each once, and this draft reads them in another order",
+    ),
+    Limit(
+        ("sglang",),
+        lambda c: c.provenance.target_layers in (c.aux_layers or ()),
+        "it cannot read the output of the target's last layer",
+    ),
+    # norms
+    Limit(
+        ("sglang", "safeailab"),
+        lambda c: c.norm_before_residual,
+        "it does not read norm_before_residual and always adds the state without its norm",
+    ),
+    Limit(("sglang", "safeailab"), lambda c: c.qk_norm, "it has no draft class with q/k norms"),
+    Limit(("safeailab",), lambda c: c.norm_before_fc, "it has no norm_before_fc"),
+    Limit(("safeailab",), lambda c: c.fc_norm or c.norm_output, "it has none of EAGLE-3.1's norms"),
+    # biases
+    Limit(("sglang",), lambda c: _eagle3(c) and c.attention_bias, "its EAGLE-3 layers have no attention biases"),
+    Limit(("sglang",), lambda c: c.mlp_bias, "its draft layers have no MLP biases"),
+    Limit(("safeailab",), lambda c: c.attention_bias or c.mlp_bias, "its draft layers have no biases"),
+    Limit(("vllm",), lambda c: c.fc_bias, "it drops the bias of fc without a warning"),
+    # embeddings and shapes
+    Limit(
+        ("sglang",),
+        lambda c: c.own_embeddings and c.hidden_size == c.target_hidden_size,
+        "it replaces the draft's own embeddings by the target's; if they are a copy of those, fledge export --target "
+        "leaves them out",
+    ),
+    Limit(
+        ("safeailab",),
+        lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,
+        "it takes hidden_size / num_attention_heads for the size of a head",
+    ),
+    # positions
+    Limit(
+        ("safeailab",),
+        lambda c: c.rope.rope_type not in ("default", "linear") or c.rope.partial_rotary_factor != 1.0,
+        "it has plain and linearly scaled RoPE only",
+    ),
+)
+
+SINCE = (
+    Since("vllm", lambda c: c.fc_norm or c.norm_output, (0, 22)),
+    Since("vllm", lambda c: c.qk_norm, (0, 24)),
+    Since("speculators", lambda c: c.fc_norm or c.norm_output, (0, 25)),
+    Since("speculators", lambda c: c.qk_norm, (0, 26)),
+    Since("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
+)
+
+
+def unsupported(config: DraftConfig, engine: str) -> str | None:
+    """Why an engine cannot serve such a draft as it was trained, in one sentence without its full stop; None if it can.
+
+    `engine` is one of ENGINES; "speculators" stands for vLLM with a draft in speculators' format. Raises ValueError for
+    another name.
+    """
+    reasons = [limit.reason for limit in LIMITS if _known(engine) in limit.engines and limit.applies(config)]
+    if not reasons:
+        return None
+    able = "hold" if engine == "speculators" else "serve"
+    return f"{TITLES[engine]} ({CHECKED[engine]}) cannot {able} this draft: {'; '.join(reasons)}"
+
+
+def minimum_version(config: DraftConfig, engine: str) -> str | None:
+    """The lowest version of an engine that supports such a draft, e.g. "0.22"; None if no lower limit is known.
+
+    For "speculators" it is vLLM's version. Raises ValueError for an unknown engine.
+    """
+    versions = [s.version for s in SINCE if s.engine == _known(engine) and s.applies(config)]
+    return ".".join(map(str, max(versions))) if versions else None
+
+
+def _known(engine: str) -> str:
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is none of {', '.join(ENGINES)}")
+    return engine

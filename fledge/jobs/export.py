@@ -1,0 +1,96 @@
+"""`fledge export`: writes a draft's files as another engine loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fledge.jobs.options import Options, opt
+
+if TYPE_CHECKING:
+    from fledge.models.weights import DraftFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """Write a draft's files for vllm, sglang, safeailab (SafeAILab's EAGLE code) or speculators (vllm serve DRAFT)."""
+
+    draft: str = opt("the draft: a directory or hub id (owner/name or owner/name@revision)")
+    to: str = opt("vllm, sglang, safeailab or speculators")
+    out: str | None = opt("directory for the files (default: only say which files would be written)", None)
+    target: str | None = opt(
+        "the target: its name in speculators' files (default: as recorded); for engines, copies of its embeddings are "
+        "left out",
+        None,
+    )
+
+
+def run(options: ExportOptions, say: Callable[[str], None]) -> None:
+    """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
+    from fledge.engines.export import TargetName, export
+    from fledge.engines.support import ENGINES, TITLES, minimum_version
+    from fledge.files import replace_directory
+    from fledge.hub import architectures
+    from fledge.models.weights import open_draft, read_files, write_files
+
+    if options.to not in ENGINES:
+        raise ValueError(f"--to {options.to!r:.60} is none of {', '.join(ENGINES)}")
+    out = _free_directory(options.out) if options.out is not None else None
+    draft = open_draft(options.draft)
+    if options.target and options.to != "speculators":
+        draft = _without_copied_embeddings(draft, options.target)
+    name = options.target or draft.config.provenance.target
+    names_target = options.to == "speculators" and bool(name)
+    exported = export(draft, options.to, TargetName(name, architectures(name)) if names_target else None)
+    if not exported.differences:
+        what = "are in" if options.to == "speculators" else "are loaded as they are by"
+        say(f"The files of {options.draft} {what} {TITLES[options.to]}.")
+    else:
+        say(f"{TITLES[options.to]} needs other files than {options.draft} has: {'; '.join(exported.differences)}.")
+    if version := minimum_version(draft.config, options.to):
+        say(f"Such a draft needs {'vLLM' if options.to == 'speculators' else TITLES[options.to]} {version} or later.")
+    if names_target and Path(name).exists():
+        say(
+            f"Note: these files name the target {name}, and vllm serve DRAFT of vLLM 0.33 takes only a hub id there. "
+            "Give one with --target, or use vllm serve TARGET --speculative-config .."
+        )
+    if out is not None:
+        with replace_directory(out) as new:
+            write_files(exported.encode() if exported.differences else read_files(options.draft), new)
+        say(f"Wrote {out}.")
+    elif exported.differences:
+        say("Nothing was written; --out DIR writes these files.")
+
+
+def _without_copied_embeddings(draft: DraftFiles, target: str) -> DraftFiles:
+    """The draft without embeddings of its own, if they are the target's. Raises ValueError if the draft has none of
+    the target's width, or if they differ."""
+    import torch
+
+    from fledge.targets.loading import load_head
+
+    if not draft.config.own_embeddings or draft.config.hidden_size != draft.config.target_hidden_size:
+        raise ValueError(
+            "--target has no effect: the draft has no embeddings that can be a copy of the target's; leave --target out"
+        )
+    head, own = load_head(target), draft.tensors["embed_tokens.weight"]
+    if head is None:
+        raise ValueError(
+            f"the embedding of {target} cannot be read alone, without its other weights; leave --target out"
+        )
+    if not torch.equal(head.embedding.to(own.dtype), own):
+        raise ValueError(f"the draft's embeddings are not a copy of those of {target}; leave --target out to keep them")
+    tensors = {name: x for name, x in draft.tensors.items() if name != "embed_tokens.weight"}
+    return replace(draft, config=replace(draft.config, own_embeddings=False), tensors=tensors)
+
+
+def _free_directory(path: str) -> Path:
+    """The path of --out. Raises ValueError unless the directory can be created, or exists and is empty."""
+    from fledge.files import check_output_path
+
+    out = check_output_path(path, "--out", directory=True)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} holds files; choose another name, or empty it")
+    return out
