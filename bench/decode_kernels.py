@@ -260,7 +260,7 @@ def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callab
     """Top-k and top-p of M rows of the target's logits, by the kernels on a GPU."""
     M, V = B * S, shape["vocab_size"]
     sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
-    scores = [sampling.temper(torch.randn(1, M, V)) for _ in range(CALLS)]
+    scores = [sampling.temper(torch.randn(1, M, V, dtype=torch.float32)) for _ in range(CALLS)]
     impl = "triton" if scores[0].is_cuda else "definition"
     calls = [lambda x=x: filter_top(x, sampling.top_k_B, sampling.top_p_B, impl=impl) for x in scores]
     return calls, M * 8 * V
