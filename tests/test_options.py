@@ -115,6 +115,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "data/dataset.py": ("train",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
+    **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/vocab.py": ("train",),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
@@ -152,13 +153,18 @@ def known_to(commands) -> set[str]:
 TORCHRUN = ("--standalone", "--nproc-per-node")  # flags that jobs/training/launch.py gives to torchrun
 
 
+VLLM = (  # flags of vllm serve
+    "--speculative-config", "--kv-transfer-config", "--no-enable-prefix-caching", "--max-model-len", "--revision",
+)  # fmt: skip
+
+
 def test_messages_name_only_flags_of_their_command():
     """A flag of another command must follow that command's name, as in: fledge train --resume."""
     seen, wrong = 0, []
     for module, text in messages():
         if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands
             continue
-        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN}
+        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN, *VLLM}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
             has = known_to([before[1]]) if before else known

@@ -206,14 +206,13 @@ def features_from_option() -> Any:
 def features_layers_option() -> Any:
     """The --features-layers option of the commands with --features-from."""
     return opt(
-        "--features-from: all layers that vLLM captures, e.g. 2,16,29,32 (default: those that are read, and n of n "
-        "layers)", None
-    )  # fmt: skip
+        "all layers that this vLLM captures, e.g. 2,16,29,32 (default: those that are read, and n of n layers)", None
+    )
 
 
 def features_map_option() -> Any:
     """The --features-map option of the commands with --features-from."""
-    return opt("--features-from: THERE=HERE, the paths of vLLM's directory there and here (default: the same)", None)
+    return opt("THERE=HERE, the paths of this vLLM's directory on its machine and here (default: the same path)", None)
 
 
 def default_new_tokens(limit: int, context: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import itertools
 import json
@@ -22,26 +23,21 @@ from fledge.targets.transformers import TransformersTarget
 
 
 @torch.no_grad()
-def states_of(target: TransformersTarget, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """The inputs of the decoder layers, or of the final norm (id n), of a text: [T, L, D]."""
-    ids = torch.tensor([list(tokens)])
-    out = target.model.model(input_ids=ids, output_hidden_states=True)
-    found = []
-    for i in sorted(layers):
-        if i < target.num_layers:
-            found.append(out.hidden_states[i][0])
-        else:  # transformers' last hidden state is after the final norm
-            kept: list[Tensor] = []
-            hook = target.norm.register_forward_pre_hook(lambda _, given, kept=kept: kept.append(given[0][0]))
-            target.model.model(input_ids=ids)
-            hook.remove()
-            found += kept
-    return torch.stack(found, 1)
+def states_of(
+    target: TransformersTarget, tokens: Sequence[int], layers: Sequence[int]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The inputs of the decoder layers, or of the final norm (id n), of a text, [T, L, D], and the logits after it."""
+    before_norm: list[Tensor] = []  # transformers' last hidden state is after the final norm
+    hook = target.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
+    out = target.model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
+    hook.remove()
+    found = (*out.hidden_states[:-1], *before_norm)
+    return torch.stack([found[i][0] for i in sorted(layers)], 1).contiguous(), out.logits[0, -1]
 
 
 def write_states(file: Path, target: TransformersTarget, tokens: Sequence[int], layers: Sequence[int]) -> None:
     """Writes the file of a text, without a lock, as offline batches of vLLM may."""
-    tensors = {STATES: states_of(target, tokens, layers).contiguous(), TOKENS: torch.tensor(list(tokens))}
+    tensors = {STATES: states_of(target, tokens, layers)[0], TOKENS: torch.tensor(list(tokens))}
     file.write_bytes(save(tensors))
 
 
@@ -72,6 +68,7 @@ class FakeVllm:
 
     def __enter__(self) -> FakeVllm:
         self.directory.mkdir(exist_ok=True)
+        self.target = copy.deepcopy(self.target)  # the hooks of `states_of` would see the test's own passes
         self._count, self._computing = itertools.count(), 0
         self._lock, self._model = threading.Lock(), threading.Lock()
         self._waiting: list[Callable[[], None]] = []
@@ -104,12 +101,12 @@ class FakeVllm:
             lock = (self.directory / f"{name}.lock").open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX)
         with self._model:  # its hooks would see the passes of other threads
-            states = states_of(self.target, tokens, self.layers).to(self.dtype)
-            logits = self.target.model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            states, logits = states_of(self.target, tokens, self.layers)
+        logits = logits.log_softmax(-1)
         likeliest = int(logits.argmax())
 
         def write() -> None:
-            tensors = self.change({STATES: states.contiguous(), TOKENS: torch.tensor(tokens)})
+            tensors = self.change({STATES: states.to(self.dtype), TOKENS: torch.tensor(tokens)})
             if tensors is not None:
                 file.write_bytes(save(tensors))
             if lock is not None:

@@ -123,7 +123,7 @@ class VllmFeatures:
 
     def _check_next(self, row: Packed, captured: Sequence[Captured], features: Features) -> None:
         """Raises ValueError unless each document's last state gives the token that the server decoded after it about
-        the same probability. This holds for the same weights, the same token and the state before the final norm."""
+        the same probability, which states of other weights, of another layer or of another token do not."""
         known = [
             (end - 1, *one.next_token)
             for (_, end), one in zip(row.without_filler(), captured, strict=True)
