@@ -203,6 +203,20 @@ def test_files_that_cannot_be_deleted(target, tmp_path: Path, monkeypatch) -> No
     assert len(said) == 1 and "cannot be deleted after its use (Operation not permitted)" in said[0]
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "weights.safetensors"])
+def test_a_file_that_is_not_vllms_is_not_deleted(name: str, target, tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / name
+    save_file({"x": torch.zeros(2)}, file)
+    lock_of(file).touch()
+    answer = FakeVllm.complete
+    found = {"kv_transfer_params": {"hidden_states_path": str(file)}}
+    monkeypatch.setattr(FakeVllm, "complete", lambda self, body: answer(self, body) | found)
+    message = "not a file of hidden states of vLLM" if file.suffix == ".safetensors" else "names .*notes.txt as a file"
+    with FakeVllm(target, tmp_path / "states", ALL) as server, pytest.raises(ValueError, match=message):
+        source_of(client(server), target).features(ROW)
+    assert file.exists() and lock_of(file).exists()
+
+
 def test_too_long_documents(target, tmp_path: Path) -> None:
     with FakeVllm(target, tmp_path, ALL, max_model_len=33) as server:
         source = source_of(client(server), target)

@@ -63,10 +63,9 @@ class VllmServer:
         answer = self._complete(tokens, closed)
         file = self._file_of(answer)
         self._wait(file, closed)
-        try:
-            return Captured(read_states(file, tokens, len(tokens)), _next_token(answer))
-        finally:
-            self._remove(file)
+        captured = Captured(read_states(file, tokens, len(tokens)), _next_token(answer))
+        self._remove(file)  # only now: a server may have named any file
+        return captured
 
     def check(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
         """Raises ValueError if a document is too long for the server: vLLM stores no states of a step in which a text
@@ -143,6 +142,8 @@ class VllmServer:
                 f"{self.root} answers, but writes no hidden states; start it with its connector for them: {self.start}"
             )
         path = Path(name)
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{self.root} names {name:.200} as a file of hidden states, which ends in .safetensors")
         if self.mapped and path.is_relative_to(self.mapped[0]):
             path = self.mapped[1] / path.relative_to(self.mapped[0])
         if not path.parent.is_dir():
@@ -184,7 +185,8 @@ class VllmServer:
             pause = min(2 * pause, 25 * patience.poll)
 
     def _nudge(self) -> None:
-        """Sends a small request, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step."""
+        """Sends a request of one token, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step.
+        Its own small file stays."""
         if not self._nudging.acquire(blocking=False):
             return
         with contextlib.ExitStack() as held:
@@ -193,9 +195,7 @@ class VllmServer:
                 return
             self._nudged = time.monotonic()
             with contextlib.suppress(httpx2.HTTPError):  # the file that is waited for has a time limit of its own
-                answer = self._post([0], timeout=self.patience.nudge)
-                if answer.status_code == 200:
-                    self._remove(self._file_of(answer.json()))
+                self._post([0], timeout=self.patience.nudge)
 
     def _remove(self, file: Path) -> None:
         try:
