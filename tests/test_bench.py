@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import runpy
 import sys
@@ -10,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.features.vllm.files import STATES
+from fledge.targets.loading import load_target
 from support.acceptance import define_measurements
 from support.chats import tiny_chats
 from support.targets import tiny_target_directory
+from support.vllm_server import FakeVllm
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -303,3 +308,35 @@ def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     (row,) = found["rows"]
     assert row["precision"] == "fp8" and row["tau"] >= 1 and row["bytes_per_token"] > 3 * 32
+
+
+def test_served_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server that behaves as vLLM, each captured state has its own number here; of one that is a token late, the
+    record says so, with an exit code."""
+    path = tiny_target_directory(tmp_path, num_hidden_layers=3)
+    target = load_target(path, implementation="transformers")
+
+    def run(name: str, **how: object) -> dict:
+        @contextlib.contextmanager
+        def serving(words, *_):
+            config = json.loads(words[words.index("--kv-transfer-config") + 1])
+            directory = Path(config["kv_connector_extra_config"]["shared_storage_path"])
+            with FakeVllm(target, directory, range(4), torch.bfloat16, max_model_len=512, **how) as server:
+                yield server.url, 1.0
+
+        monkeypatch.syspath_prepend(str(BENCH))
+        module = importlib.import_module("served_features")
+        monkeypatch.setattr(module, "serving", serving)
+        monkeypatch.setattr(module, "offline", lambda *given: pytest.fail("the server works"))
+        words = "--target", path, "--device", "cpu", "--tokens", 2000, "--out", tmp_path / name
+        monkeypatch.setattr(sys, "argv", ["served_features", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+        return json.loads((tmp_path / name).read_text()) | {"code": ended.value.code}
+
+    right = run("right.json")
+    assert right["agrees"] and not right["code"] and right["files_left"] == 0 and right["timing"]["tokens"] > 1000
+    assert [row["best"] for row in right["states"]] == ["0", "1", "2", "3"]
+    monkeypatch.setattr("fledge.features.vllm.source.TOLERANCE", float("inf"))
+    late = run("late.json", change=lambda t: t | {STATES: t[STATES].roll(1, 0)})
+    assert not late["agrees"] and late["code"]

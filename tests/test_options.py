@@ -116,6 +116,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "data/dataset.py": ("train",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
+    **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/vocab.py": ("train",),
     "targets/loading.py": tuple(c for c in OPTIONS if c != "export"),  # which loads no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
@@ -153,6 +154,11 @@ def known_to(commands) -> set[str]:
 
 TORCHRUN = ("--standalone", "--nproc-per-node")  # flags that jobs/training/launch.py gives to torchrun
 VLLM = ("--speculative-config",)
+
+
+VLLM = (  # flags of vllm serve
+    "--speculative-config", "--kv-transfer-config", "--no-enable-prefix-caching", "--max-model-len", "--revision",
+)  # fmt: skip
 
 
 def test_messages_name_only_flags_of_their_command():

@@ -44,7 +44,7 @@ def compute_pass(cache: FeatureCache, compute: Compute, first: int, end: int) ->
     """The features of the documents [first, end) as they are stored, on the device of `compute`."""
     documents, layout = cache.documents[first:end], cache.layout
     tokens = cache.sizes.tokens[first:end]
-    features = compute(make_row(documents, sum(tokens)))
+    features = compute(make_row(documents, sum(tokens), sources=range(first, end)))
     starts = itertools.accumulate(tokens, initial=0)
     kept = torch.cat([layout.last_tokens(d) + start for d, start in zip(documents, starts, strict=False)])
     layers, scales = encode_layers(features.aux_TAD, layout.dtypes)

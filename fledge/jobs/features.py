@@ -14,6 +14,9 @@ from fledge.jobs.options import (
     Options,
     data_cache_option,
     data_workers_option,
+    features_from_option,
+    features_layers_option,
+    features_map_option,
     opt,
     option_fields,
     parse_dtype,
@@ -24,6 +27,7 @@ from fledge.jobs.options import (
 if TYPE_CHECKING:
     from fledge.data.record import Record
     from fledge.features.cache import FeatureCache, Manifest
+    from fledge.features.vllm.source import VllmFeatures
     from fledge.jobs.training.recipe import DataRecipe
     from fledge.targets.source import LiveFeatures
     from fledge.types import Document, Features, Packed
@@ -36,6 +40,9 @@ class FeaturesOptions(Options):
     target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()
     data: list[str] = opt("training data, as for `fledge train`; repeatable", repeatable=True)
+    features_from: str | None = features_from_option()
+    features_layers: str | None = features_layers_option()
+    features_map: str | None = features_map_option()
     out: str | None = opt(
         "directory to write; the same command continues an unfinished one, and several processes may write one "
         "together", None,
@@ -154,13 +161,14 @@ def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -
 
 def _prepare(
     options: FeaturesOptions, say: Callable[[str], None], progress: Any
-) -> tuple[LiveFeatures, DataRecipe, list[Document], list[Record]]:
+) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
     """Loads the target and the data. Records are held out as `fledge train` does."""
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import resolve_device
     from fledge.jobs.training.data import read_data
-    from fledge.jobs.training.recipe import DataRecipe, TargetRecipe, layer_ids
-    from fledge.jobs.training.target import live_features, open_target, set_up_process
+    from fledge.jobs.training.recipe import DataRecipe, TargetRecipe, layer_ids, served_recipe
+    from fledge.jobs.training.served import open_served_features, open_served_target
+    from fledge.jobs.training.target import check_length, live_features, open_target, set_up_process
     from fledge.targets.compatibility import resolve_layers
 
     device, kwargs = resolve_device(options.device), parse_template_kwargs(options.template_kwargs)
@@ -174,16 +182,24 @@ def _prepare(
         tuple(options.data), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
         workers=options.data_workers,
     )  # fmt: skip
-    target = open_target(requested, data, device)
-    source = live_features(target, resolve_layers(layers, target), say)
-    template, length = ChatTemplate(target.tokenizer, target.stop_ids, kwargs), min(data.longest, target.context)
-    hold_out = not target.rollback_problem
+    served = served_recipe(options)
+    target = open_served_target(requested, data, device) if served else open_target(requested, data, device)
+    layers, length = resolve_layers(layers, target), min(data.longest, target.context)
+    if served:
+        check_length(data, target)
+        source, hold_out = open_served_features(served, target, layers, length, say), True
+    else:
+        source, hold_out = live_features(target, layers, say), not target.rollback_problem
+    template = ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
     documents, held_out = read_data(data, options.seed, template, length, say, progress, hold_out=hold_out)
+    if served:
+        source.check(documents)
     return source, data, documents, held_out
 
 
 def _manifest(
-    options: FeaturesOptions, source: LiveFeatures, data: DataRecipe, documents: list[Document], budget: int | None
+    options: FeaturesOptions, source: LiveFeatures | VllmFeatures, data: DataRecipe, documents: list[Document],
+    budget: int | None,
 ) -> Manifest:  # fmt: skip
     """The manifest of the features that the options ask for."""
     from fledge import __version__
@@ -261,7 +277,7 @@ def _create(cache: FeatureCache, held_out: list[Record], say: Callable[[str], No
     return there
 
 
-def _checked(source: LiveFeatures) -> Callable[[Packed], Features]:
+def _checked(source: LiveFeatures | VllmFeatures) -> Callable[[Packed], Features]:
     """Computes the features of a row. Raises ValueError if they are not finite."""
 
     def compute(row: Packed) -> Features:

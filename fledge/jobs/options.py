@@ -195,6 +195,26 @@ def data_workers_option() -> Any:
     )  # fmt: skip
 
 
+def features_from_option() -> Any:
+    """The --features-from option of the commands that need the target's hidden states."""
+    return opt(
+        "take the target's hidden states from vLLM, which computes them instead of this command: the address of a "
+        "server, e.g. http://localhost:8000, or a directory of files that it wrote (docs/hidden-states.md)", None
+    )  # fmt: skip
+
+
+def features_layers_option() -> Any:
+    """The --features-layers option of the commands with --features-from."""
+    return opt(
+        "all layers that this vLLM captures, e.g. 2,16,29,32 (default: those that are read, and n of n layers)", None
+    )
+
+
+def features_map_option() -> Any:
+    """The --features-map option of the commands with --features-from."""
+    return opt("THERE=HERE, the paths of this vLLM's directory on its machine and here (default: the same path)", None)
+
+
 def default_new_tokens(limit: int, context: int) -> int:
     """The default number of new tokens: `limit`, or half of the target's context if that is less."""
     return max(1, min(limit, context // 2))

@@ -13,6 +13,9 @@ from fledge.jobs.options import (
     Options,
     data_cache_option,
     data_workers_option,
+    features_from_option,
+    features_layers_option,
+    features_map_option,
     opt,
     option_fields,
     trust_remote_code_option,
@@ -27,7 +30,13 @@ if TYPE_CHECKING:
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
 MACHINE = ("gpus", "shard_target", "replicate", "rank_timeout", "dry_run", "gpu_memory")
-WITH_RESUME = ("resume", "trust_remote_code", *MACHINE)  # the options that may be given together with --resume
+MOVABLE = ("features_from", "features_map")  # the options that may have another value when a run is continued
+WITH_RESUME = (
+    "resume",
+    "trust_remote_code",
+    *MOVABLE,
+    *MACHINE,
+)  # the options that may be given together with --resume
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
 
@@ -49,6 +58,9 @@ class TrainOptions(Options):
         "train from the hidden states in this directory, which `fledge features` has written; it has the documents and "
         "names the target, so --data is not needed", None
     )  # fmt: skip
+    features_from: str | None = features_from_option()
+    features_layers: str | None = features_layers_option()
+    features_map: str | None = features_map_option()
     out: str = opt("directory of the new run; the draft to serve is written to OUT/draft", OUT)
     resume: str | None = opt("continue the run in this directory with its own options", None)
     init_from: str | None = opt(
@@ -251,6 +263,7 @@ def _train(
     """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
     that is resumed; None for a new run."""
     from fledge.data.dataset import StreamedRows
+    from fledge.features.vllm.source import VllmFeatures
     from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -266,6 +279,8 @@ def _train(
         target = prepare_target(recipe, ranks.mesh if options.shard_target else None, say)
         check_shape(recipe, target)
         documents, held_out = training_data(recipe, target, say, progress)
+        if isinstance(target.source, VllmFeatures):
+            target.source.check(documents)
         draft = make_draft(recipe, target, documents, say)
         rows = make_rows(recipe, target, documents, say)
         schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, target.target.sharded, say)

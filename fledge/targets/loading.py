@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
 
 def load_target(
@@ -91,6 +92,7 @@ def load_head(
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
     trust_remote_code: bool = False,
+    partial_layer: bool = False,
 ) -> TransformersTarget | None:
     """A target of which only the embedding, the head, the last decoder layer and the final norm are loaded.
 
@@ -98,12 +100,15 @@ def load_head(
     other layers are on the meta device, so that it cannot run. Arguments and errors are those of `load_target`. Returns
     None if these weights do not have files of their own: for quantized models, for checkpoints without safetensors, and
     where the names in the files are not those of the model.
+
+    With `partial_layer`, the model may be quantized, and weights of the last decoder layer that are quantized or have
+    other names in the files stay on the meta device; `last_layer_weights` leaves them out.
     """
     device = torch.device(device)
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
-        if getattr(config, "quantization_config", None) is not None:
+        if getattr(config, "quantization_config", None) is not None and not partial_layer:
             return None
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
@@ -111,11 +116,16 @@ def load_head(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         n = config.get_text_config(decoder=True).num_hidden_layers
         layers, norm = layers_and_norm(find_decoder(model, n), n)
-        parts = model.get_input_embeddings(), model.get_output_embeddings(), layers[-1], norm
-        needed = {id(p) for part in parts for p in part.parameters()}
-        weights = _read_weights(name, [key for key, p in model.named_parameters() if id(p) in needed], options)
+        shapes = {id(p): (key, p.shape) for key, p in model.named_parameters()}
+        ends = model.get_input_embeddings(), model.get_output_embeddings(), norm
+        needed, layer = (
+            dict(shapes[id(p)] for part in parts for p in part.parameters()) for parts in (ends, layers[-1:])
+        )
+        weights = _read_weights(name, needed if partial_layer else needed | layer, options)
         if weights is None:
             return None
+        if partial_layer:
+            weights |= _read_weights(name, layer, options, partial=True)
         weights = {key: x.to(device, dtype) for key, x in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
@@ -127,8 +137,11 @@ def load_head(
     )
 
 
-def _read_weights(name: str, keys: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The tensors of these names in a model's safetensors files; None if it does not have all of them."""
+def _read_weights(
+    name: str, shapes: Mapping[str, torch.Size], options: dict[str, Any], *, partial: bool = False
+) -> dict[str, Tensor] | None:
+    """The tensors of these names and shapes in a model's safetensors files. Returns None if it does not have all of
+    them in floating-point numbers of 16 bits or more; with `partial`, those that it has."""
 
     def file_of(file: str) -> str | None:
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
@@ -140,13 +153,13 @@ def _read_weights(name: str, keys: Sequence[str], options: dict[str, Any]) -> di
             file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
     else:
         return None
-    if not file_by_key.keys() >= set(keys):
-        return None
+    keys = [key for key in shapes if key in file_by_key]
     found = {}
     for file in {file_by_key[key] for key in keys}:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(key) for key in keys if file_by_key[key] == file}
-    return found
+    found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
+    return found if partial or found.keys() == shapes.keys() else None
 
 
 def target_of(

@@ -72,8 +72,10 @@ def last_layer_weights(last: nn.Module, norm: nn.Module, eps: float) -> dict[str
     return {f"{name}.weight": weight for name, weight in found.items() if weight is not None}
 
 
-def _weight(module: nn.Module, name: str) -> Tensor | None:
-    return getattr(getattr(module, name, None), "weight", None)
+def _weight(module: nn.Module | None, name: str = "") -> Tensor | None:
+    """The weight of a module, or of its child `name`; None if it has none, or if it was not loaded."""
+    weight = getattr(getattr(module, name, None) if name else module, "weight", None)
+    return None if weight is None or weight.is_meta else weight
 
 
 def _qkv(attention: nn.Module) -> list[Tensor | None]:
@@ -93,7 +95,7 @@ def _gate_up(mlp: nn.Module) -> list[Tensor | None]:
 
 def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
     """A norm's weight, if the norm computes x / rms(x) * weight; else None (Gemma's RMSNorm adds 1 to the weight)."""
-    weight = getattr(norm, "weight", None)
+    weight = _weight(norm)
     if weight is None:
         return None
     x = torch.linspace(-1, 2, weight.numel(), device=weight.device, dtype=weight.dtype)[None]

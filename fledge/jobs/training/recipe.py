@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.config import DraftConfig
@@ -13,6 +15,7 @@ from fledge.methods import CHOICES, METHODS, Choice, Method
 
 if TYPE_CHECKING:
     from fledge.features.cache import FeatureCache
+    from fledge.jobs.features import FeaturesOptions
     from fledge.jobs.train import TrainOptions
 
 MAX_LENGTH = 2048  # default of --max-length
@@ -27,9 +30,12 @@ SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 FEATURE_OPTIONS = (
     "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "shard_target",
 )  # fmt: skip
+# options that need the target to run in the training process
+SERVED_OPTIONS = ("compile_target", "shard_target", "eval_prompts", "eval_every", "eval_tokens")
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
 WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
+WITH_SERVED = "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 
 
@@ -62,6 +68,17 @@ class DataRecipe:
     def longest(self) -> int:
         """Maximum document length in tokens; the target's context may lower it."""
         return self.max_length or min(MAX_LENGTH, self.row_length or MAX_LENGTH)
+
+
+@dataclass(frozen=True)
+class ServedRecipe:
+    """Hidden states that vLLM computes. `address` is that of its server, or a directory of files that it wrote.
+    `layers` are all that it captures, ascending (None: those that are needed). `mapped` is the path of its directory
+    there and here, if they differ."""
+
+    address: str
+    layers: tuple[int, ...] | None
+    mapped: tuple[Path, Path] | None
 
 
 @dataclass(frozen=True)
@@ -142,13 +159,14 @@ class ComputeRecipe:
 class Recipe:
     """Everything about a run that is known before weights and data are loaded. `choice` is a key of
     `fledge.methods.CHOICES`. `depth` is the number of tokens that the trained draft drafts by default. `features` are
-    those on disk to train from (None: the target computes them)."""
+    those on disk to train from, and `served` those that vLLM computes (both None: the target computes them)."""
 
     choice: str
     depth: int
     target: TargetRecipe
     data: DataRecipe
     features: FeatureCache | None
+    served: ServedRecipe | None
     draft: NewDraft | ExistingDraft
     train_embeddings: bool
     objective: ObjectiveRecipe
@@ -193,6 +211,8 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     """
     if not options.features and not (options.target and options.data):
         raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
+    if options.features and options.features_from:
+        raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
     existing, features = _existing(options), _features(options)
     choice = _choice(options, existing)
     _check_method_options(options, choice.method)
@@ -203,6 +223,7 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         target=_target(options, features),
         data=_data(options, existing, features),
         features=features,
+        served=served_recipe(options),
         draft=existing or _new_draft(options, choice),
         train_embeddings=options.train_embeddings,
         objective=_objective(options, choice.method, depth),
@@ -219,6 +240,7 @@ def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]
     found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
     found |= dict.fromkeys(SHAPE_OPTIONS, WITH_INIT_FROM) if options.init_from else {}
     found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if options.features else {}
+    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if options.features_from else {}
     return found | unsupported_options(method)
 
 
@@ -252,6 +274,33 @@ def _features(options: TrainOptions) -> FeatureCache | None:
     from fledge.features.cache import FeatureCache
 
     return FeatureCache.open(options.features)
+
+
+def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | None:
+    """The hidden states of vLLM that the options ask for; None if they do not. Raises ValueError for an address that is
+    neither a directory nor that of a server."""
+    address = options.features_from
+    if address is None:
+        options.refuse(("features_layers", "features_map"), "without hidden states of vLLM; give --features-from, or")
+        return None
+    folder = Path(address).is_dir()
+    if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
+        raise ValueError(
+            f"--features-from {address} is neither a directory nor the address of a server, such as "
+            "http://localhost:8000"
+        )
+    if folder:
+        options.refuse(["features_map"], "with a directory of files;")
+    mapped = None
+    if options.features_map is not None:
+        there, _, here = options.features_map.partition("=")
+        if not there or not Path(here).is_dir() or not here:
+            raise ValueError(
+                f"--features-map {options.features_map} is not THERE=HERE, the paths of a directory on the server and "
+                "of the same directory here, which has to exist"
+            )
+        mapped = Path(there), Path(here)
+    return ServedRecipe(address, layer_ids(options.features_layers, "--features-layers"), mapped)
 
 
 def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:
@@ -318,14 +367,14 @@ def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
     return NewDraft(options.draft_vocab, options.layers, layers, switches)
 
 
-def layer_ids(text: str | None) -> tuple[int, ...] | None:
-    """The value of --aux-layers as ascending layer ids; None if it was not given."""
+def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] | None:
+    """The value of an option for layers as ascending layer ids; None if it was not given."""
     try:
         layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
     except ValueError as e:
-        raise ValueError(f"--aux-layers {text} is not a list of layer numbers such as 2,16,29") from e
+        raise ValueError(f"{flag} {text} is not a list of layer numbers such as 2,16,29") from e
     if layers and len(set(layers)) < len(layers):
-        raise ValueError(f"--aux-layers {text} contains a layer twice")
+        raise ValueError(f"{flag} {text} contains a layer twice")
     return layers
 
 

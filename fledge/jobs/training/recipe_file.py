@@ -28,13 +28,15 @@ from fledge.jobs.options import (
     replace_former_names,
     validation_problem,
 )
-from fledge.jobs.train import MACHINE, NOT_FROM_FILE, TrainOptions
+from fledge.jobs.train import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
     FEATURE_OPTIONS,
+    SERVED_OPTIONS,
     SHAPE_OPTIONS,
     WITH_FEATURES,
     WITH_INIT_FROM,
+    WITH_SERVED,
     WITH_STEPS,
     Settled,
     find_choice,
@@ -87,7 +89,7 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """The options with absolute paths, so that they are valid in any current directory."""
     from fledge.data.read import absolute_source
 
-    paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features")}
+    paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features", "features_from")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
     prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
     return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
@@ -136,6 +138,7 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     found |= dict.fromkeys(["steps"], "with --epochs;") if "epochs" in given else {}
     found |= dict.fromkeys(["method", *SHAPE_OPTIONS], WITH_INIT_FROM) if "init_from" in given else {}
     found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if given.get("features") else {}
+    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if given.get("features_from") else {}
     return found | (unsupported_options(find_choice(given["method"]).method) if "method" in given else {})
 
 
@@ -170,6 +173,13 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
     values.setdefault("rows_per_step", 1)  # the default of earlier versions
     values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
+    if moved := {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}:
+        if values.get("features_from") is None:
+            raise ValueError(
+                f"the run in {directory.path} was started without --features-from; leave {flag_of(next(iter(moved)))} "
+                "out"
+            )
+        values |= moved
     values["out"] = asked.resume
     try:
         return TrainOptions(**values, given=frozenset()), settled

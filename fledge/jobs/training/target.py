@@ -13,6 +13,7 @@ from fledge.features.cache import FeatureCache
 from fledge.features.source import DiskFeatures
 from fledge.jobs.options import default_new_tokens, parse_dtype
 from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
+from fledge.jobs.training.served import open_served_features, open_served_target
 from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import Target
@@ -58,14 +59,15 @@ def plan_target(recipe: Recipe) -> PlannedTarget:
         requested.name, device="cpu" if recipe.compute.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
         max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
     )  # fmt: skip
-    _check_length(recipe.data, target)
+    check_length(recipe.data, target)
     decodes = not reads_features_only(recipe)
     return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes))
 
 
 def reads_features_only(recipe: Recipe) -> bool:
-    """Whether the target does not run, as its features are on disk and τ is not measured by decoding."""
-    return recipe.features is not None and not _decoding_option(recipe)
+    """Whether the target does not run: vLLM computes it, or its features are on disk and τ is not measured by
+    decoding."""
+    return recipe.served is not None or (recipe.features is not None and not _decoding_option(recipe))
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
@@ -79,6 +81,9 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     layers = resolve_layers(_layers(recipe), target)
     if cache := recipe.features:
         source = _stored_features(cache, target, layers, say)
+    elif recipe.served:
+        check_length(recipe.data, target)
+        source = open_served_features(recipe.served, target, layers, min(recipe.data.longest, target.context), say)
     else:
         source = live_features(target, layers, say)
         if not target.packs and mesh is not None:
@@ -110,13 +115,14 @@ def open_target(
         trust_remote_code=requested.trust_remote_code, mesh=mesh,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
-    _check_length(data, target)
+    check_length(data, target)
     if requested.compile:
         target.compile()
     return target
 
 
-def _check_length(data: DataRecipe, target: TransformersTarget) -> None:
+def check_length(data: DataRecipe, target: TransformersTarget) -> None:
+    """Raises ValueError if documents may be longer than the target's context."""
     if data.max_length and data.max_length > target.context:
         raise ValueError(
             f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
@@ -125,12 +131,18 @@ def _check_length(data: DataRecipe, target: TransformersTarget) -> None:
 
 def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
     """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
-    requested = recipe.target
-    head = load_head(
-        requested.name, device=recipe.compute.device, dtype=parse_dtype(requested.dtype),
-        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code,
+    requested, device = recipe.target, recipe.compute.device
+    if recipe.served:
+        return open_served_target(requested, recipe.data, device)
+    options = dict(
+        device=device, dtype=parse_dtype(requested.dtype), max_length=recipe.data.longest,
+        trust_remote_code=requested.trust_remote_code,
     )  # fmt: skip
-    if head is None:
+    if (head := load_head(requested.name, **options)) is not None:
+        return head
+    head = load_head(requested.name, **options, partial_layer=True)
+    if head is None or target_fingerprint(head) != recipe.features.manifest.target_sha256:  # not made with vLLM
+        head = None
         say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
     return head
 
@@ -200,7 +212,8 @@ def _decoding_option(recipe: Recipe) -> str | None:
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
     if reads_features_only(recipe):
-        say("τ is not measured by decoding, for which the target would have to run; --eval-every measures it")
+        remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
+        say(f"τ is not measured by decoding, for which the target would have to run; {remedy}")
         return False
     if not target.rollback_problem:
         return True

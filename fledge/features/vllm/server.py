@@ -1,0 +1,219 @@
+"""A client of a vLLM server that writes hidden states."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from fledge.features.vllm.files import Captured, lock_state, read_states, remove
+
+CONNECTIONS = 32  # requests in flight
+CONNECT_SECONDS = 10.0
+RETRIES, FIRST_DELAY = 4, 0.5  # repetitions of a request that fails in a passing way, and seconds before the first
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that the client waits: for the answer to a request, then for its file, and how long a file may be missing
+    until another request makes the server go on, or after its lock was released."""
+
+    answer: float = 600.0
+    file: float = 120.0
+    nudge: float = 5.0
+    released: float = 5.0
+    poll: float = 0.002  # between two looks at a file; grows to 25 times as much
+
+
+class VllmServer:
+    """A vLLM server, at an address such as http://localhost:8000, that writes hidden states to a directory which this
+    machine sees. `mapped` is that directory's path there and its path here, if they differ.
+
+    `start` is the command that starts such a server, for messages. Raises ValueError if no server answers.
+
+    A request's file is written when vLLM's scheduler makes a step after the request has ended. The server makes it by
+    itself; should it not, another small request makes it.
+    """
+
+    def __init__(
+        self, address: str, start: str, say: Callable[[str], None], *, mapped: tuple[Path, Path] | None = None,
+        patience: Patience = Patience(),
+    ):  # fmt: skip
+        self.address, self.start, self.say, self.mapped, self.patience = address, start, say, mapped, patience
+        parts = urlsplit(address)
+        self.root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
+        limits = httpx2.Limits(max_connections=CONNECTIONS + 1, max_keepalive_connections=CONNECTIONS)
+        self._http = httpx2.Client(
+            timeout=httpx2.Timeout(patience.answer, connect=CONNECT_SECONDS, pool=None), limits=limits
+        )
+        self._nudging, self._nudged = threading.Lock(), 0.0
+        self._keeps_files = False  # whether deleting a file was refused, which is said once
+        self.model, self.max_model_len = self._describe()
+
+    def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
+        """The states of all tokens of a document. Raises ValueError if the server does not give them in time, and as
+        soon as `closed` is set."""
+        answer = self._complete(tokens, closed)
+        file = self._file_of(answer)
+        self._wait(file, closed)
+        captured = Captured(read_states(file, tokens, len(tokens)), _next_token(answer))
+        self._remove(file)  # only now: a server may have named any file
+        return captured
+
+    def check(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Raises ValueError if a document is too long for the server: vLLM stores no states of a step in which a text
+        reaches its maximum length."""
+        longest = max(len(tokens) for tokens, _ in documents)
+        if self.max_model_len is not None and longest >= self.max_model_len:
+            raise ValueError(
+                f"the longest document has {longest:,} tokens, and {self.root} gives the hidden states of up to "
+                f"{self.max_model_len - 1:,}; give --max-length {self.max_model_len - 1}, or start it with "
+                f"vllm serve --max-model-len {longest + 1}"
+            )
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _describe(self) -> tuple[str, int | None]:
+        """The name of the server's model, and its maximum length if it says so."""
+        try:
+            cards = self._http.get(f"{self.root}/v1/models").raise_for_status().json()["data"]
+            length = cards[0].get("max_model_len")
+            return cards[0]["id"], length if isinstance(length, int) else None
+        except httpx2.HTTPError as e:
+            raise ValueError(
+                f"no vLLM server answers at {self.root} ({_reason(e)}); start one, wait until it is ready, and run the "
+                f"same command again: {self.start}"
+            ) from e
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            raise ValueError(f"{self.root} answers, but not as a vLLM server does; start one: {self.start}") from e
+
+    def _complete(self, tokens: Sequence[int], closed: threading.Event) -> dict[str, Any]:
+        """The answer to a prompt of token ids: one token, the likeliest, and its log-probability."""
+        for attempt in range(RETRIES + 1):
+            try:
+                response = self._post(tokens)
+                if response.status_code < 500:
+                    return self._content(response, tokens)
+                problem = f"status {response.status_code}: {response.text[:300]}"
+            except httpx2.ReadTimeout as e:
+                raise ValueError(
+                    f"{self.root} has not answered a request for hidden states within {self.patience.answer:.0f} s; "
+                    "look at its log"
+                ) from e
+            except httpx2.HTTPError as e:
+                problem = _reason(e)
+            if attempt == RETRIES or closed.wait(FIRST_DELAY * 2**attempt):
+                break
+        raise ValueError(
+            f"{self.root} has not answered a request for hidden states in {attempt + 1} attempts ({problem}); look at "
+            "its log, and continue when it runs again"
+        )
+
+    def _post(self, tokens: Sequence[int], **options: Any) -> httpx2.Response:
+        body = {
+            "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "logprobs": 1,
+            "return_tokens_as_token_ids": True, "return_token_ids": True,
+        }  # fmt: skip
+        return self._http.post(f"{self.root}/v1/completions", json=body, **options)
+
+    def _content(self, response: httpx2.Response, tokens: Sequence[int]) -> dict[str, Any]:
+        if response.status_code != 200:
+            raise ValueError(
+                f"{self.root} refuses a request for the hidden states of {len(tokens):,} tokens (status "
+                f"{response.status_code}): {response.text[:500]}"
+            )
+        try:
+            return response.json()
+        except ValueError as e:
+            raise ValueError(f"{self.root} answers a request for hidden states with something else than JSON") from e
+
+    def _file_of(self, answer: dict[str, Any]) -> Path:
+        """The file that an answer names, as this machine sees it."""
+        name = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{self.root} answers, but writes no hidden states; start it with its connector for them: {self.start}"
+            )
+        path = Path(name)
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{self.root} names {name:.200} as a file of hidden states, which ends in .safetensors")
+        if self.mapped and path.is_relative_to(self.mapped[0]):
+            path = self.mapped[1] / path.relative_to(self.mapped[0])
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"{self.root} writes its hidden states to {path.parent}, which this machine does not see. They need a "
+                "directory that both see, as shared_storage_path of the server; if it has another path here, give "
+                f"--features-map {path.parent}=PATH_HERE"
+            )
+        return path
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def _wait(self, file: Path, closed: threading.Event) -> None:
+        """Waits until vLLM has written a file, whose lock it holds until then."""
+        patience, began, pause = self.patience, time.monotonic(), self.patience.poll
+        released = None  # the time at which the lock was first seen free without a file
+        while True:
+            state, there, now = lock_state(file), file.exists(), time.monotonic()
+            if state == "free" and there:
+                return
+            if state == "absent" and there:
+                raise ValueError(
+                    f"{file} has no lock beside it, so it cannot be known when it is complete; start the server "
+                    f"without use_synchronization_lock: {self.start}"
+                )
+            if state == "free":
+                released = released or now
+                if now - released > patience.released:
+                    raise ValueError(f"vLLM failed to write {file}; its log says why (a full disk, for example)")
+            if now - began > patience.file:
+                raise ValueError(
+                    f"vLLM has not written {file} within {patience.file:.0f} s of its answer; look at its log. If it "
+                    "runs on another machine, its directory has to be the same one here"
+                )
+            if now - began > patience.nudge:
+                self._nudge()
+            if closed.wait(pause):
+                raise ValueError(f"{file} is not waited for any more")
+            pause = min(2 * pause, 25 * patience.poll)
+
+    def _nudge(self) -> None:
+        """Sends a request of one token, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step.
+        Its own small file stays."""
+        if not self._nudging.acquire(blocking=False):
+            return
+        with contextlib.ExitStack() as held:
+            held.callback(self._nudging.release)
+            if time.monotonic() - self._nudged < self.patience.nudge:
+                return
+            self._nudged = time.monotonic()
+            with contextlib.suppress(httpx2.HTTPError):  # the file that is waited for has a time limit of its own
+                self._post([0], timeout=self.patience.nudge)
+
+    def _remove(self, file: Path) -> None:
+        try:
+            remove(file)
+        except OSError as e:
+            if not self._keeps_files:
+                self.say(f"{file} cannot be deleted after its use ({e.strerror}); such files fill the server's disk")
+            self._keeps_files = True
+
+
+def _next_token(answer: dict[str, Any]) -> tuple[int, float] | None:
+    """The decoded token of an answer, and its log-probability. None if the server does not say."""
+    try:
+        choice = answer["choices"][0]
+        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _reason(e: Exception) -> str:
+    return str(e) or type(e).__name__

@@ -1,0 +1,49 @@
+"""Hidden states that vLLM computes, for `fledge train` and `fledge features`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fledge.features.vllm.command import serve_command
+from fledge.features.vllm.files import StatesFolder
+from fledge.features.vllm.server import VllmServer
+from fledge.features.vllm.source import VllmFeatures
+from fledge.jobs.options import parse_dtype
+from fledge.jobs.training.recipe import DataRecipe, ServedRecipe, TargetRecipe
+from fledge.targets.loading import load_head
+from fledge.targets.transformers import TransformersTarget
+
+
+def open_served_target(requested: TargetRecipe, data: DataRecipe, device: str) -> TransformersTarget:
+    """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
+    quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
+    target = load_head(
+        requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        trust_remote_code=requested.trust_remote_code, partial_layer=True,
+    )  # fmt: skip
+    if target is None:
+        raise ValueError(
+            f"{requested.name} has no safetensors files with its embedding, head and final norm, unquantized and by "
+            "the names that transformers uses; training from vLLM's hidden states needs them here"
+        )
+    return target
+
+
+def open_served_features(
+    served: ServedRecipe, target: TransformersTarget, layers: tuple[int, ...], max_length: int,
+    say: Callable[[str], None],
+) -> VllmFeatures:  # fmt: skip
+    """vLLM's features of the given layers, for documents of at most `max_length` tokens. Raises ValueError if they are
+    not available; if no server answers, with the command that starts one."""
+    needed = tuple(sorted({*layers, target.num_layers}))
+    captured = served.layers or needed
+    if Path(served.address).is_dir():
+        states = StatesFolder(Path(served.address))
+        say(f"{states.path} has hidden states of {len(states):,} texts")
+    else:
+        length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
+        start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
+        states = VllmServer(served.address, start, say, mapped=served.mapped)
+        say(f"{states.root} computes {states.model}")
+    return VllmFeatures(states, target, layers, captured)
