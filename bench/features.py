@@ -9,7 +9,8 @@ row of the record has, for a share and a row length:
     read_cold, read_warm   reading rows to the device, without training; "cold" drops the cache's pages from the
                            operating system's cache before
     parts                  ms a row: `read` from the page cache to host memory, `copy` of its pieces to the device,
-                           `decode` on the device; and `copy_gb_per_s` of one large copy from pinned memory
+                           `decode` on the device, with the time to queue it; and `copy_gb_per_s` of one large copy from
+                           pinned memory
     step_in_memory, ..     training steps without the optimizer, on one row's features in memory and on rows read from
                            the cache by the trainer's own iterators, both twice; `wait_ms` is the main thread's time in
                            asking for a row's features

@@ -154,10 +154,8 @@ def timed(
     )  # fmt: skip
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     progress = Progress()
-    upcoming = with_features(
-        source.ahead(own_rows(rows, progress, schedule, ranks)), source.features, device,
-        prefetch=schedule.implementation.prefetch,
-    )  # fmt: skip
+    ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
+    upcoming = with_features(ahead, source.features, device, prefetch=schedule.implementation.prefetch)
 
     def step() -> None:
         optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks)
@@ -179,6 +177,7 @@ def timed(
         step()
     synchronize()
     took = (time.perf_counter() - began) / (options.steps - options.profile)
+    ahead.close()
     whole = source_name == "online"  # with the teacher's head, which is all that runs else
     computing = target.model.parameters() if whole else [target.head_weight]
     flops = 2 * tokens * sum(p.numel() for p in computing if p.dim() > 1)

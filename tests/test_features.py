@@ -36,6 +36,8 @@ from fledge.methods import CHOICES
 from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
+from fledge.train import trainer
+from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective, ttt
 from fledge.train.plan import teacher_rows
@@ -251,6 +253,24 @@ def test_rows_are_read_ahead_in_order(target, live, tmp_path) -> None:
     given = source.ahead(read.append(i) or row for i, row in enumerate(wanted))
     assert next(given) is wanted[0] and read == [0, 1, 2]
     assert all(a is b for a, b in zip(given, wanted[1:], strict=True))
+
+
+def test_reading_ends_when_training_fails(target, live, tmp_path, monkeypatch) -> None:
+    """Also while the error, and with it the trainer's frame, is kept: no thread waits for a row to be asked for."""
+    cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target))
+    writer_of(cache, live).write()
+    before = set(threading.enumerate())
+
+    def fail(draft, rows, upcoming, *given):
+        next(upcoming)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(trainer, "optimizer_step", fail)
+    run = RunDirectory(tmp_path)
+    draft, rows = tiny_draft(target, aux_layers=LAYERS), Rows(DOCUMENTS, 60, seed=0)
+    with pytest.raises(RuntimeError, match="broken") as kept:
+        trainer.train(draft, rows, disk_source(cache, live), trainer.Schedule(99, 0.1), run, save_dtype=torch.float32)
+    assert set(threading.enumerate()) <= before, kept
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 60))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -314,11 +314,14 @@ def train_on_stream(ranks: Ranks, directory: Path, work: Path) -> None:
     words = dict(target=str(directory / "target"), data=[str(directory / "more.jsonl")], max_length=64, device="cpu")
     stream = FeaturesOptions(**words, out=str(work / "features"), stream=True, disk_budget="700KB")
     progress = ProgressDisplay(quiet=True)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
+    with pytest.MonkeyPatch.context() as patch:
         for module in (source_reader, feature_writer):
             patch.setattr(module, "POLL_SECONDS", 0.01)
         patch.setattr(feature_budget, "MIN_SHARD", 60_000)
-        writing = executor.submit(features_job.write, stream, lambda line: None, progress) if ranks.leads else None
+        # a daemon, since the writer of a stream waits for ever if the training fails
+        writer = threading.Thread(target=features_job.write, args=(stream, lambda line: None, progress), daemon=True)
+        if ranks.leads:
+            writer.start()
         while not (work / "features" / "manifest.json").exists():
             time.sleep(0.01)
         trained = TrainOptions(
@@ -326,8 +329,8 @@ def train_on_stream(ranks: Ranks, directory: Path, work: Path) -> None:
             draft_vocab=200,
         )  # fmt: skip
         _run_as_rank(trained, ranks, lambda line: None, progress)
-        if writing:
-            writing.result()
+        if ranks.leads:
+            writer.join(60)
 
 
 def test_ranks_train_on_a_stream(two_ranks: Path, tmp_path: Path) -> None:

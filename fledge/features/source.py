@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -19,6 +19,7 @@ from fledge.features.layout import LAST, LAYERS, SCALES, place, views
 from fledge.features.reader import Extent, RowLayout, RowReader, tensors_read
 from fledge.features.upload import Slot, Uploader
 from fledge.kernels.transfer import to_device
+from fledge.targets.source import RowIterator
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
@@ -64,9 +65,10 @@ class DiskFeatures:
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # those of `_slots` that no row is read into
         self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
 
-    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
+    def ahead(self, rows: RowIterator) -> RowIterator:
         """The same rows, all of one length. The next ROWS_AHEAD are read from the disk by threads before they are asked
-        for. Their features have to be asked for in this order; those of some rows may be left out."""
+        for. Their features have to be asked for in this order; those of some rows may be left out. The threads end when
+        the generator is closed."""
         if (first := next(rows, None)) is None:
             return
         self._free = SimpleQueue()

@@ -62,7 +62,8 @@ class Uploader:
         pinned = self._pinned.get()
         try:
             read(memoryview(pinned.numpy())[: part.numel()])
-            with self._copying, torch.cuda.stream(self._stream):
+            # without `current_device`, leaving the stream would initialize the first GPU
+            with self._copying, current_device(self.device), torch.cuda.stream(self._stream):
                 part.copy_(pinned[: part.numel()], non_blocking=True)
                 copied = torch.cuda.Event(blocking=True)
                 copied.record(self._stream)

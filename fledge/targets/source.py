@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fledge.targets.interface import TrainingTarget
 from fledge.types import Features, Packed
+
+RowIterator = Generator[Packed, None, None]
 
 
 class FeatureSource(Protocol):
@@ -21,8 +23,9 @@ class FeatureSource(Protocol):
     def logits(self, last_ND: Tensor) -> Tensor:
         """The target's logits [N, V] from final hidden states [N, D]."""
 
-    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
-        """The same rows. A source that reads a disk starts reading a row before it is asked for its features."""
+    def ahead(self, rows: RowIterator) -> RowIterator:
+        """The same rows. A source that reads a disk starts reading a row before it is asked for its features, and ends
+        when the generator is closed, which the caller has to do."""
 
 
 @dataclass(frozen=True)
@@ -42,5 +45,5 @@ class LiveFeatures:
     def logits(self, last_ND: Tensor) -> Tensor:
         return self.target.logits(last_ND)
 
-    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
+    def ahead(self, rows: RowIterator) -> RowIterator:
         return rows

@@ -12,7 +12,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
-from fledge.targets.source import FeatureSource
+from fledge.targets.source import FeatureSource, RowIterator
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
@@ -110,11 +110,9 @@ def train(
     def save() -> None:
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
-    upcoming = with_features(
-        source.ahead(own_rows(rows, progress, schedule, ranks)), source.features, draft.device,
-        prefetch=schedule.implementation.prefetch,
-    )  # fmt: skip
-    with Interruption(say) as interruption, run.saving(), _metrics_log(run, ranks) as log:
+    ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
+    upcoming = with_features(ahead, source.features, draft.device, prefetch=schedule.implementation.prefetch)
+    with Interruption(say) as interruption, closing(ahead), run.saving(), _metrics_log(run, ranks) as log:
 
         def stopping() -> bool:
             return interruption.requested or stop()
@@ -216,7 +214,7 @@ def _step_rows(rows: Rows, address: tuple[int, int], count: int, ranks: Ranks) -
     return [(i, addresses[i]) for i in own]
 
 
-def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Iterator[Packed]:
+def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> RowIterator:
     """The rows that this rank computes, from the progress to the end of the schedule."""
     address, count = progress.address, schedule.rows_per_step
     for _ in range(schedule.steps - progress.step):

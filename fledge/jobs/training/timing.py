@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,11 +43,9 @@ def time_steps(
     ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     state, tokens, began = Progress(), 0, 0.0
-    upcoming = with_features(
-        source.ahead(own_rows(rows, state, schedule, ranks)), source.features, draft.device,
-        prefetch=schedule.implementation.prefetch,
-    )  # fmt: skip
-    with progress.count("timing steps", WARM_UP + TIMED) as advance:
+    ahead = source.ahead(own_rows(rows, state, schedule, ranks))
+    upcoming = with_features(ahead, source.features, draft.device, prefetch=schedule.implementation.prefetch)
+    with closing(ahead), progress.count("timing steps", WARM_UP + TIMED) as advance:
         for step in range(WARM_UP + TIMED):
             if step == WARM_UP:
                 if gpu:
