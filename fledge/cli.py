@@ -22,6 +22,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 
 app = typer.Typer(
@@ -162,6 +163,13 @@ def features(options: FeaturesOptions) -> None:
 
     display = ProgressDisplay()
     run(options, display.say, display)
+
+
+@_command("serve", ServeOptions)
+def serve(options: ServeOptions) -> None:
+    from fledge.jobs.serve import run
+
+    run(options, ProgressDisplay().say)
 
 
 @_command("inspect", InspectOptions)
