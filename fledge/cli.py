@@ -136,7 +136,11 @@ def generate(options: GenerateOptions) -> None:
 
 @_command("eval", EvalOptions)
 def evaluate(options: EvalOptions) -> None:
-    from fledge.jobs.evaluate import print_table, run
+    if options.endpoint:
+        from fledge.jobs.evaluate import run
+        from fledge.jobs.evaluate_endpoint import print_table
+    else:
+        from fledge.jobs.evaluate import print_table, run
 
     def show(record: dict[str, Any]) -> None:
         if options.json:
@@ -145,7 +149,7 @@ def evaluate(options: EvalOptions) -> None:
             print_table(record, ResultPrinter())
 
     record = run(options, ProgressDisplay(quiet=options.json), show)
-    if any(r["different"] for r in ([record] if "tau" in record else record.values())):
+    if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 
 

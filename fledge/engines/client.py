@@ -360,7 +360,8 @@ async def _read_sglang(response: httpx2.Response, stream: bool, parts: _Parts) -
 
 
 async def _chunks(response: httpx2.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a response: its body, or the `data:` lines of a stream up to [DONE]."""
+    """The JSON objects of a response: its body, or the `data:` lines of a stream up to [DONE]. Raises `_Passing` for
+    anything but JSON, and for a stream without its end."""
     if not stream:
         yield _parsed(await response.aread())
         return
@@ -370,6 +371,7 @@ async def _chunks(response: httpx2.Response, stream: bool) -> AsyncIterator[dict
             return
         if line.startswith("data:") and data:
             yield _parsed(data)
+    raise _Passing("an answer broke off")
 
 
 def _parsed(data: str | bytes) -> dict[str, Any]:

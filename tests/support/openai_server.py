@@ -30,8 +30,8 @@ class FakeServer:
     many tokens as words. `failures` are taken one by one, each for one request: a status, "drop" (the connection is
     closed without an answer), "hang" (no answer for `hang` seconds), "malformed" (no JSON), "broken" (a stream ends
     early), or None for none. `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of
-    all requests for answers, `on_request` is called with their number. `accepts` gives the accepted tokens of the rounds
-    in turn.
+    all requests for answers, `on_request` is called with their number. `accepts` gives the accepted tokens of the
+    rounds in turn.
     """
 
     engine: str = "vllm"
