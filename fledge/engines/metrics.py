@@ -15,7 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>\S+)(\s+\S+)?")
+SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>[-+]?\d+(\.\d*)?([eE][-+]?\d+)?)(\s+\d+)?"
+)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 

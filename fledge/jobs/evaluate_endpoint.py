@@ -17,7 +17,7 @@ from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
 from fledge.eval.prompts import EvalPrompt, read_prompts
 from fledge.eval.record import check_record_path, write_record
-from fledge.jobs.options import NO_EFFECT_IF_GREEDY, parse_template_kwargs
+from fledge.jobs.options import parse_template_kwargs
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -74,8 +74,6 @@ def _check(options: EvalOptions) -> list[int]:
         )
     if options.draft and not options.target:
         raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
-    if options.temperature == 0:
-        options.refuse(("seed",), NO_EFFECT_IF_GREEDY)
     if options.out:
         check_record_path(options.out, "--out")
     return concurrencies
