@@ -26,7 +26,8 @@ WORDS = "the young bird tries its wings falls and again until it can fly".split(
 class FakeServer:
     """The server's behaviour, which tests may change while it runs, and what it has counted.
 
-    `engine` is "vllm", "sglang" or anything else. `tokenizer` counts and renders prompts; without one, a prompt has as
+    `engine` is "vllm", "sglang" or anything else. `port` 0 is a free one; `url` is set when it has started.
+    `tokenizer` counts and renders prompts; without one, a prompt has as
     many tokens as words. `failures` are taken one by one, each for one request: a status, "drop" (the connection is
     closed without an answer), "hang" (no answer for `hang` seconds), "malformed" (no JSON), "broken" (a stream ends
     early), or None for none. `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of
@@ -61,13 +62,14 @@ class FakeServer:
     accepted: list[int] = field(default_factory=list)
     tokens: int = 0
     requests: int = 0
+    port: int = 0
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def started(self) -> Iterator[FakeServer]:
         """Runs the server in a thread while the block runs."""
-        server = _Http(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
+        server = _Http(("127.0.0.1", self.port), type("Handler", (_Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
