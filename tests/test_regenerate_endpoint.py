@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -296,3 +297,36 @@ def test_ten_kills_lose_and_double_nothing(made, tmp_path):
         assert [r["messages"][0] for r in rows] == [r["messages"][0] for r in given]
         assert all(r["messages"][1]["content"] == server.answer_to(r["messages"][:1], 512) for r in rows)
         assert not [p for p in tmp_path.iterdir() if p != out], "no other files are left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_with_what_was_answered(number, regenerate, tmp_path):
+    before = signal.getsignal(number)
+    try:
+        with FakeServer(latency=0.002).started() as server:
+            server.on_request = lambda n: os.kill(os.getpid(), number) if n == 30 else None
+            went = regenerate(server, "--concurrency", 4)
+            said = went.err.replace("\n", " ")
+            assert (
+                went.code == 130 and "stopped; run the same command again to continue" in said and "Trace" not in said
+            ), said
+            assert 5 < len(rows_of(tmp_path / "own.jsonl")) < 20
+            server.on_request = lambda n: None
+            assert regenerate(server, "--concurrency", 4).code == 0 and len(rows_of(tmp_path / "own.jsonl")) == 40
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_full_disk_ends_the_job_and_the_same_command_continues(regenerate, tmp_path):
+    out = tmp_path / "own.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with FakeServer().started() as server:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[0][1]))
+        try:
+            went = regenerate(server)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+            signal.signal(signal.SIGXFSZ, before[1])
+        assert went.code == 2 and f"{out} cannot be written: File too large; free some disk space" in went.err
+        assert out.stat().st_size == 4000
+        assert regenerate(server).code == 0 and len(rows_of(out)) == 40
