@@ -76,7 +76,8 @@ def test_sglang_without_counts_of_accepted_tokens():
     metas = [{"spec_verify_ct": 4, "completion_tokens": 11}, {"spec_verify_ct": 2, "completion_tokens": 5}]
     found = of_requests(metas)
     assert found.tau == pytest.approx((10 + 4) / 6) and found.alpha is None and found.depth is None
-    assert of_requests([*metas, {"completion_tokens": 3}]) is None and of_requests([]) is None
+    assert of_requests([*metas, {"completion_tokens": 1}]) == found, "a request that ended with its first token"
+    assert of_requests([*metas, {"completion_tokens": 3}]) is None and of_requests([]) is of_requests([{}]) is None
     partial = [meta | {"spec_num_correct_drafts": 3, "spec_correct_drafts_histogram": [1, 0]} for meta in metas]
     assert of_requests(partial).alpha is None, "histograms that do not count every verification say nothing"
 

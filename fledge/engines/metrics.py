@@ -164,6 +164,8 @@ def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
     for meta in metas:
         verified = meta.get("spec_verify_ct")
         if verified is None:
+            if meta.get("completion_tokens", 2) <= 1:  # the prefill's token alone, which nothing verified
+                continue
             return None
         correct, proposed = meta.get("spec_num_correct_drafts"), meta.get("spec_num_proposed_drafts")
         rounds += verified
