@@ -17,6 +17,7 @@ import typer
 from fledge import __version__
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -182,6 +183,13 @@ def inspect_draft(options: InspectOptions) -> None:
 
     if not run(options, ResultPrinter().print):
         raise typer.Exit(1)
+
+
+@_command("export", ExportOptions)
+def export(options: ExportOptions) -> None:
+    from fledge.jobs.export import run
+
+    run(options, ResultPrinter().print)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ DECODING = Decoding(max_new_tokens=8)
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(client_module, "LAST_DELAY", 0.002)
 
 
 def ask(server: FakeServer, prompt: Any = CHAT, native: bool = False, **options: Any) -> tuple[Answer, Client]:
@@ -95,7 +96,7 @@ def test_a_stream_that_breaks_off_is_repeated():
 def test_a_server_that_keeps_failing_ends_the_request():
     with FakeServer(failures=[500] * 9).started() as server:
         with pytest.raises(
-            ServerProblem, match="has not answered a request in 3 attempts, the last time .* status 500"
+            ServerProblem, match=r"has not answered a request in 3 attempts, the last time .* status 500"
         ):
             ask(server, retries=2)
         assert len(server.asked) == 3
@@ -140,3 +141,27 @@ def test_the_model_is_the_only_one_or_the_named_one():
         connect(address)
     with pytest.raises(ValueError, match="is not the address of a server"):
         connect("ftp://localhost")
+
+
+ODD = [None, 3, "a", [], [3], {}, {"content": 3}, {"content": ["a"]}]
+
+
+def test_answers_in_other_forms_are_repeated_or_read():
+    """Whatever JSON comes as an answer, the client repeats the request, and says so if it always comes."""
+    bodies = [[], [3], {"usage": 3}, {"choices": 3}, {"choices": [{"finish_reason": ["stop"], "message": {}}]}]
+    bodies += [{"choices": odd} for odd in ODD] + [{"choices": [odd]} for odd in ODD]
+    bodies += [{"choices": [{"message": odd, "finish_reason": "stop"}]} for odd in (3, "a", [3], {"content": 3})]
+    bodies += [{"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": {"prompt_tokens": "3"}}]
+    bodies += [
+        {"error": {"message": "out of memory"}},
+        {"choices": [{"message": {"content": "a"}, "finish_reason": "abort"}]},
+    ]
+    with FakeServer(failures=list(bodies)).started() as server:
+        answer, client = ask(server, retries=len(bodies))
+        assert answer.text == server.answer_to(CHAT, 8) and client.repeated.total() == len(bodies), client.repeated
+
+
+def test_unpaired_surrogates_of_an_answer_are_replaced():
+    body = {"choices": [{"message": {"content": "a\ud83d b\ud83d\ude00"}, "finish_reason": "stop"}]}
+    with FakeServer(failures=[body]).started() as server:
+        assert ask(server)[0].text == "a\ufffd b\U0001f600"

@@ -11,6 +11,7 @@ import pytest
 
 import fledge as package
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -23,6 +24,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions,
+    "export": ExportOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -124,11 +126,11 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "engines/client.py": ("regenerate", "eval"),
     "eval/endpoint.py": ("eval",),
     "eval/prompt_sets.py": ("eval",),
-    "targets/loading.py": tuple(c for c in OPTIONS if c != "serve"),
     "data/dataset.py": ("train",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     "data/vocab.py": ("train",),
+    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve")),  # which load no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }

@@ -97,7 +97,7 @@ def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(
-        ValueError, match="openai/gsm8k on the hub, which cannot be loaded: Couldn't reach .* or give a"
+        ValueError, match=r"openai/gsm8k on the hub, which cannot be loaded: Couldn't reach .* or give a"
     ):
         read_prompts("gsm8k")
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: [{"Question": "q"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -68,11 +69,11 @@ def test_sglangs_command(draft, algorithm, dry_run, tmp_path):
 
 def test_a_tree_in_sglang(dry_run):
     words = dry_run(E3, "--engine", "sglang", "--depth", 4, "--tree-nodes", 24, "--tree-width", 6)
-    tree = dict(zip(words, words[1:], strict=False))
+    tree = dict(itertools.pairwise(words))
     amounts = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
     assert [tree[flag] for flag in amounts] == ["4", "6", "24"]
     words = dry_run(E3, "--engine", "sglang", "--tree-nodes", 24)
-    assert dict(zip(words, words[1:], strict=False))["--speculative-eagle-topk"] == "10"
+    assert dict(itertools.pairwise(words))["--speculative-eagle-topk"] == "10"
 
 
 def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_path, monkeypatch):

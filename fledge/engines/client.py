@@ -132,13 +132,21 @@ class _Parts:
         if not self.first and (text or reasoning or ids):
             self.first = time.perf_counter()
 
+    def check(self) -> None:
+        """Raises TypeError for values of other types than those of an answer."""
+        counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        if not all(isinstance(n, int | None) for n in (*counts, *(self.token_ids or ()))):
+            raise TypeError("counts and token ids are integers")
+        if not (isinstance(self.meta, dict) and isinstance(self.finish, str | None)):
+            raise TypeError("meta_info is an object and finish_reason a string")
+
     def answer(self) -> Answer:
         """The answer. Raises `_Passing` if it has no end."""
         if self.finish not in FINISHED:
             raise _Passing(f"an answer ended with {self.finish!r}" if self.finish else "an answer broke off")
         last = time.perf_counter()
         return Answer(
-            self.text, self.reasoning, FINISHED[self.finish], self.usage.get("prompt_tokens"),
+            _paired(self.text), _paired(self.reasoning), FINISHED[self.finish], self.usage.get("prompt_tokens"),
             self.usage.get("completion_tokens"), self.token_ids, self.meta, self.started, self.first or last, last,
         )  # fmt: skip
 
@@ -301,7 +309,7 @@ class Client:
                 if response.status_code != 200:
                     await response.aread()
                     raise self._refusal(path, response)
-                await read(response, bool(body.get("stream")), parts)
+                await self._read(read, response, bool(body.get("stream")), parts)
         except TimeoutError as e:
             raise _Passing(f"no answer within {self.timeout:g} s") from e
         except httpx2.TransportError as e:
@@ -309,6 +317,14 @@ class Client:
         except httpx2.HTTPError as e:
             raise ServerProblem(f"{self.root}{path}: {_reason(e)}") from e
         return parts.answer()
+
+    async def _read(self, read: Callable[..., Any], response: httpx2.Response, stream: bool, parts: _Parts) -> None:
+        """Reads an answer. One that is JSON of another form counts as a passing failure, e.g. of a proxy."""
+        try:
+            await read(response, stream, parts)
+            parts.check()
+        except (AttributeError, TypeError, KeyError, IndexError) as e:
+            raise _Passing("an answer in another form than that of OpenAI's servers") from e
 
     def _refusal(self, path: str, response: httpx2.Response) -> Exception:
         """The exception for a response of another status than 200."""
@@ -382,6 +398,11 @@ def _parsed(data: str | bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _Passing("an answer that is no JSON object")
     return value
+
+
+def _paired(text: str) -> str:
+    """The text with unpaired surrogates, which no file can hold, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _status(response: httpx2.Response) -> str:

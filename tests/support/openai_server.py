@@ -26,13 +26,12 @@ WORDS = "the young bird tries its wings falls and again until it can fly".split(
 class FakeServer:
     """The server's behaviour, which tests may change while it runs, and what it has counted.
 
-    `engine` is "vllm", "sglang" or anything else. `port` 0 is a free one; `url` is set when it has started.
-    `tokenizer` counts and renders prompts; without one, a prompt has as
-    many tokens as words. `failures` are taken one by one, each for one request: a status, "drop" (the connection is
-    closed without an answer), "hang" (no answer for `hang` seconds), "malformed" (no JSON), "broken" (a stream ends
-    early), or None for none. `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of
-    all requests for answers, `on_request` is called with their number. `accepts` gives the accepted tokens of the
-    rounds in turn.
+    `engine` is "vllm", "sglang" or anything else. `port` 0 is a free one; `url` is set when it has started. `tokenizer`
+    counts and renders prompts; without one, a prompt has as many tokens as words. `failures` are taken one by one, each
+    for one request: a status, "drop" (the connection is closed without an answer), "hang" (no answer for `hang`
+    seconds), "malformed" (no JSON), an object or list (this JSON), "broken" (a stream ends early), or None for none.
+    `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of all requests for answers,
+    and `on_request` is called with their number. `accepts` gives the accepted tokens of the rounds in turn.
     """
 
     engine: str = "vllm"
@@ -188,6 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._drop()
             elif failure == "drop":
                 self._drop()
+            elif isinstance(failure, dict | list):
+                self._json(failure)
             elif failure == "malformed":
                 self._send(200, b"<html>", "text/html")
             elif isinstance(failure, int):
