@@ -23,6 +23,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 
 app = typer.Typer(
@@ -136,7 +137,11 @@ def generate(options: GenerateOptions) -> None:
 
 @_command("eval", EvalOptions)
 def evaluate(options: EvalOptions) -> None:
-    from fledge.jobs.evaluate import print_table, run
+    if options.endpoint:
+        from fledge.jobs.evaluate import run
+        from fledge.jobs.evaluate_endpoint import print_table
+    else:
+        from fledge.jobs.evaluate import print_table, run
 
     def show(record: dict[str, Any]) -> None:
         if options.json:
@@ -145,7 +150,7 @@ def evaluate(options: EvalOptions) -> None:
             print_table(record, ResultPrinter())
 
     record = run(options, ProgressDisplay(quiet=options.json), show)
-    if any(r["different"] for r in ([record] if "tau" in record else record.values())):
+    if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 
 
@@ -163,6 +168,13 @@ def features(options: FeaturesOptions) -> None:
 
     display = ProgressDisplay()
     run(options, display.say, display)
+
+
+@_command("serve", ServeOptions)
+def serve(options: ServeOptions) -> None:
+    from fledge.jobs.serve import run
+
+    run(options, ProgressDisplay().say)
 
 
 @_command("inspect", InspectOptions)

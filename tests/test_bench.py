@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from fledge.features.vllm.files import STATES
+from fledge.models.weights import save_draft
 from fledge.targets.loading import load_target
 from support.acceptance import define_measurements
 from support.chats import tiny_chats
-from support.targets import tiny_target_directory
+from support.files import write_rows
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 from support.vllm_server import FakeVllm
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -340,3 +342,34 @@ def test_served_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fledge.features.vllm.source.TOLERANCE", float("inf"))
     late = run("late.json", change=lambda t: t | {STATES: t[STATES].roll(1, 0)})
     assert not late["agrees"] and late["code"]
+
+
+SERVER = """
+import sys, time
+from support.openai_server import FakeServer
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with FakeServer(port=port, depth=2, accepts=(0, 1, 2), speculates="--speculative-config" in sys.argv).started():
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an engine beside fledge's own are added to the record, case by case; the engine is simulated."""
+    target, draft = tiny_target_directory(tmp_path), tmp_path / "draft"
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), draft)
+    write_rows(tmp_path / "p.jsonl", [{"turns": ["the young bird", "again"]}, {"turns": ["it can fly"]}])
+    monkeypatch.setenv("PYTHONPATH", str(BENCH.parent / "tests"))
+    monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", SERVER])
+    words = ["--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6, "--concurrency", 1, 2]
+    for k, methods in ((2, ["--draft", f"eagle3={draft}", "--plain"]), (3, ["--draft", f"eagle3={draft}"])):
+        found = record(tmp_path, monkeypatch, "serving", *words, "--k", k, *methods)
+    cases = [(row["method"], row["k"], row["concurrency"]) for row in found["rows"]]
+    assert cases == [("none", 0, 1), ("none", 0, 2), *[("eagle3", k, c) for k in (2, 3) for c in (1, 2)]]
+    for row in found["rows"][2:]:
+        assert row["tau"] >= 1 and len(row["alpha"]) == row["k"] and row["vllm_tau"] > 1 and len(row["vllm_alpha"]) == 2
+        assert (row["requests"], row["identical_to_first"]) == (3, 3) and row["tokens_per_s"] > 0
+    assert found["rows"][0]["tau"] is found["rows"][0]["vllm_tau"] is None
+    assert (tmp_path / "serving.log").read_text() == "started\n"
+    with pytest.raises(SystemExit, match="is of another commit or other settings"):
+        record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1)

@@ -17,12 +17,14 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, flag_of, option_fields
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
-    "inspect": InspectOptions, "features": FeaturesOptions, "export": ExportOptions,
+    "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions,
+    "export": ExportOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -42,6 +44,9 @@ SOME = {
         ("generate", "--temperature 0.0 --seed 3", "--seed", "at --temperature 0"),
         ("eval", "--seed 0", "--seed", "at --temperature 0"),
         ("regenerate", "--top-p 1", "--top-p", "at --temperature 0"),
+        ("regenerate", "--concurrency 64 --model m", "--model, --concurrency", "without --endpoint"),
+        ("regenerate", "--endpoint e --batch 4 --device cpu", "--batch, --device", "with --endpoint"),
+        ("eval", "--concurrency 4", "--concurrency", "without --endpoint"),
         ("generate", "--depth 5", "--depth", "without a draft"),
         ("generate", "--draft-mode chain --tree-nodes 60", "--draft-mode, --tree-nodes", "without a draft"),
         ("generate", "--tree-width 10 --draft-cache stable", "--tree-width, --draft-cache", "without a draft"),
@@ -73,6 +78,8 @@ def test_an_option_without_effect_is_refused_even_with_its_default_value(command
         ("generate", "--raw"),
         ("eval", "--draft-mode chain --draft-mode tree --tree-nodes 60 --depth 3"),
         ("regenerate", "--data d@0.5 --seed 3"),
+        ("regenerate", "--endpoint e --concurrency 3 --model m --skip-bad --temperature 1 --top-k 3"),
+        ("eval", "--endpoint e --concurrency 1 --concurrency 4 --baseline-endpoint b"),
         ("train", "--steps 3"),
         ("train", "--epochs 2"),
     ],
@@ -113,12 +120,18 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
+    "jobs/answers_file.py": ("regenerate",),
+    "jobs/regenerate_endpoint.py": ("regenerate",),
+    "jobs/evaluate_endpoint.py": ("eval",),
+    "engines/client.py": ("regenerate", "eval"),
+    "eval/endpoint.py": ("eval",),
+    "eval/prompt_sets.py": ("eval",),
     "data/dataset.py": ("train",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/vocab.py": ("train",),
-    "targets/loading.py": tuple(c for c in OPTIONS if c != "export"),  # which loads no target
+    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve")),  # which load no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
@@ -152,8 +165,9 @@ def known_to(commands) -> set[str]:
     return known | switches if tuple(commands) == ("train",) else known
 
 
-TORCHRUN = ("--standalone", "--nproc-per-node")  # flags that jobs/training/launch.py gives to torchrun
-VLLM = ("--speculative-config",)
+OTHERS = (  # flags of other programs: torchrun's in jobs/training/launch.py, and those of serving engines
+    "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config",
+)  # fmt: skip
 
 
 VLLM = (  # flags of vllm serve
@@ -165,9 +179,9 @@ def test_messages_name_only_flags_of_their_command():
     """A flag of another command must follow that command's name, as in: fledge train --resume."""
     seen, wrong = 0, []
     for module, text in messages():
-        if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands
+        if module in ("eval/environment.py", "engines/command.py", "cli.py"):  # flags of git and engines, the commands
             continue
-        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN, *VLLM}
+        known = {*known_to(READERS.get(module, OPTIONS)), *OTHERS}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
             has = known_to([before[1]]) if before else known

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fledge.data.read import read_records
 from fledge.data.record import Record
+from fledge.eval.prompt_sets import PROMPT_SETS, read_prompt_set
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class EvalPrompt:
 
 
 def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
-    """At most `limit` prompts of a source, evenly spaced. Raises ValueError as `read_records`."""
+    """At most `limit` prompts of a source, evenly spaced: a file, a glob, a hub id, or the name of one of PROMPT_SETS
+    unless a file has that name. Raises ValueError as `read_records` and `read_prompt_set`."""
+    if str(source) in PROMPT_SETS and not Path(source).exists():
+        return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
     return spread([prompt_of(record) for record in read_records([str(source)])], limit)
 
 
@@ -54,3 +59,15 @@ def prompt_of(record: Record) -> EvalPrompt:
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
     return EvalPrompt(messages=tuple(messages[:cut]), where=record.where)
+
+
+def conversation(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
+    """The raw text, or the messages before the next answer, given the earlier answers."""
+    if prompt.text is not None:
+        return prompt.text
+    messages = list(prompt.messages)
+    for i, turn in enumerate(prompt.turns[: len(answers) + 1]):
+        messages.append({"role": "user", "content": turn})
+        if i < len(answers):
+            messages.append({"role": "assistant", "content": answers[i]})
+    return messages

@@ -15,7 +15,7 @@ from fledge.decode.engine import Completion, Engine
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
-from fledge.eval.prompts import EvalPrompt
+from fledge.eval.prompts import EvalPrompt, conversation
 from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
@@ -115,18 +115,6 @@ def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens:
     return [c.trace for c in done]
 
 
-def _prompt(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
-    """The raw text, or the messages before the next answer, given the earlier answers."""
-    if prompt.text is not None:
-        return prompt.text
-    messages = list(prompt.messages)
-    for i, turn in enumerate(prompt.turns[: len(answers) + 1]):
-        messages.append({"role": "user", "content": turn})
-        if i < len(answers):
-            messages.append({"role": "assistant", "content": answers[i]})
-    return messages
-
-
 def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
     """The most tokens that a prompt's last turn and its answer have, a little more or less: those of the turns, each
     rendered alone, and of an answer to each."""
@@ -138,7 +126,7 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
 
 def first_prompt(prompt: EvalPrompt) -> Any:
     """The input of the first answer: the raw text, or the messages before the first answer."""
-    return _prompt(prompt, ())
+    return conversation(prompt, ())
 
 
 class _Comparison:
@@ -163,7 +151,7 @@ class _Comparison:
         """The token ids of a prompt's next turn. Raises ValueError with the prompt's location if they and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = list(self.baseline.template.prompt_ids(_prompt(prompt, answers), where=where))
+        ids = list(self.baseline.template.prompt_ids(conversation(prompt, answers), where=where))
         try:
             self.baseline.check_length(len(ids), new)
         except ValueError as e:

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import DecodeOptions, opt
+from fledge.jobs.options import (
+    SERVER_OPTIONS,
+    DecodeOptions,
+    api_key_env_option,
+    model_option,
+    opt,
+    request_timeout_option,
+)
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
@@ -19,21 +26,47 @@ if TYPE_CHECKING:
 class EvalOptions(DecodeOptions):
     """Decode prompts with one or more drafts and without; report acceptance, speed and identity of the outputs."""
 
+    target: str | None = opt(
+        "target model: a directory or hub id (owner/name or owner/name@revision); with --endpoint and without --draft "
+        "only its tokenizer is read", None
+    )  # fmt: skip
     draft: list[str] = opt("draft of the target: a directory or hub id; repeat to compare drafts", repeatable=True)
     draft_mode: list[str] = opt(
         "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass); repeat to compare "
         "modes (default: parallel for a P-EAGLE draft, otherwise chain)", repeatable=True
     )  # fmt: skip
-    prompts: list[str] = opt("files, globs or hub ids of the prompts to decode; repeatable", repeatable=True)
+    prompts: list[str] = opt(
+        "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa; "
+        "repeatable", repeatable=True
+    )  # fmt: skip
     limit: int | None = opt(
-        "maximum number of prompts per file, evenly spaced over the file (default: all)", None, minimum=1
-    )
+        "maximum number of prompts per file, evenly spaced over the file (default: all; 80 of a named set)", None,
+        minimum=1,
+    )  # fmt: skip
     max_new_tokens: int | None = opt(
         "maximum new tokens per prompt (default: 128, at most half of the target's context)", None, minimum=1
     )
     batch: int = opt("number of prompts decoded together, with and without the draft", 1)
+    endpoint: str | None = opt(
+        "address of a running vLLM or SGLang to measure, beside fledge's decoder if --target and --draft are given",
+        None,
+    )
+    baseline_endpoint: str | None = opt("address of the same server without a draft, to compare with", None)
+    concurrency: list[int] = opt(
+        "number of requests in flight at the server; repeat to compare (default: 1)", repeatable=True
+    )
+    model: str | None = model_option()
+    api_key_env: str = api_key_env_option()
+    request_timeout: float = request_timeout_option()
     out: str | None = opt("also write the results to this JSON file; only an earlier result is replaced", None)
     json: bool = opt("print the results as JSON instead of a table", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint is None:
+            self.refuse((*SERVER_OPTIONS, "baseline_endpoint", "concurrency"), "without --endpoint; give it, or")
+        elif not self.draft:
+            self.refuse(("batch", "device", "dtype", "target_impl"), "with --endpoint unless fledge decodes too, which")
 
 
 def run(
@@ -56,6 +89,12 @@ def run(
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
+    if options.endpoint:
+        from fledge.jobs.evaluate_endpoint import run as run_endpoint
+
+        return run_endpoint(options, progress, show)
+    if not options.target:
+        raise ValueError("give --target MODEL, or --endpoint URL to measure a running server")
     if not options.draft:
         raise ValueError("give --draft DIR")
     if options.out:

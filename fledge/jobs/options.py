@@ -215,6 +215,25 @@ def features_map_option() -> Any:
     return opt("THERE=HERE, the paths of this vLLM's directory on its machine and here (default: the same path)", None)
 
 
+SERVER_OPTIONS = ("model", "api_key_env", "request_timeout")
+
+
+def model_option() -> Any:
+    """The --model option of the commands that use a server."""
+    return opt("name of the server's model (default: its only one)", None)
+
+
+def api_key_env_option() -> Any:
+    """The --api-key-env option of the commands that use a server. The key itself is no option, since others can read a
+    command line."""
+    return opt("environment variable that holds the server's API key, if it asks for one", "OPENAI_API_KEY")
+
+
+def request_timeout_option() -> Any:
+    """The --request-timeout option of the commands that use a server."""
+    return opt("maximum seconds of a request, from sending it to the end of its answer", 600.0, greater_than=0)
+
+
 def default_new_tokens(limit: int, context: int) -> int:
     """The default number of new tokens: `limit`, or half of the target's context if that is less."""
     return max(1, min(limit, context // 2))

@@ -8,22 +8,26 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.data.answering import answered_conversation, count_answers, split_conversation
 from fledge.files import check_output_path, exclusive_lock, sibling_path
+from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import (
     MAX_SEED,
     NO_EFFECT_IF_GREEDY,
+    SERVER_OPTIONS,
     Options,
+    api_key_env_option,
     default_new_tokens,
+    model_option,
     opt,
     parse_dtype,
     parse_template_kwargs,
+    request_timeout_option,
     trust_remote_code_option,
 )
 
@@ -39,11 +43,21 @@ NEW_TOKENS = 512  # default of --max-new-tokens
 class RegenerateOptions(Options):
     """Answer the prompts of the data with the target, to train a draft on the target's own text."""
 
-    target: str = opt("target model: a directory or hub id")
+    target: str | None = opt(
+        "target model: a directory or hub id; with --endpoint only its tokenizer is read, to check the prompts", None
+    )
     trust_remote_code: bool = trust_remote_code_option()
     draft: str | None = opt(
         "draft of the target, a directory or hub id, to generate the same text faster (default: none)", None
     )
+    endpoint: str | None = opt(
+        "address of an OpenAI-compatible server (vLLM, SGLang, ..) that answers, e.g. http://localhost:8000", None
+    )
+    model: str | None = model_option()
+    api_key_env: str = api_key_env_option()
+    concurrency: int = opt("number of requests that the server works on at any time", 64, minimum=1, maximum=4096)
+    request_timeout: float = request_timeout_option()
+    skip_bad: bool = opt("skip records that fledge, the chat template or the server refuses, and count them", False)
     data: list[str] = opt("files, globs or hub ids with the prompts to answer; repeatable", repeatable=True)
     out: str = opt("JSON lines file to write; an unfinished file is continued")
     max_new_tokens: int | None = opt(
@@ -54,35 +68,56 @@ class RegenerateOptions(Options):
     top_p: float = opt(
         "sample from the most likely tokens whose probabilities sum to this value", 1.0, greater_than=0, maximum=1
     )
+    top_k: int = opt("sample from the k most likely tokens; 0 keeps all; with --endpoint", 0, minimum=0)
     batch: int | None = opt("records answered together (default: 16, or 1 if the target cannot batch)", None)
     limit: int | None = opt("maximum number of records (default: all)", None, minimum=1)
     template_kwargs: str | None = opt("JSON object of chat template variables", None)
-    seed: int = opt("random seed of sampling and of the shares (@0.5) of --data", 0, minimum=0, maximum=MAX_SEED)
+    seed: int = opt(
+        "random seed of sampling (with --endpoint only if it is given) and of the shares (@0.5) of --data", 0,
+        minimum=0, maximum=MAX_SEED,
+    )  # fmt: skip
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature == 0:
-            self.refuse(["top_p"], NO_EFFECT_IF_GREEDY)
+            self.refuse(["top_p", "top_k"], NO_EFFECT_IF_GREEDY)
+        if self.endpoint is None:
+            self.refuse((*SERVER_OPTIONS, "concurrency", "skip_bad", "top_k"), "without --endpoint; give it, or")
+        else:
+            self.refuse(("draft", "batch", "device", "dtype"), "with --endpoint, whose server decodes;")
+            if self.trust_remote_code and not self.target:
+                raise ValueError("--trust-remote-code has no effect without --target; give it, or leave the flag out")
 
 
 def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes one line per record, in the order of the data. After an interruption, the same command continues after the
-    last complete line."""
+    """Writes one line per record, in the order of the data. After an interruption, the same command continues with the
+    records that have no complete line.
+
+    With --endpoint, lines are written as the answers come, and put into the order of the data when all are there.
+    """
     from fledge.data.read import read_records
 
     if not options.data:
         raise ValueError("give --data FILE")
+    if not options.target and not options.endpoint:
+        raise ValueError("give --target MODEL, which answers, or --endpoint URL, the address of a server that does")
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
     out = check_output_path(options.out, "--out")
-    records = read_records(options.data, options.seed)[: options.limit]
+    refused: list[str] = []
+    records = read_records(options.data, options.seed, refused.append if options.skip_bad else None)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
-            _answer_remaining(options, records, out, say, progress)
+            if options.endpoint:
+                from fledge.jobs.regenerate_endpoint import answer_remaining
+
+                answer_remaining(options, records, refused, out, say, progress)
+            else:
+                _answer_remaining(options, records, out, say, progress)
         except KeyboardInterrupt:
             say(f"stopped; run the same command again to continue {out}")
             raise
@@ -95,7 +130,10 @@ def _answer_remaining(
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import BATCH, load
 
-    done = _count_finished(out, records, options)
+    file = AnswersFile(out, [_row_header(r, options) for r in records])
+    done = len(file.done)
+    if not file.in_order:
+        raise ValueError(file.foreign)
     if done == len(records):
         say(f"{out} is complete: {done:,} records")
         return
@@ -111,54 +149,17 @@ def _answer_remaining(
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
     group = 4 * (options.batch or BATCH)  # several batches, so that a finished request is replaced by the next one
     truncated = 0
-    answers = [_count_answers(r) for r in records]
+    answers = [count_answers(r) for r in records]
     counter = progress.count("answers", sum(answers), sum(answers[:done]))
-    with out.open("ab", buffering=0) as f, counter as advance:
+    with file, counter as advance:
         for start in range(done, len(records), group):
             batch = records[start : start + group]
             rows, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, start, advance)
             truncated += truncated_here
-            try:
-                _write_all(f, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-            except OSError as e:
-                cure = "free some disk space and run the same command again to continue"
-                raise ValueError(f"{out} cannot be written: {e.strerror}; {cure}") from e
+            file.append(dict(enumerate(rows, start)))
     say(f"wrote {len(records):,} records to {out}")
     if truncated:
         say(f"{truncated:,} answers reached --max-new-tokens {max_new_tokens}; they are kept, cut at that length")
-
-
-def _write_all(f: FileIO, data: bytes) -> None:
-    """Writes all of `data` to an unbuffered file. A buffer that cannot be written would fail again when the file is
-    closed."""
-    while data:
-        data = data[f.write(data) :]
-
-
-def _count_finished(out: Path, records: list[Record], options: RegenerateOptions) -> int:
-    """The number of complete lines in the output file. An incomplete last line is removed.
-
-    Raises ValueError, and leaves the file unchanged, if it does not belong to these records and options.
-    """
-    if not out.exists():
-        return 0
-    content = out.read_bytes()
-    *lines, incomplete = content.split(b"\n")
-    expected_start = json.dumps(_row_header(records[0], options))[: len('{"source": "')].encode()
-    ours = len(lines) <= len(records) and incomplete[: len(expected_start)] == expected_start[: len(incomplete)]
-    for line, record in zip(lines, records, strict=False):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        ours = ours and isinstance(row, dict) and row.items() >= _row_header(record, options).items()
-    if not ours:
-        raise ValueError(
-            f"{out} already exists and was not made from this --data with these options; choose another --out"
-        )
-    if incomplete:
-        os.truncate(out, len(content) - len(incomplete))
-    return len(lines)
 
 
 def _row_header(record: Record, options: RegenerateOptions) -> dict[str, str]:
@@ -176,9 +177,9 @@ def _answer_batch(
 ) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
     """Generates all answers of these records. Each prompt contains the target's earlier answers of its conversation.
 
-    Returns the rows to write and the number of answers that reached `max_new_tokens`. `start` is the index of the first
-    record in the data: random draws are keyed by record and turn, so that a continued job generates the same text as an
-    uninterrupted one. `advance` is called after each answer.
+    Returns the rows to write, without their headers, and the number of answers that reached `max_new_tokens`. `start`
+    is the index of the first record in the data: random draws are keyed by record and turn, so that a continued job
+    generates the same text as an uninterrupted one. `advance` is called after each answer.
     """
     from fledge.types import Sampling
 
@@ -201,7 +202,7 @@ def _answer_batch(
         return [(c.text, c.finish == "length") for c in completions]
 
     histories: list[list[dict[str, Any]]] = [[] for _ in batch]
-    rows: list[dict[str, Any]] = [_row_header(r, options) for r in batch]
+    rows: list[dict[str, Any]] = [{} for _ in batch]
     truncated = 0
     prompts = {
         i: template.prompt_ids(r.text[: r.prompt_length])
@@ -212,14 +213,14 @@ def _answer_batch(
     }
     for i, (text, was_truncated) in zip(prompts, generate(prompts, 0), strict=True):
         if length := batch[i].prompt_length:
-            rows[i] |= {"prompt": batch[i].text[:length], "completion": text}
+            rows[i] = {"prompt": batch[i].text[:length], "completion": text}
         else:
             rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
         truncated += was_truncated
     remaining: dict[int, list[dict[str, Any]]] = {}
     for i, record in enumerate(batch):
         if record.text is None:
-            histories[i], remaining[i] = _split_conversation(record)
+            histories[i], remaining[i] = split_conversation(record)
     for turn in itertools.count(1):
         for i in list(remaining):
             while remaining[i] and remaining[i][0]["role"] != "assistant":
@@ -235,37 +236,5 @@ def _answer_batch(
             truncated += was_truncated
     for i, record in enumerate(batch):
         if record.text is None:
-            messages, length = _without_unanswered_turns(histories[i]), record.prompt_length
-            fields = (
-                {"prompt": messages[:length], "completion": messages[length:]} if length else {"messages": messages}
-            )
-            rows[i] |= fields | ({"tools": record.tools} if record.tools else {})
+            rows[i] = answered_conversation(record, histories[i])
     return rows, truncated
-
-
-def _count_answers(record: Record) -> int:
-    """The number of answers to generate for a record."""
-    if record.text is not None:
-        return 1
-    return sum(m["role"] == "assistant" for m in _split_conversation(record)[1])
-
-
-def _split_conversation(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation in two parts: the messages to keep, and the rest, whose assistant messages are to be generated.
-
-    The first part is the record's prompt, or an assistant message that opens the conversation. If the rest has no
-    assistant message, a placeholder for one is added.
-    """
-    placeholder = {"role": "assistant"}
-    if record.turns:
-        return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, placeholder)]
-    messages = record.messages or []
-    kept = record.prompt_length or int(messages[0]["role"] == "assistant")
-    rest = messages[kept:]
-    return messages[:kept], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [placeholder])]
-
-
-def _without_unanswered_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation up to its last assistant message."""
-    last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    return messages[: last + 1]

@@ -1,0 +1,223 @@
+"""Measures drafts in a serving engine and in fledge on the same prompts, and records τ and α of both.
+
+    python bench/serving.py --engine vllm --target DIR --draft eagle3=DIR peagle=DIR --prompts FILE \
+        --k 3 5 7 --concurrency 1 4 16 --out bench/results/serving_vllm.json -- --max-model-len 2048
+
+For each draft (method=DIR) and K, it starts the engine with the command of `fledge serve`, waits until it is healthy,
+measures as `fledge eval --endpoint` does at each concurrency, ends the engine, and decodes the same token ids with
+fledge. Arguments after `--` go to the engine. A start takes a minute or two, so cases can be run one by one: rows are
+added to an existing record of the same commit and target, and replace those of the same method, K and concurrency.
+`--plain` measures the engine without a draft too (method "none", K 0), once.
+
+`tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
+answers that are equal, of `requests`, and `identical_to_first` those that are equal at the first concurrency.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fledge.data.template import ChatTemplate
+from fledge.decode.engine import load, resolve_device
+from fledge.engines.client import Answer, Client, Decoding
+from fledge.engines.command import program
+from fledge.eval.endpoint import Measurement, identical, measure
+from fledge.eval.environment import environment
+from fledge.eval.own import decode_own
+from fledge.eval.prompts import EvalPrompt, read_prompts
+from fledge.eval.record import check_record_path, write_record
+from fledge.jobs.options import parse_dtype
+from fledge.jobs.serve import ServeOptions, command_of
+from fledge.models.weights import read_draft_config
+from fledge.targets.loading import load_target
+from fledge.types import Sampling
+
+PLAIN = "none"  # the method of rows without a draft
+STOPPING = 60  # seconds after which an engine that was asked to end is killed
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    words, arguments = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", nargs="*", default=[], metavar="METHOD=DIR")
+    parser.add_argument("--plain", action="store_true", help="also measure the engine without a draft")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=48, help="the most prompts")
+    parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--new", type=int, default=128, help="the most new tokens of a prompt")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--start-timeout", type=float, default=480, help="seconds until the engine must be healthy")
+    parser.add_argument("--device", default="auto", help="of fledge's decoder")
+    parser.add_argument("--dtype", default=None, help="of fledge's decoder (default: the target's)")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
+    options = parser.parse_args(words)
+    options.out = options.out or Path(f"bench/results/serving_{options.engine}.json")
+    check_record_path(options.out, "--out")
+    drafts = dict(text.split("=", 1) for text in options.draft)
+    record = _record(options)
+    cases: list[tuple[str, str | None, int]] = [(m, d, k) for m, d in drafts.items() for k in options.k]
+    if options.plain:
+        cases.insert(0, (PLAIN, None, 0))
+    head = load_target(options.target, weights=False)
+    for method, draft, k in cases:
+        kwargs = read_draft_config(draft).provenance.template_kwargs if draft else {}
+        template = ChatTemplate(head.tokenizer, head.stop_ids, kwargs)
+        rows = run_case(options, method, draft, k, template, arguments)
+        asked = {(row["method"], row["k"], row["concurrency"]) for row in rows}
+        record["rows"] = [r for r in record["rows"] if (r["method"], r["k"], r["concurrency"]) not in asked] + rows
+        write_record(options.out, record)
+
+
+def _record(options: argparse.Namespace) -> dict[str, Any]:
+    """The record to which rows are added: the one at --out if it is of this commit and target, else a new one."""
+    here = environment(resolve_device(options.device), options.dtype or "the target's")
+    here |= {"commit": options.commit} if options.commit else {}
+    fixed = {
+        "engine": options.engine, "target": Path(options.target).name, "prompts": Path(options.prompts).name,
+        "limit": options.limit, "new": options.new, "temperature": options.temperature,
+    }  # fmt: skip
+    if options.out.exists() and options.out.stat().st_size:
+        found = json.loads(options.out.read_text())
+        if found["environment"]["commit"] == here["commit"] and fixed.items() <= found.items():
+            return found
+        raise SystemExit(f"{options.out} is of another commit or other settings; move it away, or choose another --out")
+    return {"environment": here, **fixed, "rows": []}
+
+
+def run_case(
+    options: argparse.Namespace, method: str, draft: str | None, k: int, template: ChatTemplate, arguments: list[str]
+) -> list[dict[str, Any]]:
+    """The rows of one draft at one K, one for each concurrency."""
+    prompts = read_prompts(options.prompts, options.limit)
+    with started(options, draft, k, arguments) as url:
+        measured, version = asyncio.run(_measure(url, prompts, options, template))
+    own = _decode(options, draft, k, measured[0]) if draft else None
+    rows = []
+
+    def answers(m: Measurement) -> list[Answer]:
+        return [asked.answer for asked in m.requests]
+
+    for found in measured:
+        shown = found.record()
+        row = {
+            "method": method, "k": k, "concurrency": found.concurrency,
+            "tau": own["figures"]["tau"] if own else None, "alpha": own["figures"]["alpha"] if own else None,
+            f"{options.engine}_tau": shown["tau"], f"{options.engine}_alpha": shown["alpha"],
+            "fledge_identical": _same(own, found) if own else None, "requests": shown["requests"],
+            "identical_to_first": identical(answers(found), answers(measured[0]))[0],
+            "rounds": shown["counted"]["rounds"] if shown["counted"] else None,
+            "source": shown["counted"]["source"] if shown["counted"] else shown["note"],
+            "mismatched_prompts": len(shown["mismatched_prompts"]), "tokens_per_s": shown["tokens_per_s"],
+            "ttft_ms": shown["ttft_ms"], "itl_ms": shown["itl_ms"], "version": version,
+        }  # fmt: skip
+        print(json.dumps({name: round(v, 3) if isinstance(v, float) else v for name, v in row.items()}), flush=True)
+        rows.append(row)
+    return rows
+
+
+async def _measure(
+    url: str, prompts: list[EvalPrompt], options: argparse.Namespace, template: ChatTemplate
+) -> tuple[list[Measurement], str | None]:
+    async with Client(url, connections=max(options.concurrency) + 1, retries=0) as client:
+        await client.connect()
+        decoding = Decoding(options.new, options.temperature, template_kwargs=template.kwargs)
+        found: list[Measurement] = []
+        for concurrency in options.concurrency:
+            # later turns follow the answers of the first measurement, so that all have the same prompts
+            histories = found[0].answers if found else None
+            found.append(
+                await measure(
+                    client, prompts, decoding, concurrency=concurrency, template=template, histories=histories
+                )
+            )
+        return found, await client.version()
+
+
+def _decode(options: argparse.Namespace, draft: str | None, k: int, measurement: Measurement) -> dict[str, Any]:
+    """fledge's own decoding of the prompts of a measurement."""
+    engine = load(options.target, draft, device=options.device, dtype=parse_dtype(options.dtype), depth=k)
+    ids = [asked.ids for asked in measurement.requests]
+    sampling = Sampling(temperature=options.temperature)
+    return decode_own(engine, ids, sampling=sampling, max_new_tokens=options.new, batch=min(8, len(ids)))
+
+
+def _same(own: dict[str, Any], measurement: Measurement) -> int:
+    """The number of answers whose text is fledge's."""
+    pairs = zip(own["completions"], measurement.requests, strict=True)
+    return sum(ours.text == asked.answer.text for ours, asked in pairs)
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(options: argparse.Namespace, draft: str | None, k: int, arguments: list[str]) -> Iterator[str]:
+    """Context manager: runs the engine in a process group of its own, and yields its address once it is healthy. Its
+    output goes to a file beside --out."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
+    if draft is None:
+        target = [options.target] if options.engine == "vllm" else ["--model-path", options.target]
+        command = [*program(options.engine), *target, *arguments]
+    else:
+        serve = ServeOptions(target=options.target, draft=draft, engine=options.engine, depth=k, arguments=arguments)
+        command = command_of(serve)
+    log = options.out.with_suffix(".log")
+    print("starting", *command, flush=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, log, options.start_timeout)
+        yield url
+    finally:
+        _end(process)
+
+
+def _wait(url: str, process: subprocess.Popen, log: Path, seconds: float) -> None:
+    """Waits until the engine is healthy. Raises SystemExit, with the end of its output, if it ends or takes too
+    long."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            if response.status == 200:
+                print(f"healthy after {time.monotonic() - began:.0f} s", flush=True)
+                return
+        time.sleep(0.3)
+    print("\n".join(log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+    ended = "ended" if process.poll() is not None else f"was not healthy after {seconds:g} s"
+    raise SystemExit(f"the engine {ended}; its output is in {log}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends the engine and the processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOPPING)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
+    process.wait()
+
+
+if __name__ == "__main__":
+    main()

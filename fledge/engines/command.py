@@ -1,0 +1,94 @@
+"""The commands that start vLLM and SGLang with a draft."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fledge.config import DraftConfig
+from fledge.hub import split_revision
+
+ENGINES = ("vllm", "sglang")
+DEPTH = 5  # drafted tokens of a round, of a draft that does not say how many it was trained for
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served: a target with a draft, `depth` drafted tokens a round, or a tree of `nodes` nodes, its root
+    included, with at most `width` children each (SGLang only)."""
+
+    target: str
+    draft: str
+    config: DraftConfig
+    depth: int
+    nodes: int | None = None
+    width: int | None = None
+
+
+def trained_depth(config: DraftConfig) -> int:
+    """The number of tokens that a draft was trained to draft in a round."""
+    return config.provenance.depth or DEPTH
+
+
+def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) -> list[str]:
+    """The words of the command that starts an engine's server with a draft, followed by `arguments`.
+
+    Raises ValueError for an unknown engine, and for a tree that the engine does not draft.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is neither of {', '.join(ENGINES)}")
+    words = (_vllm if engine == "vllm" else _sglang)(serving)
+    return [*program(engine), *words, *arguments]
+
+
+def program(engine: str) -> list[str]:
+    """The words that start an engine's server: its script, or the module of this Python if there is no script."""
+    importable = importlib.util.find_spec(engine) is not None
+    if engine == "sglang":
+        return [sys.executable if importable else "python3", "-m", "sglang.launch_server"]
+    if importable and shutil.which("vllm") is None:
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return ["vllm", "serve"]
+
+
+def available(engine: str) -> bool:
+    """Whether an engine can be started here: by its script, or by this Python."""
+    return importlib.util.find_spec(engine) is not None or (engine == "vllm" and shutil.which("vllm") is not None)
+
+
+def _vllm(serving: Serving) -> list[str]:
+    if serving.nodes is not None or serving.width is not None:
+        raise ValueError("vLLM drafts chains, no trees; leave --tree-nodes and --tree-width out, or use SGLang")
+    target, revision = split_revision(serving.target)
+    draft, draft_revision = split_revision(serving.draft)
+    # without a method, vLLM takes a draft for a small language model of its own, unless its path says eagle
+    method = "eagle3" if serving.config.family.reads_layers else "eagle"
+    speculative = {"method": method, "model": draft, "num_speculative_tokens": serving.depth}
+    speculative |= {"revision": draft_revision} if draft_revision else {}
+    speculative |= {"parallel_drafting": True} if serving.config.family.one_pass else {}
+    words = [target, *(["--revision", revision] if revision else [])]
+    return [*words, "--speculative-config", json.dumps(speculative)]
+
+
+def _sglang(serving: Serving) -> list[str]:
+    target, revision = split_revision(serving.target)
+    draft, draft_revision = split_revision(serving.draft)
+    width = serving.width or (1 if serving.nodes is None else 10)
+    nodes = serving.nodes or (serving.depth + 1 if width == 1 else 60)
+    if width == 1 and nodes != serving.depth + 1:
+        raise ValueError(
+            f"a tree with one child per node is a chain: for {serving.depth} tokens it has {serving.depth + 1} nodes, "
+            f"not {nodes}; leave --tree-nodes out, or give a larger --tree-width"
+        )
+    words = ["--model-path", target, *(["--revision", revision] if revision else [])]
+    words += ["--speculative-algorithm", "EAGLE3" if serving.config.family.reads_layers else "EAGLE"]
+    words += ["--speculative-draft-model-path", draft]
+    words += ["--speculative-draft-model-revision", draft_revision] if draft_revision else []
+    amounts = {"--speculative-num-steps": serving.depth, "--speculative-eagle-topk": width}
+    amounts["--speculative-num-draft-tokens"] = nodes
+    words += [str(word) for flag in amounts.items() for word in flag]
+    return [*words, "--enable-metrics"]  # the counters that `fledge eval --endpoint` reads

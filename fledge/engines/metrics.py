@@ -1,0 +1,191 @@
+"""Acceptance as serving engines count it, in the terms of `fledge.eval.metrics`.
+
+vLLM counts in /metrics: drafts (verifications), drafted and accepted tokens, and accepted tokens by position. SGLang
+counts for each request (`meta_info` of /generate): verifications, accepted tokens, and a histogram of the accepted
+tokens of a verification; and in /metrics, with --enable-metrics, verifications and tokens. In all of these
+τ = 1 + accepted / verifications, and α_k = (rounds that accepted k tokens) / (rounds that accepted k - 1).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>[-+]?\d+(\.\d*)?([eE][-+]?\d+)?)(\s+\d+)?"
+)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Sums over verification rounds.
+
+    `by_position[k]` is the number of rounds that accepted more than k tokens; empty if the engine does not tell.
+    `drafted` is the number of drafted tokens; None if it does not tell. `source` says where the figures are from.
+    """
+
+    rounds: float
+    accepted: float
+    drafted: float | None
+    by_position: tuple[float, ...]
+    source: str
+
+    @property
+    def tau(self) -> float | None:
+        """The tokens committed per round, the target's own token included; None without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def alpha(self) -> list[float] | None:
+        """The acceptance rate of each drafted token among the rounds that accepted those before it; None if
+        unknown."""
+        if not self.by_position:
+            return None
+        reached = [self.rounds, *self.by_position]
+        return [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
+
+    @property
+    def depth(self) -> float | None:
+        """The drafted tokens per round; None if unknown."""
+        return self.drafted / self.rounds if self.rounds and self.drafted is not None else None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """An engine's counters since its start.
+
+    `acceptance` is None if it does not speculate or does not tell. `tokens` are the generated tokens of all requests,
+    and `requests` is their number; None if it does not tell. `running` is the number of requests that are being decoded
+    or wait.
+    """
+
+    acceptance: Acceptance | None = None
+    tokens: float | None = None
+    requests: float | None = None
+    running: float | None = None
+
+    def since(self, before: Counters) -> Counters:
+        """The counts since an earlier reading of the same engine."""
+        spent = self.acceptance
+        if spent is not None and before.acceptance is not None:
+            past = before.acceptance
+            spent = replace(
+                spent, rounds=spent.rounds - past.rounds, accepted=spent.accepted - past.accepted,
+                drafted=_difference(spent.drafted, past.drafted),
+                by_position=tuple(
+                    a - b for a, b in itertools.zip_longest(spent.by_position, past.by_position, fillvalue=0.0)
+                ),
+            )  # fmt: skip
+        return Counters(
+            spent, _difference(self.tokens, before.tokens), _difference(self.requests, before.requests), self.running
+        )
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None else after - (before or 0.0)
+
+
+class Samples:
+    """The samples of a text in Prometheus' exposition format. Series of the same name are added up."""
+
+    def __init__(self, text: str):
+        self._values: dict[str, float] = {}
+        self._by_position: dict[str, dict[int, float]] = defaultdict(dict)
+        for line in text.splitlines():
+            match = None if line.startswith("#") else SAMPLE.fullmatch(line.strip())
+            if match is None:
+                continue
+            name, value = match["name"], float(match["value"])
+            self._values[name] = self._values.get(name, 0.0) + value
+            position = dict(LABEL.findall(match["labels"] or "")).get("position", "")
+            if position.isdecimal():
+                counts = self._by_position[name]
+                counts[int(position)] = counts.get(int(position), 0.0) + value
+
+    def get(self, *names: str) -> float | None:
+        """The sum of the series of the first of these names that is there."""
+        return next((self._values[name] for name in names if name in self._values), None)
+
+    def by_position(self, name: str) -> tuple[float, ...]:
+        """The values of a series by its label `position`, from 0 on."""
+        counts = self._by_position.get(name, {})
+        return tuple(counts.get(k, 0.0) for k in range(max(counts, default=-1) + 1))
+
+
+def vllm_counters(text: str) -> Counters:
+    """The counters in vLLM's /metrics."""
+    samples = Samples(text)
+    rounds, accepted = samples.get("vllm:spec_decode_num_drafts_total"), samples.get(
+        "vllm:spec_decode_num_accepted_tokens_total"
+    )  # fmt: skip
+    acceptance = None
+    if rounds is not None and accepted is not None:
+        acceptance = Acceptance(
+            rounds, accepted, samples.get("vllm:spec_decode_num_draft_tokens_total"),
+            samples.by_position("vllm:spec_decode_num_accepted_tokens_per_pos_total"), "vLLM's counters in /metrics",
+        )  # fmt: skip
+    running = [samples.get("vllm:num_requests_running"), samples.get("vllm:num_requests_waiting")]
+    known = [n for n in running if n is not None]
+    return Counters(acceptance, samples.get("vllm:generation_tokens_total"), None, sum(known) if known else None)
+
+
+def sglang_counters(text: str) -> Counters:
+    """The counters in SGLang's /metrics.
+
+    The tokens of a verification are not counted; they are all tokens but the first one of each request, which comes
+    from its prefill. Tokens that were cut at the end of a request are missing.
+    """
+    samples = Samples(text)
+    rounds, tokens = samples.get("sglang:spec_verify_calls_total"), samples.get("sglang:generation_tokens_total")
+    requests = samples.get("sglang:num_requests_total")
+    acceptance = None
+    if rounds is not None and tokens is not None and requests is not None:
+        acceptance = Acceptance(rounds, tokens - requests - rounds, None, (), "SGLang's counters in /metrics")
+    running = [samples.get("sglang:num_running_reqs"), samples.get("sglang:num_queue_reqs")]
+    known = [n for n in running if n is not None]
+    return Counters(acceptance, tokens, requests, sum(known) if known else None)
+
+
+def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
+    """The acceptance of requests to SGLang's /generate, from the meta_info of their answers. None if these have no
+    counts of verifications.
+
+    Where accepted tokens are not counted, they are taken from the answer's length: all tokens but the prefill's and one
+    for each verification.
+    """
+    rounds = accepted = drafted = 0.0
+    histogram: list[float] = []
+    counted = complete = True
+    for meta in metas:
+        verified = meta.get("spec_verify_ct")
+        if verified is None:
+            if meta.get("completion_tokens", 2) <= 1:  # the prefill's token alone, which nothing verified
+                continue
+            return None
+        correct, proposed = meta.get("spec_num_correct_drafts"), meta.get("spec_num_proposed_drafts")
+        rounds += verified
+        accepted += meta["completion_tokens"] - 1 - verified if correct is None else correct
+        drafted, counted = drafted + (proposed or 0.0), counted and proposed is not None
+        lengths: Sequence[float] = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or ()
+        complete = complete and sum(lengths) == verified
+        histogram = [a + b for a, b in itertools.zip_longest(histogram, lengths, fillvalue=0.0)]
+    if not rounds:
+        return None
+    by_position = [sum(histogram[k:]) for k in range(1, len(histogram))] if complete else []
+    return Acceptance(
+        rounds, accepted, drafted if counted else None, tuple(by_position), "the requests' own counts by SGLang"
+    )
+
+
+def since_start(info: Any) -> float | None:
+    """The mean accepted length that SGLang's /server_info gives, over everything since its start; None if it gives
+    none."""
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    first = states[0] if isinstance(states, list) and states else None
+    value = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else None

@@ -1,0 +1,334 @@
+"""Measures a running server: acceptance by its own counters, speed and latency, and what may explain differences."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
+from fledge.engines.metrics import (
+    Acceptance,
+    Counters,
+    of_requests,
+    sglang_counters,
+    since_start,
+    vllm_counters,
+)
+from fledge.eval.prompts import EvalPrompt, conversation
+
+if TYPE_CHECKING:
+    from fledge.data.template import ChatTemplate
+
+TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
+WARM_UP_TOKENS = 8
+SETTLING = 5.0  # seconds after which the counters of a server without requests must have been updated
+POLL = 0.1  # seconds between two readings of the counters
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: the prompt that was sent, its token ids by the target's tokenizer (None without one), and the
+    answer."""
+
+    prompt: Prompt
+    ids: list[int] | None
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The requests of a measurement, by prompt and turn, and what the server counted meanwhile.
+
+    `acceptance` is None if the server does not tell; `note` then says why, and `since_start` is SGLang's mean accepted
+    length since its start. `mismatched` are the requests whose prompt has another number of tokens on the server.
+    """
+
+    asked: list[list[Asked]]
+    seconds: float
+    concurrency: int
+    acceptance: Acceptance | None
+    since_start: float | None = None
+    note: str = ""
+    mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Asked]:
+        """All requests in order."""
+        return [asked for of_prompt in self.asked for asked in of_prompt]
+
+    @property
+    def answers(self) -> list[list[str]]:
+        """The texts of the answers to each prompt's turns."""
+        return [[asked.answer.text for asked in of_prompt] for of_prompt in self.asked]
+
+    def record(self) -> dict[str, Any]:
+        """The figures as JSON-ready data. Times are in milliseconds: `ttft_ms` until the first token, `itl_ms` per
+        token after it, each the median and the 90th percentile over the requests."""
+        answers = [a.answer for a in self.requests]
+        tokens = _tokens(answers)
+        later = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens and a.tokens > 1]
+        tau, alpha = (self.acceptance.tau, self.acceptance.alpha) if self.acceptance else (None, None)
+        return {
+            "tau": tau,
+            "alpha": alpha,
+            "depth": self.acceptance.depth if self.acceptance else None,
+            "counted": asdict(self.acceptance) if self.acceptance else None,
+            "tau_since_start": self.since_start,
+            "note": self.note,
+            "concurrency": self.concurrency,
+            "tokens_per_s": tokens / self.seconds if tokens is not None else None,
+            "ttft_ms": _spread([a.first - a.started for a in answers]),
+            "itl_ms": _spread(later),
+            "prompts": len(self.asked),
+            "requests": len(answers),
+            "mean_new_tokens": tokens / len(answers) if tokens is not None else None,
+            "truncated": sum(a.finish == "length" for a in answers),
+            "mismatched_prompts": self.mismatched,
+        }
+
+
+def _tokens(answers: Sequence[Answer]) -> int | None:
+    """The tokens of all answers; None if the server does not count them."""
+    return None if any(a.tokens is None for a in answers) else sum(a.tokens for a in answers)
+
+
+def _spread(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return {"median": 1e3 * statistics.median(ordered), "p90": 1e3 * ordered[int(0.9 * (len(ordered) - 1))]}
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+async def measure(
+    client: Client,
+    prompts: Sequence[EvalPrompt],
+    decoding: Decoding,
+    *,
+    concurrency: int,
+    template: ChatTemplate | None = None,
+    seed: int | None = None,
+    histories: Sequence[Sequence[str]] | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
+
+    `template` is that of the target: with it, prompts are counted, and SGLang is asked by token ids, since it counts
+    acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
+    Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
+    that the server refuses, and if the server has other requests meanwhile.
+    """
+    asking = _Asking(client, decoding, template, seed)
+    warm_up = _Asking(client, _shorter(decoding), template, seed)
+    await asyncio.gather(*(warm_up.first(p) for p in prompts[:concurrency]))
+    mismatched = await asking.check_template(prompts)
+    before = await settled_counters(client, None)
+    if before.running:
+        raise ServerProblem(
+            f"{client.root} has {before.running:.0f} other requests; measure when nobody else uses the server"
+        )
+    asked: list[list[Asked]] = [[] for _ in prompts]
+    remaining = iter(range(len(prompts)))
+    start = time.perf_counter()
+    workers = [
+        asyncio.create_task(_work(asking, prompts, remaining, asked, histories, advance)) for _ in range(concurrency)
+    ]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    seconds = time.perf_counter() - start
+    answers = [a.answer for of_prompt in asked for a in of_prompt]
+    tokens = _tokens(answers)
+    spent = (await settled_counters(client, None if before.tokens is None else before.tokens + (tokens or 0))).since(
+        before
+    )
+    check_alone(client.root, spent, tokens)
+    acceptance = of_requests([a.meta for a in answers]) or spent.acceptance
+    if acceptance is not None and not acceptance.rounds:
+        acceptance = None
+    mean = await _since_start(client) if acceptance is None else None
+    mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
+    return Measurement(
+        asked, seconds, concurrency, acceptance, mean, "" if acceptance else _why_unknown(client, spent), mismatched
+    )
+
+
+def _shorter(decoding: Decoding) -> Decoding:
+    return Decoding(**asdict(decoding) | {"max_new_tokens": min(WARM_UP_TOKENS, decoding.max_new_tokens)})
+
+
+async def _work(
+    asking: _Asking,
+    prompts: Sequence[EvalPrompt],
+    remaining: Iterator[int],
+    asked: list[list[Asked]],
+    histories: Sequence[Sequence[str]] | None,
+    advance: Callable[[], None],
+) -> None:
+    for i in remaining:
+        answers: list[str] = []
+        for turn in range(prompts[i].answers):
+            asked[i].append(await asking.ask(prompts[i], answers))
+            answers.append(histories[i][turn] if histories else asked[i][-1].answer.text)
+            advance()
+
+
+class _Asking:
+    """How a server is asked: a text or token ids, messages, or SGLang's /generate."""
+
+    def __init__(self, client: Client, decoding: Decoding, template: ChatTemplate | None, seed: int | None):
+        self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
+        self.by_ids = client.server.engine == "sglang" and template is not None
+
+    async def first(self, prompt: EvalPrompt) -> Asked:
+        """The answer to a prompt's first turn."""
+        return await self.ask(prompt, [])
+
+    async def ask(self, prompt: EvalPrompt, answers: Sequence[str]) -> Asked:
+        """The answer to a prompt's next turn, after these answers."""
+        said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
+        ids = None if self.template is None else self.template.prompt_ids(said, where=where)
+        sent = ids if ids is not None and isinstance(said, str) else said
+        try:
+            if self.by_ids:
+                return Asked(ids, ids, await self.client.generate(ids, self.decoding, seed=self.seed))
+            answer = await self.client.ask(sent, self.decoding, seed=self.seed, stream=True, token_ids=True)
+        except BadPrompt as e:
+            raise ValueError(f"{where}: {e}") from e
+        return Asked(sent, ids, answer)
+
+    async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
+        """If prompts are sent as token ids, asks for the first conversation as messages too, to compare the number of
+        tokens. Returns the difference, or nothing."""
+        chat = next((p for p in prompts if p.text is None), None)
+        if not self.by_ids or chat is None:
+            return []
+        asking = _Asking(self.client, Decoding(**asdict(self.decoding) | {"max_new_tokens": 1}), self.template, None)
+        asking.by_ids = False
+        found = asking.mismatch(await asking.first(chat))
+        return [found] if found else []
+
+    def mismatch(self, asked: Asked) -> str:
+        """The numbers of tokens of a prompt, if the server counts another number than the target's template gives."""
+        theirs = asked.answer.prompt_tokens
+        if asked.ids is None or theirs is None or theirs == len(asked.ids):
+            return ""
+        return f"{theirs} tokens on the server, {len(asked.ids)} by the target's template"
+
+
+async def settled_counters(client: Client, expected: float | None) -> Counters:
+    """The server's counters, once they have reached `expected` generated tokens or do not change any more, at most
+    SETTLING seconds later. Empty for servers without counters."""
+    read = {"vllm": vllm_counters, "sglang": sglang_counters}.get(client.server.engine)
+    if read is None:
+        return Counters()
+    latest, end = None, time.monotonic() + SETTLING
+    while True:
+        try:
+            counters = read(await client.text("/metrics"))
+        except ServerProblem:  # SGLang without --enable-metrics
+            return Counters()
+        unchanged = latest is not None and counters == latest
+        reached = expected is None or counters.tokens is None or counters.tokens >= expected
+        if (unchanged and reached and not counters.running) or time.monotonic() > end:
+            return counters
+        latest = counters
+        await asyncio.sleep(POLL)
+
+
+def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
+    """Raises ServerProblem if the server has generated more tokens, or verified more drafts, than our requests explain:
+    then others used it meanwhile, and its counters mix their text with ours."""
+    if tokens is None:
+        return
+    if spent.tokens is not None and spent.tokens > tokens:
+        found = f"{spent.tokens:.0f} tokens, of which {tokens} are ours"
+    elif spent.acceptance is not None and spent.acceptance.rounds > tokens:
+        found = f"{spent.acceptance.rounds:.0f} drafts for {tokens} tokens of ours"
+    else:
+        return
+    raise ServerProblem(
+        f"{root} counted {found}: others used the server during the measurement; measure when nobody else does"
+    )
+
+
+async def _since_start(client: Client) -> float | None:
+    if client.server.engine != "sglang":
+        return None
+    try:
+        return since_start(await client.json("/server_info"))
+    except ServerProblem:
+        return None
+
+
+def _why_unknown(client: Client, spent: Counters) -> str:
+    """Why there are no figures of acceptance."""
+    if client.server.engine == "vllm":
+        return "vLLM counted no drafts: it was started without a draft"
+    if client.server.engine == "sglang" and spent.requests is None:
+        return (
+            "SGLang was started without --enable-metrics, so acceptance is known by request only; give --target, so "
+            "that prompts can be sent as token ids to /generate, which tells it"
+        )
+    if client.server.engine == "sglang":
+        return "SGLang counted no verifications: it was started without a draft"
+    return "the server is neither vLLM nor SGLang, whose counters fledge reads"
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------
+
+
+def identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, str]:
+    """The number of equal answers, and what was compared: "tokens", or "text" where a server returns no token ids."""
+    by_tokens = all(a.token_ids is not None for a in (*ours, *theirs))
+    values = [[a.token_ids if by_tokens else a.text for a in answers] for answers in (ours, theirs)]
+    return sum(a == b for a, b in zip(*values, strict=True)), "tokens" if by_tokens else "text"
+
+
+def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str]:
+    """Why a server's τ may differ from that of fledge's decoder, as sentences: what the record shows first, then what
+    it cannot show. Empty if τ differs by at most TOLERANCE. `minimum` is the engine's lowest version that supports the
+    draft."""
+    own, theirs = record["own"], record["tau"]
+    if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
+        return []
+    shown, possible = [], []
+    if prompts := mismatch_sentence(record):
+        shown.append(prompts)
+    if record["depth"] and abs(record["depth"] - own["depth"]) > 0.05:
+        shown.append(f"The server drafts {record['depth']:.2f} tokens a round and fledge {own['depth']}: give --depth.")
+    if record["sampling"]["temperature"] > 0:
+        shown.append("At this temperature both draw other texts: compare greedily, or over many more prompts.")
+    elif own["identical"] < record["requests"]:
+        shown.append(
+            f"{record['requests'] - own['identical']} of {record['requests']} answers differ from fledge's: near ties "
+            "fall differently by dtype and batch size, or the server has another model."
+        )
+    if record["concurrency"] > 1:
+        possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
+    if minimum:
+        possible.append(f"a version before {minimum}, which ignores some of the draft's norms (norm_output)")
+    possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
+    if engine == "vllm":
+        possible.append("a draft that was started without a method in --speculative-config")
+    return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
+
+
+def mismatch_sentence(record: dict[str, Any]) -> str:
+    """What it means that prompts have another number of tokens on the server; empty if none has."""
+    found = record["mismatched_prompts"]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} prompts have another number of tokens ({found[0]}): the server uses another chat template or "
+        "thinking mode, or serves another model."
+    )

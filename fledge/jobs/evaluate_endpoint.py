@@ -1,0 +1,271 @@
+"""`fledge eval --endpoint`: acceptance and speed of a running vLLM or SGLang, beside fledge's own decoder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.engines.client import Client, Decoding, Server
+from fledge.engines.command import trained_depth
+from fledge.engines.support import minimum_version
+from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
+from fledge.eval.prompts import EvalPrompt, read_prompts
+from fledge.eval.record import check_record_path, write_record
+from fledge.jobs.options import parse_template_kwargs
+
+if TYPE_CHECKING:
+    from fledge.config import DraftConfig
+    from fledge.data.template import ChatTemplate
+    from fledge.jobs.display import ResultPrinter
+    from fledge.jobs.evaluate import EvalOptions
+
+NEW_TOKENS = 128
+
+
+def run(
+    options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
+) -> dict[str, Any]:
+    """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
+
+    `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
+    refuses a prompt, and if it has other requests during a measurement.
+    """
+    concurrencies = _check(options)
+    draft = options.draft[0] if options.draft else None
+    config = _draft_config(draft)
+    kwargs = parse_template_kwargs(options.template_kwargs)
+    if kwargs is None and config is not None:
+        kwargs = config.provenance.template_kwargs
+    template = _template_of(options, kwargs)
+    sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
+    measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
+    records: dict[str, Any] = {}
+    for (name, concurrency), found in measured.items():
+        label = " ".join(
+            itertools.compress((name, f"{concurrency} in flight"), (len(sets) > 1, len(concurrencies) > 1))
+        )
+        records[label] = found
+    if draft is not None and options.target:
+        _add_own(options, config, measured, kwargs, progress)
+    result = {label: _finished(found, options, config) for label, found in records.items()}
+    record = next(iter(result.values())) if len(result) == 1 else result
+    try:
+        show(record)
+    finally:
+        if options.out:
+            write_record(options.out, record)
+    return record
+
+
+def _check(options: EvalOptions) -> list[int]:
+    """Checks the options that only matter here, and returns the concurrencies."""
+    concurrencies = options.concurrency or [1]
+    if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
+        raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
+    if len(options.draft) > 1 or len(options.draft_mode) > 1:
+        raise ValueError(
+            "a server has one draft and one way of drafting; with --endpoint give --draft and --draft-mode once"
+        )
+    if options.draft and not options.target:
+        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
+    if options.out:
+        check_record_path(options.out, "--out")
+    return concurrencies
+
+
+def _draft_config(draft: str | None) -> DraftConfig | None:
+    if draft is None:
+        return None
+    from fledge.models.weights import read_draft_config
+
+    return read_draft_config(draft)
+
+
+def _template_of(options: EvalOptions, kwargs: dict[str, Any] | None) -> ChatTemplate | None:
+    """The chat template of --target, if it is given."""
+    if not options.target:
+        return None
+    from fledge.data.template import ChatTemplate
+    from fledge.targets.loading import load_target
+
+    target = load_target(options.target, weights=False, trust_remote_code=options.trust_remote_code)
+    return ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
+
+
+@dataclasses.dataclass
+class _Found:
+    """What was measured of one set at one concurrency: with the draft, without it, and by fledge's decoder."""
+
+    server: Server
+    version: str | None
+    decoding: Decoding
+    measurement: Measurement
+    baseline: Measurement | None = None
+    own: dict[str, Any] | None = None
+
+
+async def _measure_all(
+    options: EvalOptions,
+    concurrencies: Sequence[int],
+    sets: dict[str, list[EvalPrompt]],
+    template: ChatTemplate | None,
+    kwargs: dict[str, Any] | None,
+    progress: Any,
+) -> dict[tuple[str, int], _Found]:
+    """Measures every set of prompts at every concurrency, with the draft and, if there is a server for it, without."""
+    async with contextlib.AsyncExitStack() as stack:
+        key, most = os.environ.get(options.api_key_env), max(concurrencies)
+
+        async def connect(url: str) -> Client:
+            # a repeated request would be counted twice by the server
+            client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
+            await stack.enter_async_context(client)
+            await client.connect(options.model)
+            return client
+
+        client = await connect(options.endpoint)
+        plain = await connect(options.baseline_endpoint) if options.baseline_endpoint else None
+        version, found = await client.version(), {}
+        sampling = options.sampling()
+        new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
+        decoding = Decoding(
+            new, sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, kwargs
+        )
+        seed = options.seed if options.was_given("seed") else None
+        for (name, prompts), concurrency in itertools.product(sets.items(), concurrencies):
+            total = sum(p.answers for p in prompts) * (2 if plain else 1)
+            with progress.count(f"answers to {name}, {concurrency} in flight", total) as advance:
+                ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
+                without = await measure(plain, prompts, decoding, **ask) if plain else None
+                histories = without.answers if without else None
+                with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
+            found[name, concurrency] = _Found(client.server, version, decoding, with_draft, without)
+    return found
+
+
+def _add_own(
+    options: EvalOptions,
+    config: DraftConfig,
+    measured: dict[tuple[str, int], _Found],
+    kwargs: dict[str, Any] | None,
+    progress: Any,
+) -> None:
+    """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
+    another, and adds τ, α and the share of equal answers."""
+    from fledge.eval.own import decode_own
+
+    depths = [found.measurement.acceptance.depth for found in measured.values() if found.measurement.acceptance]
+    known = [round(depth) for depth in depths if depth]
+    depth = options.depth or (known[0] if known else trained_depth(config))
+    mode = options.draft_mode[0] if options.draft_mode else None
+    engine = dataclasses.replace(options, depth=depth).load_engine(options.draft[0], mode, progress.say)
+    done: dict[str, Any] = {}
+    for (name, _), found in measured.items():
+        requests = found.measurement.requests
+        ids = [asked.ids for asked in requests]
+        if done.get("ids") != ids:  # without --baseline-endpoint, later turns follow each measurement's own answers
+            with progress.count(f"answers to {name} by fledge", len(ids)) as advance:
+                done = decode_own(
+                    engine, ids, sampling=options.sampling(), max_new_tokens=found.decoding.max_new_tokens,
+                    batch=options.batch, advance=advance,
+                )  # fmt: skip
+        greedy = options.temperature == 0
+        same = sum(ours.text == asked.answer.text for ours, asked in zip(done["completions"], requests, strict=True))
+        found.own = done["figures"] | {"identical": same if greedy else None, "depth": depth}
+
+
+def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:
+    """The record of a measurement."""
+    from fledge.eval.environment import environment
+
+    sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    record = found.measurement.record() | {
+        "own": found.own,
+        "baseline": found.baseline.record() if found.baseline else None,
+        "speedup": None,
+        "identical": None,
+        "compared": None,
+        "sampling": sampled | ({"seed": options.seed} if options.was_given("seed") else {}),
+        "max_new_tokens": found.decoding.max_new_tokens,
+        "template_kwargs": found.decoding.template_kwargs,
+        "target": options.target,
+        "draft": options.draft[0] if options.draft else None,
+        "endpoint": options.endpoint,
+        "server": dataclasses.asdict(found.server) | {"version": found.version},
+        "environment": environment("cpu", "the server's"),
+    }  # fmt: skip
+    if found.baseline:
+        plain = record["baseline"]["tokens_per_s"]
+        if plain and record["tokens_per_s"]:
+            record["speedup"] = record["tokens_per_s"] / plain
+        if options.temperature == 0:
+            pair = [[a.answer for a in m.requests] for m in (found.measurement, found.baseline)]
+            record["identical"], record["compared"] = identical(*pair)
+    minimum = minimum_version(config, found.server.engine) if config and found.server.engine else None
+    record["causes"] = causes(record, found.server.engine, minimum)
+    return record
+
+
+# -- printing -----------------------------------------------------------------------------------------------------
+
+
+def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
+    records = {"": record} if "tau" in record else record
+    rows = records.values()
+    columns = {
+        "prompts": [f"{name} {r['prompts']}".strip() for name, r in records.items()],
+        "τ": [_number(r["tau"]) for r in rows],
+        "τ fledge": [_number(r["own"]["tau"]) if r["own"] else "-" for r in rows],
+        "tokens/s": [_number(r["tokens_per_s"], 0) for r in rows],
+        "speedup": [_number(r["speedup"]) + "x" * bool(r["speedup"]) for r in rows],
+        "first token ms": [_number(r["ttft_ms"] and r["ttft_ms"]["median"], 1) for r in rows],
+        "later ms": [_number(r["itl_ms"] and r["itl_ms"]["median"], 2) for r in rows],
+        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['requests']}" for r in rows],
+    }
+    printer.table(columns, optional=("identical", "later ms", "first token ms", "speedup", "tokens/s", "τ fledge"))
+    for name, r in records.items():
+        for line in summary_lines(r):
+            printer.print(f"{name}: {line}" if name else line)
+
+
+def summary_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences about a record: what its figures mean."""
+    lines = []
+    if r["tau"]:
+        lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
+    else:
+        lines.append(f"There is no τ: {r['note']}.")
+    if r["tau_since_start"]:
+        lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
+    if r["alpha"]:
+        lines.append(f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}.")
+    elif r["tau"]:
+        lines.append("There is no α by position: the server does not count it.")
+    if own := r["own"]:
+        lines.append(
+            f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {' '.join(f'{a:.2f}' for a in own['alpha'])}."
+        )
+        if r["tau"] and own["tau"]:
+            lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
+    if r["tokens_per_s"] is None:
+        lines.append("There are no tokens/s: the server does not count the tokens of its answers.")
+    if r["causes"]:
+        lines += [f"τ differs by more than {TOLERANCE:.0%}. What is known to cause it:", *r["causes"]]
+    elif sentence := mismatch_sentence(r):
+        lines.append(sentence)
+    if r["identical"] is not None:
+        lines.append(
+            f"{r['identical']} of {r['requests']} answers are those of the server without a draft, by {r['compared']}."
+        )
+    return lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if not value else f"{value:,.{digits}f}"

@@ -1,0 +1,70 @@
+"""`fledge serve`: starts vLLM or SGLang with a draft, with the flags that the draft needs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fledge.jobs.options import Options, opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Options):
+    """Start vLLM or SGLang with a draft. Words after -- are passed on, e.g. -- --port 8001 --max-model-len 8192."""
+
+    target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    draft: str = opt("draft of the target: a directory or hub id")
+    engine: str = opt("vllm or sglang", "vllm")
+    depth: int | None = opt("tokens drafted in a round (default: as the draft was trained)", None, minimum=1)
+    tree_nodes: int | None = opt(
+        "draft a tree of this many nodes, its root included (SGLang; default: a chain)", None, minimum=2, maximum=1024
+    )
+    tree_width: int | None = opt(
+        "maximum number of children of a tree node (SGLang; default with --tree-nodes: 10)", None,
+        minimum=2, maximum=64,
+    )  # fmt: skip
+    dry_run: bool = opt("print the command instead of running it", False)
+    arguments: list[str] = opt("arguments of the engine, after --", repeatable=True, flag="argument")
+
+
+def run(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Prints the command that starts the engine, or replaces this process by it.
+
+    Raises ValueError for drafts that the engine cannot serve, and if the engine is not installed.
+    """
+    from fledge.engines.command import available
+
+    command = command_of(options)
+    if options.dry_run:
+        print(shlex.join(command), flush=True)
+        return
+    if not available(options.engine):
+        raise ValueError(
+            f"{options.engine} is not installed here; install it, or take the command of --dry-run to where it is"
+        )
+    say(f"starting {shlex.join(command)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(command[0], command)
+
+
+def command_of(options: ServeOptions) -> list[str]:
+    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve
+    it."""
+    from fledge.engines.command import ENGINES, Serving, serve_command, trained_depth
+    from fledge.engines.support import unsupported
+    from fledge.models.weights import read_draft_config
+
+    if options.engine not in ENGINES:
+        raise ValueError(f"--engine {options.engine} is neither vllm nor sglang")
+    config = read_draft_config(options.draft)
+    if reason := unsupported(config, options.engine):
+        raise ValueError(reason)
+    serving = Serving(
+        options.target, options.draft, config, options.depth or trained_depth(config), options.tree_nodes,
+        options.tree_width,
+    )  # fmt: skip
+    return serve_command(options.engine, serving, options.arguments)

@@ -1,0 +1,223 @@
+"""`fledge eval --endpoint`: figures of a running server, beside one without a draft and fledge's own decoder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge.engines.client import Client, Decoding, ServerProblem
+from fledge.eval import endpoint
+from fledge.eval.endpoint import causes, measure
+from fledge.eval.prompts import read_prompts
+from fledge.eval.record import is_record
+from fledge.models.weights import save_draft
+from support.commands import Ran
+from support.files import write_rows
+from support.openai_server import FakeServer
+from support.targets import CHATML, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
+
+TURNS = [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}, {"text": "the bird tries its wings"}]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, a draft of it, and prompts."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), root / "draft")
+    write_rows(root / "prompts.jsonl", TURNS)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "POLL", 0.01)
+    monkeypatch.setattr(endpoint, "SETTLING", 1.0)
+
+
+Evaluate = Callable[..., Ran]
+
+
+@pytest.fixture
+def evaluate(fledge: Callable[..., Ran], made: Path) -> Evaluate:
+    def run(server: FakeServer, *words: Any) -> Ran:
+        return fledge("eval", "--endpoint", server.url, "--prompts", made / "prompts.jsonl", *words)
+
+    return run
+
+
+def record_of(ran: Ran) -> dict[str, Any]:
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def counted(server: FakeServer) -> tuple[float, list[float]]:
+    """τ and α by definition of the rounds that a server simulated, without those of the warm-up."""
+    reached = [len(server.accepted), *(sum(a > k for a in server.accepted) for k in range(server.depth))]
+    return 1 + sum(server.accepted) / len(server.accepted), [reached[k + 1] / reached[k] for k in range(server.depth)]
+
+
+@pytest.fixture
+def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up requests have one token, so no rounds."""
+    monkeypatch.setattr(endpoint, "WARM_UP_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("without_warm_up")
+def test_vllm_beside_the_same_server_without_a_draft(evaluate, tmp_path):
+    out = tmp_path / "record.json"
+    with FakeServer(words=20).started() as server, FakeServer(words=20, speculates=False).started() as plain:
+        words = ["--baseline-endpoint", plain.url, "--concurrency", 1, "--concurrency", 2, "--json", "--out", out]
+        records = record_of(evaluate(server, *words))
+        assert list(records) == ["1 in flight", "2 in flight"] and json.loads(out.read_text()) == records
+        assert is_record(records)
+        first, second = records.values()
+        for r in records.values():
+            assert r["tau"] == pytest.approx(2.5, abs=0.2) and len(r["alpha"]) == 3 and r["depth"] == 3
+            assert (r["prompts"], r["requests"], r["identical"], r["compared"]) == (3, 4, 4, "tokens")
+            assert r["server"] == {"engine": "vllm", "model": "bird", "context": 512, "version": "0.26.0"}
+            assert r["tokens_per_s"] > 0 and r["speedup"] > 0 and r["ttft_ms"]["median"] > 0 and r["itl_ms"]["p90"] >= 0
+            assert (
+                r["baseline"]["tau"] is None
+                and "without a draft" in r["baseline"]["note"]
+                and r["mean_new_tokens"] == 20
+            )
+        assert server.most_in_flight <= 2 and {b["temperature"] for b in server.asked} == {0.0}
+        assert first["counted"]["rounds"] + second["counted"]["rounds"] == server.rounds
+        assert all(b["max_tokens"] in (1, 128) for b in server.asked)
+
+
+@pytest.mark.usefixtures("without_warm_up")
+def test_tau_and_alpha_are_those_of_the_rounds(evaluate):
+    with FakeServer(words=20, accepts=(0, 3, 1, 1, 2)).started() as server:
+        record = record_of(evaluate(server, "--json"))
+        tau, alpha = counted(server)
+        assert record["tau"] == pytest.approx(tau) and record["alpha"] == pytest.approx(alpha)
+
+
+@pytest.mark.usefixtures("without_warm_up")
+def test_sglang_is_asked_by_token_ids_or_read_from_counters(evaluate, made):
+    options = dict(engine="sglang", words=20, tokenizer=tiny_tokenizer(), accepts=(0, 3, 1, 1, 2))
+    with FakeServer(**options).started() as server:
+        record = record_of(evaluate(server, "--target", made / "target", "--json"))
+        tau, alpha = counted(server)
+        assert record["tau"] == pytest.approx(tau) and record["alpha"] == pytest.approx(alpha) and record["depth"] == 3
+        assert "requests' own counts" in record["counted"]["source"] and not record["mismatched_prompts"]
+    with FakeServer(**options, histogram=False).started() as server:
+        went = evaluate(server, "--target", made / "target")
+        assert went.code == 0 and "There is no α by position: the server does not count it." in went.out
+    with FakeServer(**options).started() as server:
+        record = record_of(evaluate(server, "--json"))
+        assert record["tau"] == pytest.approx(2.4, abs=0.3) and record["alpha"] is None
+        assert "counters in /metrics" in record["counted"]["source"]
+    with FakeServer(**options, metrics=False).started() as server:
+        went = evaluate(server)
+        said = " ".join(went.out.split())
+        assert went.code == 0 and "There is no τ: SGLang was started without --enable-metrics" in said, said
+        assert "Since its start, with all its requests, the server's mean is 2." in said
+
+
+def test_what_is_not_known_is_not_invented(evaluate):
+    with FakeServer(engine="other").started() as server:
+        went = evaluate(server)
+        assert went.code == 0 and "There is no τ: the server is neither vLLM nor SGLang" in " ".join(went.out.split())
+    with FakeServer(speculates=False).started() as server:
+        record = record_of(evaluate(server, "--json"))
+        assert record["tau"] is record["alpha"] is None and "without a draft" in record["note"]
+
+
+def test_fledges_decoder_answers_the_same_prompts(evaluate, made):
+    words = ["--target", made / "target", "--draft", made / "draft", "--device", "cpu", "--max-new-tokens", 8]
+    with FakeServer(words=20, tokenizer=tiny_tokenizer(), depth=2, accepts=(0, 1, 2)).started() as server:
+        record = record_of(evaluate(server, *words, "--json"))
+        own = record["own"]
+        assert own["depth"] == 2 == record["depth"] and own["tau"] >= 1 and own["identical"] == 0
+        assert own["device"] == "cpu" and own["rounds"] > 0
+        text = " ".join(record["causes"])
+        assert "4 of 4 answers differ from fledge's" in text and "without a method" in text
+        went = evaluate(server, *words, "--depth", 3)
+        said = " ".join(went.out.split())
+        assert (
+            went.code == 0
+            and "τ differs by more than 3%" in said
+            and "The server drafts 2.00 tokens a round and" in said
+        )
+        assert "fledge's decoder on the same prompts: τ" in said
+
+
+def test_prompts_that_the_server_renders_otherwise_are_named(evaluate, made):
+    other = tiny_tokenizer(CHATML.replace("assistant\n' }}{% endif", "assistant\nit can fly' }}{% endif"))
+    for engine in ("vllm", "sglang"):
+        with FakeServer(engine=engine, tokenizer=other).started() as server:
+            went = evaluate(server, "--target", made / "target")
+            said = " ".join(went.out.split())
+            assert went.code == 0 and "prompts have another number of tokens" in said and "thinking mode" in said, said
+
+
+def test_causes_that_the_record_shows_come_first():
+    record = {
+        "tau": 2.0, "own": {"tau": 2.5, "depth": 5, "identical": None}, "depth": 3.0, "concurrency": 4, "requests": 8,
+        "sampling": {"temperature": 1.0}, "mismatched_prompts": ["31 tokens on the server, 27 by the template"],
+    }  # fmt: skip
+    found = causes(record, "vllm", "0.22")
+    assert [text.split()[0] for text in found] == ["1", "The", "At", "Causes"]
+    assert "before 0.22" in found[-1] and "--concurrency 1" in found[-1] and "give --depth" in found[1]
+    assert causes(record | {"tau": 2.44}, "vllm", None) == [] == causes(record | {"tau": None}, "vllm", None)
+    assert "method" not in causes(record, "sglang", None)[-1]
+
+
+def test_other_users_of_the_server_are_noticed(made):
+    prompts = read_prompts(made / "prompts.jsonl")
+
+    async def run(server: FakeServer) -> None:
+        async with Client(server.url, connections=3, retries=0) as client:
+            await client.connect()
+            await measure(client, prompts, Decoding(8), concurrency=1)
+
+    with FakeServer(words=8).started() as server:
+        server.on_request = lambda n: server.speculate(30) if n == 3 else None  # the first request is the warm-up
+        with pytest.raises(ServerProblem, match="others used the server during the measurement"):
+            asyncio.run(run(server))
+        server.on_request = lambda n: None
+        server.in_flight = 2
+        with pytest.raises(ServerProblem, match="has 2 other requests; measure when nobody else uses the server"):
+            asyncio.run(run(server))
+        server.in_flight = 0
+        asyncio.run(run(server))
+    with FakeServer(words=8, speculates=False).started() as server:
+        server.metrics_text = lambda: (  # an engine without a counter of tokens
+            f"vllm:spec_decode_num_drafts_total {9 * len(server.asked)}\nvllm:spec_decode_num_accepted_tokens_total 0\n"
+        )
+        with pytest.raises(ServerProblem, match="36 drafts for 32 tokens of ours"):
+            asyncio.run(run(server))
+
+
+def test_a_measurement_is_not_repeated_when_a_request_fails(evaluate, tmp_path):
+    with FakeServer(failures=[None, None, 500]).started() as server:
+        went = evaluate(server, "--out", tmp_path / "r.json")
+        assert went.code == 2 and "status 500" in went.err and not (tmp_path / "r.json").exists()
+    with FakeServer(refuse="fly").started() as server:
+        went = evaluate(server)
+        assert went.code == 2 and "prompts.jsonl, line 2: the server answers with status 400" in went.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--concurrency", 0], "give different numbers of at least 1"),
+        (["--concurrency", 2, "--concurrency", 2], "give different numbers of at least 1"),
+        (["--draft", "d"], "--draft without --target"),
+        (["--draft", "d", "--draft", "e", "--target", "t"], "a server has one draft"),
+        (["--seed", 3], "--seed has no effect at --temperature 0"),
+        (["--device", "cpu"], "--device has no effect with --endpoint unless fledge decodes too"),
+    ],
+)
+def test_options_that_make_no_sense_ask_nothing(words, reason, evaluate):
+    with FakeServer().started() as server:
+        went = evaluate(server, *words)
+        assert went.code == 2 and reason in went.err.replace("\n", " ") and not server.asked

@@ -1,0 +1,332 @@
+"""`fledge regenerate --endpoint` against a server that answers, fails, and outlives the jobs that use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge.data.answering import reasoning_field
+from fledge.data.template import ChatTemplate
+from fledge.engines import client as client_module
+from support.chats import tiny_chats
+from support.commands import TESTS, Ran
+from support.files import rows_of, write_rows
+from support.openai_server import FakeServer
+from support.targets import CHATML, tiny_target, tiny_target_directory, tiny_tokenizer
+
+ASKED = {"role": "user", "content": "the young bird"}
+TOLD = {"role": "assistant", "content": "tries its wings"}
+REASONS = CHATML.replace("+ m['content']", "+ m.get('reasoning_content', '') + m['content']")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, and chats of two turns."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 40)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.001)
+
+
+Regenerate = Callable[..., Ran]
+
+
+@pytest.fixture
+def regenerate(fledge: Callable[..., Ran], made: Path, tmp_path: Path) -> Regenerate:
+    def run(server: FakeServer, *words: Any, data: Path = made / "chats.jsonl", out: str = "own.jsonl") -> Ran:
+        return fledge("regenerate", "--endpoint", server.url, "--data", data, "--out", tmp_path / out, *words)
+
+    return run
+
+
+def test_answers_come_in_the_order_of_the_data_and_follow_each_other(regenerate, made, tmp_path):
+    with FakeServer(latency=0.005).started() as server:
+        went = regenerate(server, "--concurrency", 8)
+        assert went.code == 0 and f"wrote 40 records to {tmp_path / 'own.jsonl'}" in went.err.replace("\n", " ")
+        assert 1 < server.most_in_flight <= 8 and len(server.asked) == 80
+        rows, data = rows_of(tmp_path / "own.jsonl"), rows_of(made / "chats.jsonl")
+        for i, (row, given) in enumerate(zip(rows, data, strict=True), 1):
+            a, b, c, d = row["messages"]
+            assert row["source"].endswith(f"chats.jsonl, line {i}") and list(row)[:2] == ["source", "asked"]
+            assert [a, c] == [given["messages"][0], given["messages"][2]]
+            assert b["content"] == server.answer_to([a], 512) and d["content"] == server.answer_to([a, b, c], 512)
+        again = regenerate(server, "--concurrency", 3)
+        assert again.code == 0 and "is complete: 40 records" in again.err and len(server.asked) == 80
+
+
+def test_the_requests_are_always_in_flight(regenerate, tmp_path):
+    """While a conversation waits for its next turn, others are asked: the server answers no request before it has
+    eight, except at the end of the data."""
+    data = write_rows(tmp_path / "d.jsonl", [{"turns": ["the bird"] * (1 + 2 * (i % 2))} for i in range(40)])
+    with FakeServer().started() as server:
+        eight = threading.Barrier(8, timeout=20)
+        server.on_request = lambda n: eight.wait() if n <= 56 else None
+        assert regenerate(server, "--concurrency", 8, data=data).code == 0
+        assert len(server.asked) == 80 and server.most_in_flight == 8 and not eight.broken
+
+
+def test_failures_are_repeated_and_reported(regenerate, tmp_path):
+    failures = [429, None, 500, "drop", "malformed", None, 503, 429]
+    with FakeServer(failures=failures).started() as server:
+        went = regenerate(server, "--concurrency", 2)
+        said = went.err.replace("\n", " ")
+        assert (
+            went.code == 0 and "6 requests were repeated: status 429 (2)" in said and "a dropped connection (1)" in said
+        )
+        assert len(rows_of(tmp_path / "own.jsonl")) == 40 and len(server.asked) == 86
+
+
+def test_a_server_that_fails_for_good_leaves_what_was_answered(regenerate, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        client_module.Client.__init__, "__kwdefaults__", client_module.Client.__init__.__kwdefaults__ | {"retries": 1}
+    )
+    with FakeServer(failures=[None] * 20 + [500] * 200).started() as server:
+        went = regenerate(server, "--concurrency", 1)
+        said = went.err.replace("\n", " ")
+        assert went.code == 2 and "2 attempts" in said and "run the same command again to continue" in said
+        assert len(rows_of(tmp_path / "own.jsonl")) == 10
+        server.failures.clear()
+        went = regenerate(server, "--concurrency", 4)
+        assert went.code == 0 and "after 10 of 40 records" in went.err and len(rows_of(tmp_path / "own.jsonl")) == 40
+    went = regenerate(server, out="other.jsonl")
+    assert went.code == 2 and "cannot be reached" in went.err and not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_refused_prompt_ends_the_job_or_is_skipped(regenerate, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"messages": [{**ASKED, "content": c}]} for c in ("a", "ENDLESS", "b")])
+    with data.open("a") as f:
+        f.write(json.dumps({"messages": [{**ASKED, "content": 5}]}) + "\n")
+    with FakeServer(refuse="ENDLESS").started() as server:
+        went = regenerate(server, data=data)
+        assert went.code == 2 and "line 4, message 1: its content is 5" in went.err
+        write_rows(data, rows_of(data)[:3])
+        went = regenerate(server, "--concurrency", 1, data=data)
+        said = went.err.replace("\n", " ")
+        assert went.code == 2 and "line 2: the server answers with status 400: the prompt is longer" in said, said
+        assert "skip such records by --skip-bad" in said and len(rows_of(tmp_path / "own.jsonl")) == 1
+        went = regenerate(server, "--skip-bad", data=data)
+        said = went.err.replace("\n", " ")
+        assert (
+            went.code == 0 and "1 records were refused (--skip-bad), the first because:" in said and "wrote 2" in said
+        )
+        assert [r["messages"][0]["content"] for r in rows_of(tmp_path / "own.jsonl")] == ["a", "b"]
+        server.refuse = "content"
+        went = regenerate(server, "--skip-bad", data=data, out="none.jsonl")
+        assert went.code == 2 and "every record was refused, the first because" in went.err
+
+
+def test_every_layout_is_answered(regenerate, made, tmp_path):
+    rows = [
+        {"turns": ["the bird", "again"]},
+        {"messages": [TOLD, ASKED]},
+        {"prompt": "the young bird", "completion": " tries"},
+        {"prompt": [ASKED, TOLD, ASKED], "completion": [TOLD]},
+        {"text": "the young bird tries its wings, falls, and tries again"},
+    ]
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, data=data)
+        assert went.code == 2 and "line 5: of a plain text" in went.err and "give --target" in went.err
+        words = ["--target", made / "target", "--prompt-tokens", 5, "--max-new-tokens", 7]
+        went = regenerate(server, *words, data=data, out="two.jsonl")
+        assert went.code == 0, went.err
+        turns, opened, text, chat, plain = rows_of(tmp_path / "two.jsonl")
+        assert [m["role"] for m in turns["messages"]] == ["user", "assistant"] * 2
+        assert opened["messages"][:2] == [TOLD, ASKED] and opened["messages"][2]["content"]
+        ids = tiny_tokenizer()("the young bird")["input_ids"]
+        assert text["prompt"] == "the young bird" and text["completion"] == server.answer_to(ids, 7)
+        assert chat["prompt"] == [ASKED, TOLD, ASKED] and [m["role"] for m in chat["completion"]] == ["assistant"]
+        first = tiny_tokenizer()(rows[4]["text"])["input_ids"][:5]
+        assert plain["text"] == tiny_tokenizer().decode(first) + server.answer_to(first, 7)
+
+
+def test_a_template_that_is_not_the_targets_is_noticed(regenerate, made, tmp_path):
+    other = tiny_tokenizer(CHATML.replace("assistant\n' }}{% endif", "assistant\nit can fly' }}{% endif"))
+    with FakeServer(tokenizer=other).started() as server:
+        went = regenerate(server, "--target", made / "target")
+        said = went.err.replace("\n", " ")
+        assert went.code == 2 and "another template or thinking mode" in said and "line" in said, said
+        assert not (tmp_path / "own.jsonl").exists() or not rows_of(tmp_path / "own.jsonl")
+        assert regenerate(server, out="unchecked.jsonl").code == 0
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        assert regenerate(server, "--target", made / "target", out="right.jsonl").code == 0
+
+
+def test_template_arguments_reach_the_server_and_the_check(regenerate, made, tmp_path):
+    thinks = CHATML.replace("{% if add", "{% if think %}it can fly{% endif %}{% if add")
+    target = tmp_path / "target"
+    tokenizer = tiny_tokenizer(thinks)
+    tiny_target().model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    with FakeServer(tokenizer=tokenizer, template_kwargs={"think": True}).started() as server:
+        assert "thinking mode" in regenerate(server, "--target", target).err.replace("\n", " ")
+        words = ["--target", target, "--template-kwargs", '{"think": false}']
+        assert regenerate(server, *words, out="right.jsonl").code == 0
+        assert server.asked[-1]["chat_template_kwargs"] == {"think": False}
+
+
+def test_reasoning_is_kept_in_the_field_that_the_template_renders(regenerate, made, tmp_path):
+    assert reasoning_field(ChatTemplate(tiny_tokenizer(REASONS), [1])) == "reasoning_content"
+    assert reasoning_field(ChatTemplate(tiny_tokenizer(), [1])) is None
+    with FakeServer(tokenizer=tiny_tokenizer(), reasoning="it falls").started() as server:
+        went = regenerate(server, "--target", made / "target")
+        assert went.code == 2 and "start the server without its reasoning parser" in went.err.replace("\n", " ")
+        assert regenerate(server, "--limit", 2, out="kept.jsonl").code == 0
+        for row in rows_of(tmp_path / "kept.jsonl"):
+            assert [m.get("reasoning_content") for m in row["messages"]] == [None, "it falls"] * 2
+        assert server.asked[-1]["messages"][1]["reasoning"] == "it falls"
+
+
+def test_cut_answers_are_counted_and_tool_calls_are_refused(regenerate, tmp_path):
+    with FakeServer(words=9).started() as server:
+        went = regenerate(server, "--max-new-tokens", 4, "--limit", 3)
+        assert went.code == 0 and "6 answers reached --max-new-tokens 4; they are kept" in went.err
+    with FakeServer(tool_calls=True).started() as server:
+        went = regenerate(server, out="tools.jsonl")
+        assert went.code == 2 and "start the server without its tool call parser" in went.err.replace("\n", " ")
+
+
+def test_a_seed_makes_requests_repeatable_and_different(regenerate, made, tmp_path):
+    with FakeServer().started() as server:
+        assert regenerate(server, "--temperature", 0.7, "--limit", 3).code == 0
+        assert all("seed" not in body and body["temperature"] == 0.7 for body in server.asked)
+        server.asked.clear()
+        words = ["--temperature", 1, "--seed", 7, "--limit", 3]
+        assert regenerate(server, *words, out="a.jsonl").code == regenerate(server, *words, out="b.jsonl").code == 0
+        seeds = [body["seed"] for body in server.asked]
+        assert len(set(seeds)) == 6 and sorted(seeds[:6]) == sorted(seeds[6:]) and max(seeds) < 2**63
+
+
+def test_another_job_does_not_continue_the_file(regenerate, tmp_path):
+    with FakeServer().started() as server:
+        assert regenerate(server, "--limit", 3).code == 0
+        for more in (["--max-new-tokens", 5], ["--temperature", 1]):
+            went = regenerate(server, "--limit", 3, *more)
+            assert went.code == 2 and "was not made from this --data with these options" in went.err
+        server.models = ("other",)
+        assert "was not made from this" in regenerate(server, "--limit", 3).err
+        assert "1 of 2" not in regenerate(server, "--limit", 3, "--model", "bird").err
+
+
+def test_neither_target_nor_endpoint(fledge, made, tmp_path):
+    went = fledge("regenerate", "--data", made / "chats.jsonl", "--out", tmp_path / "o.jsonl")
+    assert went.code == 2 and "give --target MODEL, which answers, or --endpoint URL" in went.err
+
+
+JOBS = """
+import os, sys
+from fledge.cli import main
+from fledge.jobs import regenerate_endpoint  # imported once, for all jobs
+sys.argv = ["fledge", "regenerate", *sys.argv[1:]]
+for line in sys.stdin:  # each starts the job in a process of its own
+    if not (child := os.fork()):
+        main()
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@contextmanager
+def jobs(*words: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts the job whenever it is told."""
+    with subprocess.Popen(
+        [sys.executable, "-c", JOBS, *map(str, words)], env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def start(process: subprocess.Popen[str]) -> int:
+    """Starts a job, and returns its process id."""
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
+
+
+def status(process: subprocess.Popen[str]) -> int:
+    """The exit status of the job, or the signal that ended it."""
+    return int(process.stdout.readline())
+
+
+def test_ten_kills_lose_and_double_nothing(made, tmp_path):
+    """The job is killed after some answers, ten times, and continued; records that occur twice are answered twice."""
+    out, data = tmp_path / "own.jsonl", made / "chats.jsonl"
+    with FakeServer(latency=0.001).started() as server:
+        words = ["--endpoint", server.url, "--data", f"{data}@2", "--out", out, "--concurrency", 5]
+        words += ["--temperature", 1, "--seed", 1]
+        answered = 0
+        with jobs(*words) as job:
+            for _ in range(10):
+                reached, before = threading.Event(), len(server.asked)
+                server.on_request = lambda n, b=before, r=reached: r.set() if n == b + 14 else None
+                child = start(job)
+                assert reached.wait(60)
+                os.kill(child, signal.SIGKILL)
+                assert status(job) == signal.SIGKILL
+                lines = out.read_bytes().split(b"\n")[:-1]
+                assert len(lines) >= answered, "answers that were written stay"
+                answered = len(lines)
+                assert len({(r["source"], r["asked"]) for r in map(json.loads, lines)}) == answered
+            server.on_request = lambda n: None
+            with out.open("ab") as f:
+                f.write(b'{"source": "')  # as a line that was cut
+            start(job)
+            assert status(job) == 0
+        rows, given = rows_of(out), rows_of(data) * 2
+        assert len(rows) == 80 and len({r["asked"] for r in rows}) == 80 and 0 < answered < 80, answered
+        assert [r["messages"][0] for r in rows] == [r["messages"][0] for r in given]
+        assert all(r["messages"][1]["content"] == server.answer_to(r["messages"][:1], 512) for r in rows)
+        assert not [p for p in tmp_path.iterdir() if p != out], "no other files are left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_with_what_was_answered(number, regenerate, tmp_path):
+    before = signal.getsignal(number)
+    try:
+        with FakeServer(latency=0.002).started() as server:
+            server.on_request = lambda n: os.kill(os.getpid(), number) if n == 30 else None
+            went = regenerate(server, "--concurrency", 4)
+            said = went.err.replace("\n", " ")
+            assert (
+                went.code == 130 and "stopped; run the same command again to continue" in said and "Trace" not in said
+            ), said
+            assert 5 < len(rows_of(tmp_path / "own.jsonl")) < 20
+            server.on_request = lambda n: None
+            assert regenerate(server, "--concurrency", 4).code == 0 and len(rows_of(tmp_path / "own.jsonl")) == 40
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_full_disk_ends_the_job_and_the_same_command_continues(regenerate, tmp_path):
+    out = tmp_path / "own.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with FakeServer().started() as server:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[0][1]))
+        try:
+            went = regenerate(server)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+            signal.signal(signal.SIGXFSZ, before[1])
+        assert went.code == 2 and f"{out} cannot be written: File too large; free some disk space" in went.err
+        assert out.stat().st_size == 4000
+        assert regenerate(server).code == 0 and len(rows_of(out)) == 40

@@ -1,0 +1,120 @@
+"""`fledge serve`: the commands that start engines with a draft."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge.engines import command as command_module
+from support.drafts_on_disk import saved
+
+E3, E1 = dict(method="eagle3"), dict(method="eagle1", W=120, num_aux_hidden_states=0)
+PARALLEL = dict(method="peagle", mask_token_id=7)
+
+
+@pytest.fixture
+def dry_run(fledge, tmp_path):
+    """A function that saves a draft and returns the words of the command that would serve it."""
+
+    def run(draft: dict[str, Any], *words: Any, target: str = "owner/target") -> list[str]:
+        saved(tmp_path / "draft", **draft)
+        went = fledge("serve", "--target", target, "--draft", tmp_path / "draft", "--dry-run", *words)
+        assert went.code == 0 and went.out.count("\n") == 1 and not went.err, went.err
+        return shlex.split(went.out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("draft", "expected"),
+    [
+        (E3, {"method": "eagle3"}),
+        (dict(fc_norm=True, norm_output=True), {"method": "eagle3"}),
+        (E1, {"method": "eagle"}),
+        (PARALLEL, {"method": "eagle3", "parallel_drafting": True}),
+    ],
+    ids=["eagle3", "eagle3.1", "eagle1", "peagle"],
+)
+def test_vllms_command(draft, expected, dry_run, tmp_path):
+    words = dry_run(draft, "--depth", 4, "--", "--port", "8001", "--served-model-name", "a b")
+    assert words[:3] == ["vllm", "serve", "owner/target"] and words[-4:] == [
+        "--port",
+        "8001",
+        "--served-model-name",
+        "a b",
+    ]
+    assert words[3] == "--speculative-config" and len(words) == 9
+    given = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 4}
+    assert json.loads(words[4]) == expected | given
+
+
+@pytest.mark.parametrize(("draft", "algorithm"), [(E3, "EAGLE3"), (E1, "EAGLE")], ids=["eagle3", "eagle1"])
+def test_sglangs_command(draft, algorithm, dry_run, tmp_path):
+    words = dry_run(draft, "--engine", "sglang", "--depth", 4)
+    assert words[1:3] == ["-m", "sglang.launch_server"]
+    flags = dict(zip(words[3:-1:2], words[4::2], strict=True))
+    assert flags == {
+        "--model-path": "owner/target", "--speculative-algorithm": algorithm,
+        "--speculative-draft-model-path": str(tmp_path / "draft"), "--speculative-num-steps": "4",
+        "--speculative-eagle-topk": "1", "--speculative-num-draft-tokens": "5",
+    }  # fmt: skip
+    assert words[-1] == "--enable-metrics"
+
+
+def test_a_tree_in_sglang(dry_run):
+    words = dry_run(E3, "--engine", "sglang", "--depth", 4, "--tree-nodes", 24, "--tree-width", 6)
+    tree = dict(itertools.pairwise(words))
+    amounts = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+    assert [tree[flag] for flag in amounts] == ["4", "6", "24"]
+    words = dry_run(E3, "--engine", "sglang", "--tree-nodes", 24)
+    assert dict(itertools.pairwise(words))["--speculative-eagle-topk"] == "10"
+
+
+def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_path, monkeypatch):
+    from fledge.config import Provenance
+
+    words = dry_run(dict(provenance=Provenance(depth=7)), target="owner/target@v1")
+    assert words[2:5] == ["owner/target", "--revision", "v1"] and json.loads(words[6])["num_speculative_tokens"] == 7
+    monkeypatch.setattr(command_module, "split_revision", lambda name: (name, "r"))
+    assert json.loads(dry_run({})[6])["revision"] == "r"
+    assert "--speculative-draft-model-revision" in dry_run({}, "--engine", "sglang")
+
+
+@pytest.mark.parametrize(
+    ("draft", "words", "reason"),
+    [
+        (PARALLEL, ["--engine", "sglang"], "SGLang (0.5.17 and 0.5.23) cannot serve this draft: it has no one-pass"),
+        (E3, ["--tree-nodes", 9], "vLLM drafts chains, no trees"),
+        (E3, ["--engine", "trtllm"], "--engine trtllm is neither vllm nor sglang"),
+        (E3, [], "vllm is not installed here; install it, or take the command of --dry-run"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(draft, words, reason, fledge, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_module, "available", lambda engine: False)
+    saved(tmp_path / "draft", **draft)
+    went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", *words)
+    assert went.code == 2 and reason in went.err and not went.out, went.err
+
+
+def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch):
+    saved(tmp_path / "draft")
+    ran: list[Any] = []
+    monkeypatch.setattr(os, "execvp", lambda file, words: ran.append((file, words)))
+    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", "--depth", 2, "--", "--port", 1)
+    ((file, words),) = ran
+    assert went.code == 0 and file == words[0] and words[-2:] == ["--port", "1"] and not went.out
+    assert "starting vllm serve t --speculative-config" in went.err
+
+
+def test_vllm_without_its_script_is_started_as_a_module(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(command_module.importlib.util, "find_spec", lambda name: object())
+    assert command_module.program("vllm")[1:] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+    assert command_module.available("sglang") and command_module.program("sglang")[0].endswith("python")
