@@ -412,6 +412,8 @@ def test_damaged_shards_are_named(written: FeatureCache) -> None:
         (content[:100], "no header of a shard"),
         (b"", "no header of a shard"),
         (other.read_bytes(), "a shard of other features"),
+        (content.replace(b'"data_offsets":[0,', b'"data_offsets":[1,'), "its tensors are not one after the other"),
+        (content.replace(b"F32", b"I32", 1), "its tensors are others than the manifest says"),
     ):
         one.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):

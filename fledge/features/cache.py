@@ -244,13 +244,12 @@ class FeatureCache:
             found = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in expected.items()}
             if {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()} != found:
                 raise ValueError(f"{file} is damaged: its tensors are others than the manifest says; {_REPLACE}")
-            starts = sorted((entry["data_offsets"][0], name) for name, entry in header.items())
             ranges, end = {}, 8 + length
-            for start, name in starts:
+            for offsets, name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
                 dtype, shape = expected[name]
-                if 8 + length + start != end:
-                    raise ValueError(f"{file} is damaged: its tensors are not one after the other; {_REPLACE}")
                 ranges[name] = end, end + dtype.itemsize * math.prod(shape)
+                if [8 + length + x for x in offsets] != list(ranges[name]):
+                    raise ValueError(f"{file} is damaged: its tensors are not one after the other; {_REPLACE}")
                 end = ranges[name][1]
             if file.stat().st_size != end:
                 raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {end:,}; {_REPLACE}")
