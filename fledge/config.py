@@ -19,6 +19,9 @@ MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engin
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
+# What to add to the id of a hidden state (0: the embedding) for the number that an engine's list of layers has. SGLang
+# counts the layers whose outputs it reads, from 0.
+LAYER_NUMBERS = {"vllm": 0, "sglang": -1}
 SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names of sizes, and other names of them that a config's attribute map may not translate
@@ -308,8 +311,8 @@ class DraftConfig:
             )
         aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
         if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
-            # the nested list is SGLang's, with the indices of the layers whose outputs are read
-            aux = [i + 1 for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
+            # the nested list is SGLang's
+            aux = [i - LAYER_NUMBERS["sglang"] for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
         hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
         width = top.get("target_hidden_size", hidden)
         aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
@@ -401,9 +404,9 @@ class DraftConfig:
             hf["target_hidden_size"] = self.target_hidden_size
         layers = self.provenance.target_layers
         if self.aux_layers and not (layers and self.aux_layers == engine_layers(layers)):
-            hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
+            hf["eagle_aux_hidden_state_layer_ids"] = [i + LAYER_NUMBERS["vllm"] for i in self.aux_layers]
             hf["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.aux_layers],
+                "eagle_aux_hidden_state_layer_ids": [i + LAYER_NUMBERS["sglang"] for i in self.aux_layers],
                 "use_aux_hidden_state": True,
             }
         own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}

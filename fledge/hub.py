@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-DRAFT_FILES = ("config.json", "*.safetensors", "pytorch_model.bin")
+DRAFT_FILES = ("config.json", "*.safetensors", "pytorch_model.bin", "fledge/record.json")
 
 
 def split_revision(name: str | Path) -> tuple[str, str | None]:

@@ -88,21 +88,30 @@ def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
         tensors["t2d"] = t2d
     if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang's fc has a bias, uninitialized without this
         tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
-    config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
-    text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2)
+    text = json.dumps(config_json(draft, dtype), indent=2)
     return {WEIGHTS: save(tensors, metadata={"format": "pt"}), CONFIG: (text + "\n").encode()}
 
 
+def config_json(draft: Draft, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of a draft's config.json, with weights in `dtype`."""
+    config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
+    return config.to_hf(str(dtype).removeprefix("torch."))
+
+
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes files, given by name, into an existing directory."""
+    """Writes files, given by their paths in an existing directory."""
     for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
 
 
-def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a draft's directory atomically, and replaces an existing one. Raises OSError, e.g. for a full disk."""
+def save_draft(
+    draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16, more: Mapping[str, bytes] | None = None
+) -> None:
+    """Writes a draft's directory atomically, and replaces an existing one. `more` are further files, by their paths in
+    it. Raises OSError, e.g. for a full disk."""
     with replace_directory(Path(directory)) as new:
-        write_files(draft_files(draft, dtype), new)
+        write_files(draft_files(draft, dtype) | dict(more or {}), new)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
@@ -135,6 +144,12 @@ def _read_config(file: Path) -> tuple[DraftConfig, bool]:
         return DraftConfig.from_hf(hf), "fledge" in hf
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
+
+
+def weights_file(directory: Path) -> Path:
+    """The file with a draft's weights: model.safetensors, or pytorch_model.bin if only that exists."""
+    pickled = directory / PICKLED
+    return pickled if pickled.is_file() and not (directory / WEIGHTS).is_file() else directory / WEIGHTS
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -173,7 +188,7 @@ class DraftFiles:
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
         """Creates the draft, in eval mode."""
-        draft = _meta_draft(self.config).to_empty(device="cpu")
+        draft = meta_draft(self.config).to_empty(device="cpu")
         draft.load_state_dict(self.tensors)
         return draft.to(device=device, dtype=dtype).eval()
 
@@ -193,14 +208,12 @@ def open_draft(name: str | Path) -> DraftFiles:
 def _open(directory: Path) -> DraftFiles:
     config_file = _config_file(directory)
     config, by_fledge = _read_config(config_file)
-    file = config_file.with_name(WEIGHTS)
-    if not file.is_file() and config_file.with_name(PICKLED).is_file():
-        file = config_file.with_name(PICKLED)
+    file = weights_file(directory)
     raw = read_tensors(file)
     try:
-        tensors = _rename_tensors(raw)
-        config = _complete_config(config, tensors, by_fledge)
-        draft = _meta_draft(config)
+        tensors = rename_tensors(raw)
+        config = complete_config(config, tensors, by_fledge)
+        draft = meta_draft(config)
         if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
             del tensors["d2t"]  # SpecForge writes a map of zeros if the draft has the whole vocabulary
         _check_tensors(draft, tensors)
@@ -219,7 +232,7 @@ def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: t
     return open_draft(name).build(device, dtype)
 
 
-def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use."""
     out: dict[str, Tensor] = {}
     for given, tensor in tensors.items():
@@ -235,7 +248,7 @@ def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
+def complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
     """The config with the properties that only the weights show. Configs of other trainers (AutoModel) may have the
     target's number of layers and q/k norms; unless fledge wrote the file, the weights decide."""
     if "embed_tokens.weight" in tensors:  # as in vLLM: an embedding in the file is used
@@ -251,7 +264,7 @@ def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge:
     return config
 
 
-def _meta_draft(config: DraftConfig) -> Draft:
+def meta_draft(config: DraftConfig) -> Draft:
     """A draft on the meta device. Raises ValueError if the config has too many layers."""
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"it has {config.num_hidden_layers:,} layers; fledge reads at most {MOST_LAYERS}")
@@ -261,23 +274,31 @@ def _meta_draft(config: DraftConfig) -> Draft:
 
 def _check_tensors(draft: Draft, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError unless the tensors have the names, shapes and dtypes of the draft's state dict."""
-    config, expected = draft.config, draft.state_dict()
-    if "d2t" in expected and "d2t" not in tensors:
+    config = draft.config
+    if draft.d2t is not None and "d2t" not in tensors:
         raise ValueError(
             f"it has no d2t: this draft predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and without "
             "that map their target ids are unknown; get the file as its trainer wrote it"
         )
-    problems = [f"{n} is missing" for n in expected if n not in tensors]
-    problems += [f"{shortened(n)} is not part of such a draft" for n in tensors if n not in expected]
+    if problems := [text for _, text in tensor_problems(draft, tensors)]:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"it does not match its {CONFIG}: {'; '.join(problems[:3])}{more}")
+
+
+def tensor_problems(draft: Draft, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """The tensors that do not have the names, shapes and dtypes of the draft's state dict: (name, problem)."""
+    expected = draft.state_dict()
+    problems = [(n, f"{n} is missing") for n in expected if n not in tensors]
+    problems += [(n, f"{shortened(n)} is not part of such a draft") for n in tensors if n not in expected]
     for name in (n for n in expected if n in tensors):
         wanted, found = expected[name], tensors[name]
         if found.shape != wanted.shape:
-            problems.append(f"{name} has shape {list(found.shape)}, but the config requires {list(wanted.shape)}")
+            text = f"{name} has shape {list(found.shape)}, but the config requires {list(wanted.shape)}"
+            problems.append((name, text))
         elif found.dtype not in (FLOATS if wanted.is_floating_point() else (torch.int64,)):
-            problems.append(f"{name} has dtype {str(found.dtype).removeprefix('torch.')}, which fledge does not read")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"it does not match its {CONFIG}: {'; '.join(problems[:3])}{more}")
+            text = f"{name} has dtype {str(found.dtype).removeprefix('torch.')}, which fledge does not read"
+            problems.append((name, text))
+    return problems
 
 
 def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:
