@@ -194,8 +194,8 @@ def spacings(excerpt: Excerpt, max_length: int) -> list[int]:
 
 
 def render_chats(template: Any) -> list[str]:
-    """A question, and a chat of three messages, as a `ChatTemplate` renders them with the assistant's generation prompt.
-    Empty if there is no chat template; leaves out a chat that the template refuses."""
+    """A question, and a chat of three messages, as a `ChatTemplate` renders them as prompts. Empty if there is no chat
+    template; leaves out a chat that the template refuses."""
     rendered = []
     for messages in (CHAT[:1], CHAT) if template.tokenizer.chat_template is not None else ():
         try:
