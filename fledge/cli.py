@@ -18,6 +18,7 @@ from fledge import __version__
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -184,6 +185,13 @@ def check(options: CheckOptions) -> None:
         print_report(report, ResultPrinter())
     if report.findings:
         raise typer.Exit(1)
+
+
+@_command("export", ExportOptions)
+def export(options: ExportOptions) -> None:
+    from fledge.jobs.export import run
+
+    run(options, ResultPrinter().print)
 
 
 def main() -> None:

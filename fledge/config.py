@@ -1,8 +1,8 @@
 """The configuration of a draft, and its conversion from and to config.json.
 
-`DraftConfig.from_hf` reads a draft's config.json in the layout of fledge, vLLM, SGLang or SafeAILab's code.
-`DraftConfig.for_target` derives a draft's config from a target's. `DraftConfig.to_hf` writes config.json. Everything
-specific to the configs of other projects is in this module.
+`DraftConfig.from_hf` reads a draft's config.json in the layout of fledge, vLLM, SGLang or SafeAILab's code, and in
+speculators' format. `DraftConfig.for_target` derives a draft's config from a target's. `DraftConfig.to_hf` writes
+config.json. Everything specific to the configs of other projects is in this module and in `fledge.formats`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
+from fledge.formats.layer_ids import from_engine, to_engine
+from fledge.formats.speculators import flat_config, is_speculators
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -19,9 +21,6 @@ MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engin
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
-# What to add to the id of a hidden state (0: the embedding) for the number that an engine's list of layers has. SGLang
-# counts the layers whose outputs it reads, from 0.
-LAYER_NUMBERS = {"vllm": 0, "sglang": -1}
 SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names of sizes, and other names of them that a config's attribute map may not translate
@@ -291,9 +290,8 @@ class DraftConfig:
     def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
         """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
         unsupported field."""
+        hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
         top = Fields(hf, CONFIG)
-        if "speculators_config" in hf or "speculators_model_type" in hf:
-            raise ValueError("this is a draft in speculators' format; fledge reads the flat layout of vLLM and SGLang")
         missing = [k for k in REQUIRED if k not in top]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
@@ -311,8 +309,9 @@ class DraftConfig:
             )
         aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
         if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
-            # the nested list is SGLang's
-            aux = [i - LAYER_NUMBERS["sglang"] for i in eagle.get("eagle_aux_hidden_state_layer_ids")]
+            aux = from_engine(eagle.get("eagle_aux_hidden_state_layer_ids"), "sglang")
+        if aux is None and family.reads_layers and "target_layer_ids" in top:
+            aux = from_engine(top.get("target_layer_ids"), "deepspec")
         hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
         width = top.get("target_hidden_size", hidden)
         aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
@@ -404,9 +403,9 @@ class DraftConfig:
             hf["target_hidden_size"] = self.target_hidden_size
         layers = self.provenance.target_layers
         if self.aux_layers and not (layers and self.aux_layers == engine_layers(layers)):
-            hf["eagle_aux_hidden_state_layer_ids"] = [i + LAYER_NUMBERS["vllm"] for i in self.aux_layers]
+            hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
             hf["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": [i + LAYER_NUMBERS["sglang"] for i in self.aux_layers],
+                "eagle_aux_hidden_state_layer_ids": to_engine(self.aux_layers, "sglang"),
                 "use_aux_hidden_state": True,
             }
         own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}

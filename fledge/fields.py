@@ -109,6 +109,20 @@ FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "max_length": POSITIONS,
     "coverage": non_negative(1),
 }
+SPECULATORS = {  # the fields of speculators' format that it does not share with CONFIG, and those it is told apart by
+    "speculators_model_type": TEXT,
+    "speculators_config": OBJECT,
+    "transformer_layer_config": OBJECT,
+    "fledge": OBJECT,
+    "layernorms": FLAG,
+    "fusion_bias": FLAG,
+    "norm_before_residual": FLAG,
+    "num_hidden_layers": integer(1, MOST_LAYERS),
+    "layer_types": list_of(TEXT, 4096),
+    "sliding_window": integer(0, 2**40),
+}
+SPECULATORS_CONFIG = {"verifier": OBJECT}
+VERIFIER = {"name_or_path": TEXT}
 CONFIG = {
     "architectures": list_of(TEXT, 64),
     "model_type": TEXT,
@@ -125,6 +139,7 @@ CONFIG = {
     "target_hidden_size": SIZE,
     "num_aux_hidden_states": integer(1, 64),
     "eagle_aux_hidden_state_layer_ids": LAYERS,
+    "target_layer_ids": list_of(integer(-1, 4096), 64),
     "eagle_config": OBJECT,
     "fledge": OBJECT,
     "max_position_embeddings": POSITIONS,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-DRAFT_FILES = ("config.json", "*.safetensors", "pytorch_model.bin", "fledge/record.json")
+DRAFT_FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
+)  # fmt: skip
 
 
 def split_revision(name: str | Path) -> tuple[str, str | None]:
@@ -44,3 +47,21 @@ def _download(name: str) -> Path:
         raise ValueError(
             f"the draft {name} is not a local directory and cannot be downloaded from the hub: {reason}"
         ) from e
+
+
+def architectures(name: str | Path) -> tuple[str, ...]:
+    """The `architectures` in a model's config.json, by directory or hub id; () if the file cannot be had."""
+    try:
+        directory = Path(name)
+        file = directory / "config.json" if directory.is_dir() else _download_config(str(name))
+        found = json.loads(file.read_text()).get("architectures") or []
+        return tuple(str(architecture) for architecture in found)
+    except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
+        return ()
+
+
+def _download_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, revision = split_revision(name)
+    return Path(hf_hub_download(repository, "config.json", revision=revision))

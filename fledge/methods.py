@@ -105,7 +105,7 @@ PEAGLE = Method(
     options=("cod_rate", "cod_min_rate"),
     without={"gamma": "the depths of P-EAGLE have equal weights"},
     notes=(
-        "SGLang has no P-EAGLE and would draft one token a pass with it; vLLM serves it with parallel_drafting.",
+        "vLLM drafts all tokens of a round in one pass only with parallel_drafting in --speculative-config.",
         "SpecForge loads this file as a one-layer EAGLE-3 draft; continue its training with fledge.",
     ),
 )

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from fledge.eval.probe import RECORD, TENSORS, read_probe
+from fledge.data.pack import make_row
+from fledge.eval.probe import TENSORS
+from fledge.targets.loading import load_target
+from fledge.types import Document
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
-from support.files import change_json, reconfigure
+from support.files import reconfigure
 from support.targets import CHATML, tiny_target, tiny_target_directory, tiny_tokenizer
 
 METHODS = ("eagle3", "eagle3.1", "eagle1", "peagle")
@@ -26,12 +30,16 @@ def made(tmp_path_factory):
     """A target whose template knows a thinking mode, and a briefly trained draft of each method."""
     from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.training import probe
 
     root = tmp_path_factory.mktemp("check")
     tiny_target_directory(root)
     tiny_tokenizer(THINKING).save_pretrained(root / "target")
     tiny_chats(root / "chats.jsonl", 30)
     show = ProgressDisplay(quiet=True)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(probe, "PROMPTS", 3)
+    monkeypatch.setattr(probe, "NEW_TOKENS", 6)
     for method in METHODS:
         shape = {} if method == "eagle1" else dict(draft_vocab=200, depth=3)
         options = TrainOptions(
@@ -39,6 +47,7 @@ def made(tmp_path_factory):
             max_length=64, row_length=256, steps=3, device="cpu", template_kwargs='{"enable_thinking": false}', **shape,
         )  # fmt: skip
         run(options, show.say, show)
+    monkeypatch.undo()
     return root
 
 
@@ -47,7 +56,9 @@ def check(made, fledge):
     """Runs `fledge check --json` on a draft; returns the exit code and the result."""
 
     def run(draft: Path, *more: Any, target: Path | None = None) -> tuple[int, dict[str, Any]]:
-        ran = fledge("check", "--target", target or made / "target", "--draft", draft, "--device", "cpu", "--json", *more)
+        ran = fledge(
+            "check", "--target", target or made / "target", "--draft", draft, "--device", "cpu", "--json", *more
+        )
         assert ran.code in (0, 1), ran.err
         return ran.code, json.loads(ran.out)
 
@@ -149,11 +160,6 @@ def other_weights(draft: Path, target: Path) -> None:
 
 def captured_elsewhere(draft: Path, target: Path) -> None:
     """Another program has captured the outputs of layers 2, 4 and 5 and called them 2, 4, 5."""
-    from fledge.targets.loading import load_target
-    from fledge.types import Document
-    from fledge.data.pack import make_row
-    from safetensors.torch import load_file, save_file
-
     stored = load_file(draft / TENSORS)
     tokens = stored["tokens"]
     row = make_row([Document(tokens, torch.full_like(tokens, -1))], tokens.numel())
@@ -161,6 +167,30 @@ def captured_elsewhere(draft: Path, target: Path) -> None:
     save_file(stored | {"states": states.to(torch.bfloat16)}, draft / TENSORS)
 
 
+def stored_for_neighbours(x: Tensors) -> None:
+    """Orders the rows of queries and keys as in Meta's checkpoints, whose pairs for RoPE are neighbours."""
+    for p in "qk":
+        put(f"{MID}.{p}_proj.weight", lambda w: w.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2))(x)
+
+
+def minus_one(x: Tensors) -> None:
+    for name in [name for name in x if "norm" in name]:
+        put(name, lambda w: w.float() - 1)(x)
+
+
+def inputs_turned(x: Tensors) -> None:
+    for p in "qkv":
+        put(f"{MID}.{p}_proj.weight", chunks([1, 0]))(x)
+
+
+Q, K, V, O = (f"{MID}.{p}_proj.weight" for p in "qkvo")  # noqa: E741
+NORMS = swap("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")
+GATES = swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
+FC_NORMS = drop(*(f"fc_norm.{i}.weight" for i in range(3)))
+MASKS = dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), 7)
+EMBEDDING = {"embed_tokens.weight": torch.randn(400, 32)}
+THINKS = {"enable_thinking": True}
+# of each: the method, the damage, and words of the message
 DAMAGES = {
     "layers moved by one, vLLM's list": ("eagle3", layers([3, 5, 6], [1, 3, 4]), "every layer moved up by one"),
     "layers moved by one, SGLang's list": ("eagle3", layers([2, 4, 5], [2, 4, 5]), "SGLang reads the hidden states [3"),
@@ -172,61 +202,41 @@ DAMAGES = {
     "d2t holds ids": ("eagle3", tensors(put("d2t", lambda d: d + torch.arange(200))), "in place of their distances"),
     "d2t missing": ("eagle3", tensors(drop("d2t")), "d2t is missing, and the draft predicts 200 of 400"),
     "t2d contradicts d2t": ("eagle3", tensors(put("t2d", lambda t: t.roll(1))), "t2d and d2t contradict"),
-    "norms swapped": (
-        "eagle3", tensors(swap("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")), "are swapped",
-    ),
+    "norms swapped": ("eagle3", tensors(NORMS), "hidden_norm.weight and midlayer.input_layernorm.weight are swapped"),
     "fc transposed": ("eagle3", tensors(put("fc.weight", lambda w: w.T)), "fc.weight is transposed"),
-    "square matrix transposed": ("eagle3", tensors(put(f"{MID}.o_proj.weight", lambda w: w.T)), "o_proj.weight is transp"),
+    "square matrix transposed": ("eagle3", tensors(put(O, lambda w: w.T)), "o_proj.weight is transposed"),
     "chunks of fc": ("eagle3", tensors(put("fc.weight", chunks([2, 0, 1]))), "chunks of fc are in the wrong order"),
-    "halves of EAGLE-1's fc": ("eagle1", tensors(put("fc.weight", chunks([1, 0]))), "chunks of fc are in the wrong order"),
-    "inputs of q, k, v": (
-        "eagle3", tensors(lambda x: [put(f"{MID}.{p}_proj.weight", chunks([1, 0]))(x) for p in "qkv"]),
-        "read the hidden state first",
-    ),
-    "q and k swapped": ("eagle3", tensors(swap(f"{MID}.q_proj.weight", f"{MID}.k_proj.weight")), "k_proj.weight are swapped"),
-    "k and v swapped": ("peagle", tensors(swap(f"{MID}.k_proj.weight", f"{MID}.v_proj.weight")), "v_proj.weight are swapped"),
-    "gate and up swapped": (
-        "eagle1", tensors(swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")), "are swapped",
-    ),
-    "RoPE on neighbours": (
-        "eagle3",
-        tensors(lambda x: [put(f"{MID}.{p}_proj.weight", lambda w: w.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2))(x)
-                           for p in "qk"]),
-        "ordered for RoPE on neighbours",
-    ),
-    "norms as distances from 1": (
-        "eagle3.1", tensors(lambda x: [put(n, lambda w: w.float() - 1)(x) for n in x if "norm" in n]), "distances from 1",
-    ),
+    "halves of EAGLE-1's fc": ("eagle1", tensors(put("fc.weight", chunks([1, 0]))), "chunks of fc are in the wrong"),
+    "inputs of q, k and v turned": ("eagle3", tensors(inputs_turned), "read the hidden state first"),
+    "q and k swapped": ("eagle3", tensors(swap(Q, K)), "k_proj.weight are swapped"),
+    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight are swapped"),
+    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight are swapped"),
+    "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "ordered for RoPE on neighbours"),
+    "norms as distances from 1": ("eagle3.1", tensors(minus_one), "distances from 1"),
     "RoPE base": ("eagle3", rope_base, "RoPE is rope_theta 500000.0"),
     "RoPE base of one field": ("eagle3", config(rope_theta=5000.0), "rope_theta and rope_scaling say rope_theta 5000"),
     "norm_output off": ("eagle3.1", config(norm_output=None), "norm_output is False in config.json, and was True"),
     "norm_output on": ("eagle3", config(norm_output=True), "norm_output is True in config.json, and was False"),
     "fc_norm left out": ("eagle3.1", config(fc_norm=None), "fc_norm is False in config.json, and was True"),
-    "fc_norm's tensors left out": (
-        "eagle3.1", tensors(drop(*(f"fc_norm.{i}.weight" for i in range(3)))), "fc_norm.0.weight is missing",
-    ),
+    "fc_norm's tensors left out": ("eagle3.1", tensors(FC_NORMS), "fc_norm.2.weight are missing"),
     "norm_before_residual": ("eagle3", config(norm_before_residual=True), "norm_before_residual is True"),
     "epsilon": ("eagle1", config(rms_norm_eps=1e-2), "rms_norm_eps is 0.01"),
-    "mask token": ("peagle", config(mask_token_id=7, pard_token=7, ptd_token_id=7), "mask_token_id is 7"),
+    "mask token": ("peagle", config(**MASKS), "mask_token_id is 7"),
     "mask_hidden missing": ("peagle", tensors(drop("mask_hidden")), "mask_hidden is missing"),
     "head missing": ("eagle3", tensors(drop("lm_head.weight")), "lm_head.weight is missing"),
     "head of zeros": ("eagle3", tensors(put("lm_head.weight", torch.zeros_like)), "lm_head.weight has only zeros"),
     "head of another step": ("eagle3", other_step, "lm_head.weight is not what training wrote"),
     "head tied": ("eagle3", config(tie_word_embeddings=True), "tie_word_embeddings is true"),
-    "NaN": ("eagle3", tensors(put("norm.weight", lambda w: w / 0 - w / 0)), "norm.weight has NaN"),
+    "NaN": ("eagle3", tensors(put("norm.weight", lambda w: w * torch.nan)), "norm.weight has NaN"),
     "truncated file": ("eagle3", truncate, "truncated"),
     "final norm missing": ("eagle3", tensors(drop("norm.weight")), "norm.weight is missing"),
-    "final norm of EAGLE-1": (
-        "eagle1", tensors(lambda x: x.update({"norm.weight": torch.ones(32)})), "this method has no final norm",
-    ),
+    "final norm in EAGLE-1": ("eagle1", tensors(lambda x: x.update({"norm.weight": torch.ones(32)})), "no final norm"),
     "context too small": ("eagle3", config(max_position_embeddings=128), "max_position_embeddings is 128"),
-    "embeddings of another vocabulary": (
-        "eagle3", tensors(lambda x: x.update({"embed_tokens.weight": torch.randn(400, 32)})), "own_embeddings is True",
-    ),
+    "other embeddings": ("eagle3", tensors(lambda x: x.update(EMBEDDING)), "own_embeddings is True"),
     "another system prompt": ("eagle3", system_prompt, "You are a pirate"),
-    "thinking mode": ("eagle3", fledge_field(template_kwargs={"enable_thinking": True}), "(thinking mode)"),
+    "thinking mode": ("eagle3", fledge_field(template_kwargs=THINKS), "(thinking mode)"),
     "another target": ("eagle3", other_weights, "embeds the probe's tokens otherwise"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)

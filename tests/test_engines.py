@@ -44,6 +44,7 @@ CASES = {
     "P-EAGLE with 3.1's norms": (ONE_PASS | EAGLE31, "sglang safeailab speculators"),
     "EAGLE-1": (EAGLE1, "speculators"),
     "EAGLE-1, two deep": (EAGLE1 | dict(num_hidden_layers=2), "speculators"),
+    "EAGLE-1, biases": (EAGLE1 | dict(attention_bias=True), "safeailab speculators"),
     "EAGLE-1 with fc.bias": (EAGLE1 | dict(fc_bias=True), "vllm speculators"),
 }  # fmt: skip
 
@@ -71,7 +72,8 @@ def test_each_limit_is_tried():
     ("changes", "engine", "version"),
     [
         ({}, "vllm", None), (EAGLE31, "vllm", "0.22"), (dict(qk_norm=True, norm_output=True), "vllm", "0.24"),
-        (EAGLE31, "speculators", "0.25"), (EAGLE31, "sglang", None), (dict(norm_before_fc=True), "sglang", "0.5.17"),
+        (EAGLE31, "speculators", "0.25"), (dict(qk_norm=True), "speculators", "0.26"), (EAGLE31, "sglang", None),
+        (dict(norm_before_fc=True), "sglang", "0.5.17"),
     ],
 )  # fmt: skip
 def test_the_version_that_a_draft_needs(changes, engine, version):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
-from fledge.jobs.inspect import InspectOptions, engine_notes, run
+from fledge.jobs.inspect import InspectOptions, run, trainer_notes
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, same, saved
@@ -219,7 +219,7 @@ def test_every_field_of_yarn_is_written(given):
 )
 def test_inspect_says_what_specforge_would_misread(tmp_path, changes, remark):
     saved(tmp_path / "plain")
-    assert not any("SpecForge" in line for line in engine_notes(read_draft_config(tmp_path / "plain")))
+    assert not any("SpecForge" in line for line in trainer_notes(read_draft_config(tmp_path / "plain")))
     W = changes.pop("draft_vocab_size", 40)
     saved(tmp_path / "d", W, **changes)
     lines: list[str] = []

@@ -109,7 +109,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path):
     saved(tmp_path / "d")
     (tmp_path / "d" / "model.safetensors").unlink()
     (tmp_path / "d" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    refused(tmp_path / "d", "cannot be read")
+    refused(tmp_path / "d", r"holds more than tensors: loading it would run Python code.* as model\.safetensors")
     assert not Path("ran").exists()
 
 

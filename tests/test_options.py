@@ -11,6 +11,7 @@ import pytest
 
 import fledge as package
 from fledge.jobs.evaluate import EvalOptions
+from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -21,7 +22,7 @@ from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
-    "inspect": InspectOptions, "features": FeaturesOptions,
+    "inspect": InspectOptions, "features": FeaturesOptions, "export": ExportOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -116,6 +117,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     "data/vocab.py": ("train",),
+    "targets/loading.py": tuple(c for c in OPTIONS if c != "export"),  # which loads no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
@@ -150,6 +152,7 @@ def known_to(commands) -> set[str]:
 
 
 TORCHRUN = ("--standalone", "--nproc-per-node")  # flags that jobs/training/launch.py gives to torchrun
+VLLM = ("--speculative-config",)
 
 
 def test_messages_name_only_flags_of_their_command():
@@ -158,7 +161,7 @@ def test_messages_name_only_flags_of_their_command():
     for module, text in messages():
         if module in ("eval/environment.py", "cli.py"):  # git's own flags, and the table of commands
             continue
-        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN}
+        known = {*known_to(READERS.get(module, OPTIONS)), *TORCHRUN, *VLLM}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
             has = known_to([before[1]]) if before else known

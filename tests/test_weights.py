@@ -309,7 +309,6 @@ def test_broken_configs(tmp_path, text):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (dict(speculators_config={}), "in speculators' format; fledge reads the flat layout"),
         (
             dict(
                 architectures=["LlamaForCausalLM"],

@@ -1,25 +1,20 @@
-"""The numbers by which engines call the target's layers that a draft reads."""
+"""The target's layers that an engine reads with a draft's config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fledge.config import LAYER_NUMBERS, engine_layers
+from fledge.config import engine_layers
+from fledge.formats.layer_ids import from_engine
 
 LIST = "eagle_aux_hidden_state_layer_ids"
-# where an engine looks for its list in config.json
-PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}
-
-
-def engine_numbers(layers: Sequence[int], engine: str) -> list[int]:
-    """The ids of hidden states (0: the embedding), in the numbering of an engine's list in config.json."""
-    return [i + LAYER_NUMBERS[engine] for i in layers]
+PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # where an engine looks for its list
 
 
 def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple[int, ...] | None:
-    """The ids of hidden states (0: the embedding) that an engine reads with a config.json: those of its own list, else
-    its default ones; ascending, as engines join them. None if it has no list, and the target too few layers for the
+    """The ids of hidden states (0: the embedding) that an engine of PLACES reads: those of its own list, else its
+    default ones; ascending, as engines join them. None if it has no list, and the target too few layers for the
     default. Raises ValueError for a list that is not one of integers."""
     inner = hf.get("eagle_config")
     listed = hf.get(LIST) if engine == "vllm" else inner.get(LIST) if isinstance(inner, dict) else None
@@ -27,4 +22,4 @@ def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple
         return engine_layers(target_layers)
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
         raise ValueError(f"{PLACES[engine]} is not a list of integers")
-    return tuple(sorted({i - LAYER_NUMBERS[engine] for i in listed}))
+    return tuple(sorted(set(from_engine(listed, engine))))

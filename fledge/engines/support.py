@@ -68,12 +68,12 @@ LIMITS = (
         "it has no one-pass drafting; it would load the file and draft one token a pass with it",
     ),
     Limit(("safeailab",), lambda c: c.family.one_pass, "it has no one-pass drafting"),
-    Limit(("speculators",), lambda c: not _eagle3(c), "vLLM reads no EAGLE-1 draft in this format; use --to vllm"),
+    Limit(("speculators",), lambda c: not _eagle3(c), "vLLM reads no EAGLE-1 draft in it; use fledge export --to vllm"),
     Limit(
         ("speculators",),
         lambda c: c.family.one_pass and (c.fc_norm or c.norm_output),
-        "vLLM drops the fields fc_norm and norm_output of a P-EAGLE draft in this format, and then fails on the weights; "
-        "use --to vllm",
+        "vLLM drops fc_norm and norm_output of a P-EAGLE draft in it, and then fails on the weights; use fledge export "
+        "--to vllm",
     ),
     # layers, of the draft and of the target
     Limit(("safeailab",), lambda c: _eagle3(c) and c.num_hidden_layers != 1, "it has EAGLE-3 drafts of one layer only"),
@@ -113,7 +113,9 @@ LIMITS = (
     Limit(("safeailab",), lambda c: c.norm_before_fc, "it has no norm_before_fc"),
     Limit(("safeailab",), lambda c: c.fc_norm or c.norm_output, "it has none of EAGLE-3.1's norms"),
     # biases
-    Limit(("sglang", "safeailab"), lambda c: c.attention_bias or c.mlp_bias, "its draft layers have no biases"),
+    Limit(("sglang",), lambda c: _eagle3(c) and c.attention_bias, "its EAGLE-3 layers have no attention biases"),
+    Limit(("sglang",), lambda c: c.mlp_bias, "its draft layers have no MLP biases"),
+    Limit(("safeailab",), lambda c: c.attention_bias or c.mlp_bias, "its draft layers have no biases"),
     Limit(("vllm",), lambda c: c.fc_bias, "it drops the bias of fc without a warning"),
     # embeddings and shapes
     Limit(
@@ -138,6 +140,7 @@ SINCE = (
     Since("vllm", lambda c: c.fc_norm or c.norm_output, (0, 22)),
     Since("vllm", lambda c: c.qk_norm, (0, 24)),
     Since("speculators", lambda c: c.fc_norm or c.norm_output, (0, 25)),
+    Since("speculators", lambda c: c.qk_norm, (0, 26)),
     Since("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
 )
 
@@ -151,7 +154,8 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
     reasons = [limit.reason for limit in LIMITS if _known(engine) in limit.engines and limit.applies(config)]
     if not reasons:
         return None
-    return f"{TITLES[engine]} ({CHECKED[engine]}) cannot serve this draft: {'; '.join(reasons)}"
+    able = "hold" if engine == "speculators" else "serve"
+    return f"{TITLES[engine]} ({CHECKED[engine]}) cannot {able} this draft: {'; '.join(reasons)}"
 
 
 def minimum_version(config: DraftConfig, engine: str) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.eval.probe import Probe, Record, logits_error, replay, tensor_sha256
-from fledge.models.weights import DraftFiles, meta_draft, tensor_problems
+from fledge.models.weights import build_draft, meta_draft, tensor_problems
 
 MOST_CHUNKS = 4  # of fc whose orders are all tried
 SAME = 1e-3  # relative error of the logits up to which they are the same
@@ -32,7 +32,7 @@ def replay_error(config: DraftConfig, tensors: Tensors, probe: Probe) -> float:
         known = dict(tensors) | {n: torch.zeros_like(x, device="cpu") for n, x in sized.named_buffers() if n == "d2t"}
         if tensor_problems(sized, known):
             return float("inf")
-        return logits_error(replay(DraftFiles(config, known).build(), probe), probe.logits_RKSJ)
+        return logits_error(replay(build_draft(config, known), probe), probe.logits_RKSJ)
     except ValueError:  # a config that contradicts the probe
         return float("inf")
 

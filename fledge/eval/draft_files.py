@@ -13,29 +13,30 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
-from fledge.engines.layers import PLACES, engine_numbers, layers_read
+from fledge.engines.layers import PLACES, layers_read
 from fledge.engines.support import TITLES
 from fledge.eval.findings import Finding
 from fledge.eval.probe import Probe, Record, read_probe
-from fledge.fields import format_value
+from fledge.fields import format_value, shortened
 from fledge.files import read_consistent
+from fledge.formats.layer_ids import to_engine
+from fledge.formats.speculators import flat_config, is_speculators
+from fledge.formats.tensors import read_tensors, to_draft_names, weights_file
 from fledge.hub import draft_directory
 from fledge.models.health import find_damage
 from fledge.models.weights import (
     CONFIG,
     complete_config,
     meta_draft,
-    read_tensors,
-    rename_tensors,
     template_sha256,
     tensor_problems,
     vocabulary_sha256,
-    weights_file,
 )
 from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import Target
 
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
+MOST_NAMES = 3  # of tensors in a sentence
 SILENT = "vLLM and SGLang load the file without a message, and leave norms at 1 and matrices uninitialized"
 # what a draft does if a field of its config.json is not the one it was trained with
 FIELD_SYMPTOMS = {
@@ -80,8 +81,8 @@ UNKNOWN = (
 class DraftOnDisk:
     """The files of a draft, read without checking that they fit together.
 
-    `hf` is the content of config.json and `config` what fledge reads from it and the tensors. `tensors` have the names
-    of `Draft`'s state dict; `t2d` is None if there is none.
+    `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
+    `tensors` have the names of `Draft`'s state dict; `t2d` is None if there is none.
     """
 
     hf: dict[str, Any]
@@ -104,7 +105,7 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
         return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
     try:
         raw = read_tensors(weights_file(directory))
-        tensors = rename_tensors(raw)
+        tensors = to_draft_names(raw, config)
         config = complete_config(config, tensors, "fledge" in hf)
         meta_draft(config)
     except ValueError as e:
@@ -112,7 +113,7 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
     if config.draft_vocab_size == config.vocab_size and "d2t" in tensors and not tensors["d2t"].any():
         del tensors["d2t"]  # as `open_draft` does
     t2d = next((x for name, x in raw.items() if name.removeprefix("model.") == "t2d"), None)
-    return DraftOnDisk(hf, config, tensors, t2d)
+    return DraftOnDisk(flat_config(hf) if is_speculators(hf) else hf, config, tensors, t2d)
 
 
 def _read_probe(directory: Path) -> Probe | Finding | None:
@@ -133,13 +134,11 @@ def weight_findings(draft: DraftOnDisk) -> list[Finding]:
     problems = {name: text for name, text in tensor_problems(sized, draft.tensors) if name != "d2t"}
     missing = [name for name in problems if name not in draft.tensors]
     unknown = [name for name in problems if name not in expected]
-    found = [Finding("weights", f"{n} is missing from the file", _by_name(MISSING, n) or SILENT, COPY) for n in missing]
-    found += [
-        Finding("weights", f"{n} is in the file, but not part of such a draft",
-                _by_name(UNKNOWN, n) or "vLLM refuses it, and SGLang ignores it",
-                f"if the draft was trained with it, its method or {CONFIG} is wrong; else remove it from the file")
-        for n in unknown
-    ]  # fmt: skip
+    keep = f"if the draft was trained with it, its method or {CONFIG} is wrong; else remove it from the file"
+    found = [
+        *_joined(missing, MISSING, SILENT, "missing from the file", COPY),
+        *_joined(unknown, UNKNOWN, "vLLM refuses it, and SGLang ignores it", "not part of such a draft", keep),
+    ]
     wrong = {n: text for n, text in problems.items() if n not in missing and n not in unknown}
     found += [
         Finding(
@@ -152,6 +151,19 @@ def weight_findings(draft: DraftOnDisk) -> list[Finding]:
         for text in find_damage(draft.tensors.items())
     ]
     return found
+
+
+def _joined(
+    names: Sequence[str], table: Sequence[tuple[str, str]], otherwise: str, what: str, cure: str
+) -> Iterator[Finding]:
+    """A finding for the tensors with the same symptom in a table."""
+    by_symptom: dict[str, list[str]] = {}
+    for name in names:
+        by_symptom.setdefault(_by_name(table, name) or otherwise, []).append(name)
+    for symptom, alike in by_symptom.items():
+        more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
+        listed = ", ".join(map(shortened, alike[:MOST_NAMES])) + more
+        yield Finding("weights", f"{listed} {'is' if len(alike) == 1 else 'are'} {what}", symptom, cure)
 
 
 def _by_name(table: Sequence[tuple[str, str]], name: str) -> str:
@@ -245,13 +257,16 @@ def _listed(t2d: Tensor | None, V: int) -> Tensor | None:
 # -- config -----------------------------------------------------------------------------------------------------------
 
 
-def layer_findings(draft: DraftOnDisk, target: Target, record: Record | None) -> list[Finding]:
-    """The lists of the target's layers in config.json, against each other and against those of training."""
+def layer_findings(
+    draft: DraftOnDisk, target: Target, record: Record | None, engines: Sequence[str] = tuple(PLACES)
+) -> list[Finding]:
+    """The lists of the target's layers in config.json that these engines read, against each other and against those of
+    training."""
     if not draft.config.family.reads_layers:
         return []
     n, found = target.num_layers, []
     try:
-        read = {engine: layers_read(draft.hf, engine, n) for engine in PLACES}
+        read = {engine: layers_read(draft.hf, engine, n) for engine in engines}
     except ValueError as e:
         return [Finding("layers", str(e), "engines refuse the draft", COPY)]
     ours = tuple(sorted(layers_of(draft.config, target)))
@@ -260,7 +275,7 @@ def layer_findings(draft: DraftOnDisk, target: Target, record: Record | None) ->
         found.append(_layer_finding("fledge.aux_layers", "fledge", ours, trained, list(trained)))
     for engine, layers in read.items():
         if layers is not None and layers != trained:
-            wanted = engine_numbers(trained, engine)
+            wanted = to_engine(trained, engine)
             found.append(_layer_finding(PLACES[engine], TITLES[engine], layers, trained, wanted))
     return found
 

@@ -27,7 +27,7 @@ from fledge.eval.run import quiet_traces
 from fledge.features.codec import PRECISIONS
 from fledge.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
 from fledge.models.draft import Draft
-from fledge.models.weights import DraftFiles, config_json
+from fledge.models.weights import build_draft, config_json
 from fledge.targets.interface import DecodingTarget
 from fledge.train.objective import Objective, RowPass
 from fledge.types import Document, Features, Packed
@@ -215,7 +215,7 @@ def rounded_copy(draft: Draft, dtype: torch.dtype) -> Draft:
     """A copy on the CPU in float32 of the draft as it is when it was saved in `dtype` and loaded again."""
     tensors = {name: x.detach().cpu() for name, x in draft.state_dict().items()}
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-    return DraftFiles(draft.config, tensors).build()
+    return build_draft(draft.config, tensors)
 
 
 def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Record) -> dict[str, bytes]:

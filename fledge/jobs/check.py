@@ -120,12 +120,12 @@ def _recorded(record: Any) -> str:
 
 def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
     """The layers that the draft reads, in the numbering of each engine."""
-    from fledge.engines.layers import engine_numbers
     from fledge.engines.support import TITLES
+    from fledge.formats.layer_ids import to_engine
     from fledge.targets.compatibility import layers_of
 
     layers = layers_of(draft.config, target)
-    by_engine = (f"{', '.join(map(str, engine_numbers(layers, e)))} in {TITLES[e]}'s numbering" for e in ENGINES)
+    by_engine = (f"{', '.join(map(str, to_engine(layers, e)))} in {TITLES[e]}'s numbering" for e in ENGINES)
     return " and ".join(by_engine)
 
 

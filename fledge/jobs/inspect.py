@@ -11,6 +11,7 @@ from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
+    from fledge.models.weights import DraftFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +32,20 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
             "--trust-remote-code has no effect without --target; give --target, or leave --trust-remote-code out"
         )
     check_draft(options.directory)
-    config, problems, notes = None, [], []
+    config, files, problems, notes = None, None, [], []
     try:
         config = read_draft_config(options.directory)
-        config = open_draft(options.directory).config
+        files = open_draft(options.directory)
+        config = files.config
     except ValueError as e:
         problems.append(str(e))
     if config is not None:
-        for line in describe(config):
+        for line in [*describe(config), *(describe_files(files) if files else ())]:
             say(line)
     if options.target and not problems:
         misfit, notes = _against_target(config, options)
         problems += misfit
-    for note in [*(engine_notes(config) if config is not None else ()), *notes]:
+    for note in [*(trainer_notes(config) if config is not None else ()), *notes]:
         say(f"Note: {note}")
     for problem in problems:
         say(f"Wrong: {problem}")
@@ -82,9 +84,9 @@ def describe(config: DraftConfig) -> list[str]:
         f"{article} {kind} draft{' with ' + ', '.join(switches) if switches else ''}: {layers} "
         f"{config.hidden_size} wide, {config.num_attention_heads} heads of {config.head_dim} over "
         f"{config.num_key_value_heads}, RoPE {config.rope.rope_type}.",
-        f"Its target is {known.target or 'not recorded'}"
-        + (f" ({known.target_layers} layers," if known.target_layers else " (")
-        + f" hidden states {config.target_hidden_size} wide).",
+        f"Its target is {known.target or 'not recorded'} ("
+        + (f"{known.target_layers} layers, " if known.target_layers else "")
+        + f"hidden states {config.target_hidden_size} wide).",
     ]
     if not config.family.reads_layers:
         lines.append("It reads the target's final hidden state and uses the target's LM head.")
@@ -121,33 +123,33 @@ def _title(config: DraftConfig) -> str:
     return variants[-1].title if variants else config.family.title
 
 
-def engine_notes(config: DraftConfig) -> list[str]:
-    """What engines and trainers other than fledge do differently with this draft, or do not support."""
-    found = []
-    if config.norm_before_residual:
-        found.append("SGLang ignores norm_before_residual, so its drafts would be wrong; serve it with vLLM.")
-    if config.qk_norm:
-        found.append("SGLang does not support EAGLE-3 drafts with q/k norms; serve it with vLLM.")
-    if config.attention_bias or config.mlp_bias:
-        found.append("SGLang does not support biases in drafts; serve it with vLLM.")
-    if config.own_embeddings and config.hidden_size == config.target_hidden_size:
-        found.append("SGLang replaces the draft's own embeddings by the target's; vLLM keeps them.")
-    if config.provenance.target_layers in (config.aux_layers or ()):
-        found.append("SGLang cannot read the output of the target's last layer; serve it with vLLM.")
-    if config.fc_bias:
-        found.append("vLLM ignores the bias of fc without a warning.")
-    found += config.family.notes
-    if not config.family.reads_layers:
-        return found
-    if config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
+def describe_files(files: DraftFiles) -> list[str]:
+    """Sentences about the layout of a draft's files, and about the engines that can serve it."""
+    from fledge.engines.export import needs_export
+    from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
+
+    lines = [f"Its files have {files.layout}."]
+    for engine in ENGINES:
+        if reason := unsupported(files.config, engine):
+            lines.append(f"{reason}.")
+            continue
+        after = f"fledge export --to {engine}"
+        how = f"can serve it after {after}" if needs_export(files, engine) else "can serve these files"
+        if engine == "speculators":
+            how = f"has it after {after}" if needs_export(files, engine) else "is what these files have"
+        version = minimum_version(files.config, engine)
+        maker = "vLLM " if engine == "speculators" else ""
+        lines.append(f"{TITLES[engine]} {how}{f' (from {maker}{version} on)' if version else ''}.")
+    return lines
+
+
+def trainer_notes(config: DraftConfig) -> list[str]:
+    """What trainers other than fledge do differently with this draft."""
+    found = list(config.family.notes)
+    if config.family.reads_layers and config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
         found.append(
             "SpecForge leaves t2d and d2t uninitialized if the file has none. fledge writes none for a full "
             "vocabulary, since vLLM would refuse them. Set t2d to ones and d2t to zeros before you continue "
             "training in SpecForge."
-        )
-    if config.num_aux_hidden_states != 3 or config.num_hidden_layers != 1 or config.fc_norm or config.norm_output:
-        found.append(
-            "SafeAILab's code supports only one-layer drafts that read three hidden states, without 3.1's norms; use "
-            "vLLM or SGLang."
         )
     return found

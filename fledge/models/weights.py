@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.fields import MOST_LAYERS, shortened
 from fledge.files import read_consistent, replace_directory
+from fledge.formats.speculators import is_speculators
+from fledge.formats.tensors import WEIGHTS, read_tensors, to_draft_names, weights_file
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.health import find_damage
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CONFIG = "config.json"
 SAMPLE = 2**16  # values of each tensor that a fingerprint of weights reads
-PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------
@@ -69,33 +68,48 @@ def _sha256(text: str) -> str:
 
 
 def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
-    """The content of a draft's files, model.safetensors with weights in `dtype` and config.json.
-
-    The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
-    if the draft predicts the whole vocabulary, since vLLM refuses them then. The input norm of layers after the first
-    is also written as `hidden_norm`, the name that SGLang reads.
-    """
-    tensors = {}
-    for name, tensor in draft.state_dict().items():
-        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-        name = name.replace("midlayer.", f"{draft.family.first_layer}.")  # the engines' name differs by method
-        tensors[name] = tensor.contiguous()
-        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and draft.family.reads_layers:
-            tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
-    if draft.d2t is not None:
-        t2d = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
-        t2d[draft.target_ids().cpu()] = True
-        tensors["t2d"] = t2d
-    if draft.family.fuses_embedding and draft.fc.bias is None:  # SGLang's fc has a bias, uninitialized without this
-        tensors["fc.bias"] = torch.zeros(draft.config.hidden_size, dtype=dtype)
-    text = json.dumps(config_json(draft, dtype), indent=2)
-    return {WEIGHTS: save(tensors, metadata={"format": "pt"}), CONFIG: (text + "\n").encode()}
+    """The content of a draft's files, model.safetensors with weights in `dtype` and config.json."""
+    state = {n: x.detach().to("cpu", dtype if x.is_floating_point() else None) for n, x in draft.state_dict().items()}
+    return encode_files(config_json(draft, dtype), portable_tensors(draft.config, state))
 
 
 def config_json(draft: Draft, dtype: torch.dtype) -> dict[str, Any]:
     """The content of a draft's config.json, with weights in `dtype`."""
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
-    return config.to_hf(str(dtype).removeprefix("torch."))
+    return config.to_hf(dtype_name(dtype))
+
+
+def portable_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that every engine loads, from a `Draft`'s state dict on the CPU.
+
+    The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
+    if the draft predicts the whole vocabulary, since vLLM refuses them then. The input norm of layers after the first
+    is also written as `hidden_norm`, the name that SGLang reads.
+    """
+    family, tensors = config.family, {}
+    for name, tensor in state.items():
+        name = name.replace("midlayer.", f"{family.first_layer}.")  # the engines' name differs by method
+        tensors[name] = tensor.contiguous()
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and family.reads_layers:
+            tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
+    if (d2t := state.get("d2t")) is not None:
+        t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+        t2d[torch.arange(len(d2t)) + d2t] = True
+        tensors["t2d"] = t2d
+    if family.fuses_embedding and "fc.bias" not in tensors:  # SGLang's fc has a bias, uninitialized without this
+        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=state["fc.weight"].dtype)
+    return tensors
+
+
+def encode_files(hf: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    """The content of a draft's two files, from the object in config.json and the tensors."""
+    text = json.dumps(hf, indent=2)
+    return {WEIGHTS: save(tensors, metadata={"format": "pt"}), CONFIG: (text + "\n").encode()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in config.json, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
@@ -103,6 +117,13 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
+
+
+def read_files(name: str | Path) -> dict[str, bytes]:
+    """The content of config.json and the weights file of a draft, given its directory or hub id, by name."""
+    return read_consistent(
+        draft_directory(name), lambda at: {file.name: file.read_bytes() for file in (at / CONFIG, weights_file(at))}
+    )
 
 
 def save_draft(
@@ -117,7 +138,7 @@ def save_draft(
 def read_draft_config(name: str | Path) -> DraftConfig:
     """Reads the config.json of a draft, by directory or hub id. Raises ValueError if there is none, or if it is not
     that of an EAGLE draft."""
-    return read_consistent(draft_directory(name), lambda directory: _read_config(_config_file(directory))[0])
+    return read_consistent(draft_directory(name), lambda directory: _read_config(_config_file(directory))[1])
 
 
 def check_draft(name: str | Path) -> None:
@@ -134,85 +155,77 @@ def _config_file(directory: Path) -> Path:
     return file
 
 
-def _read_config(file: Path) -> tuple[DraftConfig, bool]:
-    """The config in a config.json, and whether fledge wrote the file."""
+def _read_config(file: Path) -> tuple[dict[str, Any], DraftConfig]:
+    """The object in a config.json, and the config that it describes."""
     try:
         hf = json.loads(file.read_text())
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is not JSON ({e}); the file is damaged, copy it again") from e
     try:
-        return DraftConfig.from_hf(hf), "fledge" in hf
+        return hf, DraftConfig.from_hf(hf)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
 
 
-def weights_file(directory: Path) -> Path:
-    """The file with a draft's weights: model.safetensors, or pytorch_model.bin if only that exists."""
-    pickled = directory / PICKLED
-    return pickled if pickled.is_file() and not (directory / WEIGHTS).is_file() else directory / WEIGHTS
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors or PyTorch file. Raises ValueError if the file is missing, truncated or of another
-    format."""
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; the draft's weights are missing")
-    try:
-        if file.name == PICKLED:
-            return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
-        with safe_open(file, framework="pt") as f:
-            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
-    except Exception as e:  # a damaged file can raise anything, from its archive, pickle or header
-        why = next(iter(str(e).splitlines()), type(e).__name__)
-        raise ValueError(f"{file} cannot be read ({why}); it is truncated or damaged, copy it again") from e
-
-
-def _named_tensors(content: Any) -> dict[str, Tensor]:
-    """Raises ValueError unless a pickle's content is a dict of dense tensors whose storage has all their values."""
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a value of type {type(content).__name__}, not a dict of tensors")
-    for name, x in content.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided:
-            raise ValueError(f"{shortened(str(name))} is not a dense tensor")
-        if x.numel() * x.element_size() > x.untyped_storage().nbytes():
-            raise ValueError(f"{shortened(name)} has shape {list(x.shape)}, but the file has only a part of its values")
-    return content
-
-
 @dataclass(frozen=True)
 class DraftFiles:
-    """The checked content of a draft's files; `tensors` have the names of `Draft`'s state dict."""
+    """The checked content of a draft's files.
+
+    `tensors` have the names of `Draft`'s state dict. `hf`, `names` and `file` are the object in config.json, the names
+    of the tensors and the weights file as they were found.
+    """
 
     config: DraftConfig
     tensors: dict[str, Tensor]
+    hf: dict[str, Any]
+    names: frozenset[str]
+    file: str
+
+    @property
+    def layout(self) -> str:
+        """The layout of the files, as a noun phrase."""
+        if is_speculators(self.hf):
+            return "speculators' format"
+        if "fledge" in self.hf:
+            return "fledge's layout"
+        if any(name.startswith("model.") for name in self.names):
+            return "a layout with model. before the names of tensors (AutoModel)"
+        if any(name.startswith("layers.0.") for name in self.names) and self.config.family.reads_layers:
+            return "vLLM's layout, with numbered layers"
+        return "SafeAILab's layout"
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
         """Creates the draft, in eval mode."""
-        draft = meta_draft(self.config).to_empty(device="cpu")
-        draft.load_state_dict(self.tensors)
-        return draft.to(device=device, dtype=dtype).eval()
+        return build_draft(self.config, self.tensors).to(device=device, dtype=dtype)
+
+
+def build_draft(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Draft:
+    """A draft in eval mode on the CPU, in float32, with the tensors as its state dict."""
+    draft = meta_draft(config).to_empty(device="cpu")
+    draft.load_state_dict(tensors)
+    return draft.to(dtype=torch.float32).eval()
 
 
 def open_draft(name: str | Path) -> DraftFiles:
     """Reads and checks a draft's files, given its directory or hub id.
 
-    The weights are in model.safetensors, or in the EAGLE authors' pytorch_model.bin if that does not exist. The first
-    layer may be named `midlayer.` (SafeAILab) or `layers.0.` (vLLM). Raises ValueError for an invalid field of the
-    config, a missing, unknown or wrongly shaped tensor, a vocabulary map that is missing or does not match the hash in
-    the config, and damaged weights (`find_damage`). Only `build` allocates the parameters, so that a wrong config
-    cannot allocate more memory than the file has.
+    The config and the names of the tensors may be those of fledge, vLLM, SGLang, SafeAILab's code, speculators and
+    other trainers (`DraftConfig.from_hf`, `formats.tensors`). Raises ValueError for an invalid field of the config, a
+    missing, unknown or wrongly shaped tensor, a vocabulary map that is missing or does not match the hash in the
+    config, and damaged weights (`find_damage`). Only `build` allocates the parameters, so that a wrong config cannot
+    allocate more memory than the file has.
     """
     return read_consistent(draft_directory(name), _open)
 
 
 def _open(directory: Path) -> DraftFiles:
     config_file = _config_file(directory)
-    config, by_fledge = _read_config(config_file)
+    hf, config = _read_config(config_file)
     file = weights_file(directory)
     raw = read_tensors(file)
     try:
-        tensors = rename_tensors(raw)
-        config = complete_config(config, tensors, by_fledge)
+        tensors = to_draft_names(raw, config)
+        config = complete_config(config, tensors, by_fledge="fledge" in hf)
         draft = meta_draft(config)
         if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
             del tensors["d2t"]  # SpecForge writes a map of zeros if the draft has the whole vocabulary
@@ -224,28 +237,12 @@ def _open(directory: Path) -> DraftFiles:
             )
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
-    return DraftFiles(config, tensors)
+    return DraftFiles(config, tensors, hf, frozenset(raw), file.name)
 
 
 def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
     """Loads a draft by its directory or hub id. Raises ValueError as `open_draft`."""
     return open_draft(name).build(device, dtype)
-
-
-def rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use."""
-    out: dict[str, Tensor] = {}
-    for given, tensor in tensors.items():
-        name = given.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
-        name = SGLANG_NORMS.get(name, name)
-        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `draft_files`
-        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
-            continue
-        if name in out:
-            raise ValueError(f"{shortened(given)} is in the file twice, under two names")
-        tensor = tensor.reshape(1, 1, -1) if name == "mask_hidden" else tensor  # vLLM also reads other shapes of it
-        out[name] = tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor  # some trainers' d2t is int32
-    return out
 
 
 def complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:

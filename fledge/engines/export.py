@@ -1,0 +1,178 @@
+"""The files of a draft as each engine loads them, and what distinguishes them from the files that the draft has.
+
+vLLM, SGLang and SafeAILab's code load most of fledge's own files (`models.weights.draft_files`) as they are. What
+single engines need in addition is in `LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fledge.config import DraftConfig
+from fledge.engines.support import unsupported
+from fledge.fields import CONFIG as FLAT_FIELDS
+from fledge.formats.layer_ids import to_engine
+from fledge.formats.speculators import is_speculators, speculators_config
+from fledge.formats.tensors import WEIGHTS
+from fledge.models.weights import DraftFiles, dtype_name, encode_files, portable_tensors
+
+TOKENS = 5  # drafted tokens of a draft whose trained depth is unknown; the default of speculators
+Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, and the tensors
+# Fields that no engine reads of a draft, or that are compared in another way
+NOT_COMPARED = {
+    "fledge", "speculators_config", "transformer_layer_config", "torch_dtype", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+}  # fmt: skip
+# Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
+DEFAULTS = {"num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None}
+
+
+@dataclass(frozen=True)
+class TargetName:
+    """The target's hub id or directory, and the `architectures` of its config.json."""
+
+    name: str
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Export:
+    """A draft for one engine.
+
+    `differences` says how its files differ from the draft's own, in phrases; it is empty if the engine loads those as
+    they are. `hf` and `tensors` are the content of the files.
+    """
+
+    differences: tuple[str, ...]
+    hf: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def encode(self) -> dict[str, bytes]:
+        """The content of the files, by name."""
+        return encode_files(self.hf, self.tensors)
+
+
+def export(draft: DraftFiles, engine: str, target: TargetName | None = None) -> Export:
+    """A draft's files for an engine, one of `support.ENGINES`.
+
+    Weights keep their values and dtypes. `target` is needed for "speculators", unless the draft's config names it.
+    Raises ValueError if the engine cannot serve the draft (`support.unsupported`), or without a target that is needed.
+    """
+    if reason := unsupported(draft.config, engine):
+        raise ValueError(reason)
+    hf, tensors = LAYOUTS[engine](draft, target)
+    if engine == "vllm" and is_speculators(draft.hf) and not unsupported(draft.config, "speculators"):
+        readable = _differences(draft, *_speculators(draft, _recorded(draft)))  # vLLM reads this format too
+        return Export(readable and _differences(draft, hf, tensors), hf, tensors)
+    return Export(_differences(draft, hf, tensors), hf, tensors)
+
+
+def needs_export(draft: DraftFiles, engine: str) -> bool:
+    """Whether an engine that supports a draft needs other files than the draft has."""
+    return bool(export(draft, engine, _recorded(draft)).differences)
+
+
+def _recorded(draft: DraftFiles) -> TargetName:
+    return TargetName(draft.config.provenance.target or "unknown")
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _portable(draft: DraftFiles, target: TargetName | None) -> Files:
+    return _flat(draft), portable_tensors(draft.config, draft.tensors)
+
+
+def _sglang(draft: DraftFiles, target: TargetName | None) -> Files:
+    """SGLang's EAGLE-1 always has a bias in `fc`, and takes `bias` for that of the attention."""
+    hf, tensors = _portable(draft, target)
+    return hf | {"bias": False}, tensors
+
+
+def _safeailab(draft: DraftFiles, target: TargetName | None) -> Files:
+    """SafeAILab's code reads the draft's own embeddings only if the config has `target_hidden_size`."""
+    hf, tensors = _portable(draft, target)
+    if draft.config.own_embeddings:
+        hf["target_hidden_size"] = draft.config.target_hidden_size
+    return hf, tensors
+
+
+def _speculators(draft: DraftFiles, target: TargetName | None) -> Files:
+    config = draft.config
+    target = target or (_recorded(draft) if config.provenance.target else None)
+    if target is None:
+        raise ValueError(
+            "speculators' format names the draft's target, and this draft's config does not; give the target's hub id "
+            "with --target"
+        )
+    flat = _flat(draft)
+    if config.aux_layers:
+        flat["eagle_aux_hidden_state_layer_ids"] = to_engine(config.aux_layers, "speculators")
+    hf = speculators_config(
+        flat, config.method, tokens=config.provenance.depth or TOKENS, target=target.name,
+        target_architectures=list(target.architectures), own_embeddings=config.own_embeddings,
+    )  # fmt: skip
+    return hf, _speculators_tensors(config, draft.tensors)
+
+
+def _speculators_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All layers numbered, and no copy of their input norms under SGLang's name."""
+    tensors = portable_tensors(config, state)
+    copies = {name for name in tensors if name.startswith("layers.") and name.endswith("hidden_norm.weight")}
+    return {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items() if name not in copies}
+
+
+LAYOUTS: dict[str, Callable[[DraftFiles, TargetName | None], Files]] = {
+    "vllm": _portable,
+    "sglang": _sglang,
+    "safeailab": _safeailab,
+    "speculators": _speculators,
+}
+
+
+def _flat(draft: DraftFiles) -> dict[str, Any]:
+    return draft.config.to_hf(dtype_name(draft.tensors["fc.weight"].dtype))
+
+
+# -- comparison -----------------------------------------------------------------------------------------------------
+
+
+def _differences(draft: DraftFiles, hf: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """How files with the given content differ from a draft's own."""
+    found = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"]
+    if is_speculators(draft.hf) != is_speculators(hf):
+        found.append("config.json in " + ("speculators' format" if is_speculators(hf) else "the flat layout"))
+    elif fields := _changed(draft.hf, hf) + _changed(_layer(draft.hf), _layer(hf)):
+        found.append(f"config.json: {', '.join(fields)}")
+    added, removed = sorted(tensors.keys() - draft.names), sorted(draft.names - tensors.keys())
+    if added or removed:
+        instead = f" instead of {_listed(removed)}" if removed else ""
+        found.append(f"tensors {_listed(added)}{instead}" if added else f"without the tensors {_listed(removed)}")
+    return tuple(found)
+
+
+def _layer(hf: dict[str, Any]) -> dict[str, Any]:
+    return hf.get("transformer_layer_config", {}) if is_speculators(hf) else {}
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The fields of config.json that are new or have another value, and those of the flat layout that are gone."""
+    skipped = NOT_COMPARED | ({"architectures"} if is_speculators(new) else set())  # vLLM ignores speculators' classes
+    if "rope_theta" in old and "rope_parameters" not in old:
+        skipped |= {"rope_parameters"}  # the older fields say the same
+    names = {*new, *(name for name in old if name in FLAT_FIELDS)} - skipped
+    return sorted(name for name in names if _value(name, old) != _value(name, new))
+
+
+def _value(name: str, hf: dict[str, Any]) -> Any:
+    value = hf.get(name)
+    return None if value == DEFAULTS.get(name, False) else value
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

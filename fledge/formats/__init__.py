@@ -1,0 +1,1 @@
+"""How drafts are written on disk: numbering of layers, speculators' config, and files and names of tensors."""
