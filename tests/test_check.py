@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.data.pack import make_row
-from fledge.eval.probe import TENSORS
+from fledge.eval import replays
+from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe
+from fledge.jobs import check as check_job
 from fledge.targets.loading import load_target
 from fledge.types import Document
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
-from support.files import reconfigure
+from support.files import change_json, listing, metrics_of, reconfigure
 from support.targets import CHATML, tiny_target, tiny_target_directory, tiny_tokenizer
 
 METHODS = ("eagle3", "eagle3.1", "eagle1", "peagle")
@@ -36,6 +38,7 @@ def made(tmp_path_factory):
     tiny_target_directory(root)
     tiny_tokenizer(THINKING).save_pretrained(root / "target")
     tiny_chats(root / "chats.jsonl", 30)
+    tiny_chats(root / "prompts.jsonl", 2)
     show = ProgressDisplay(quiet=True)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(probe, "PROMPTS", 3)
@@ -44,7 +47,8 @@ def made(tmp_path_factory):
         shape = {} if method == "eagle1" else dict(draft_vocab=200, depth=3)
         options = TrainOptions(
             target=str(root / "target"), data=[str(root / "chats.jsonl")], out=str(root / method), method=method,
-            max_length=64, row_length=256, steps=3, device="cpu", template_kwargs='{"enable_thinking": false}', **shape,
+            max_length=64, row_length=256, steps=3, device="cpu", template_kwargs='{"enable_thinking": false}',
+            eval_prompts=str(root / "prompts.jsonl"), eval_every=1, eval_tokens=2, **shape,
         )  # fmt: skip
         run(options, show.say, show)
     monkeypatch.undo()
@@ -84,6 +88,9 @@ def test_a_sound_draft_passes(made, check, method):
     assert {p["check"] for p in result["passed"]} >= {"weights", "template", "features", "logits", "decoding", "engine"}
     assert result["measured"]["logits_error"] < 1e-5 and max(result["measured"]["feature_errors"]) < 0.005
     assert result["measured"]["tau"] == result["measured"]["recorded_tau"] >= 1
+    record = read_probe(made / method / "draft").record
+    measured = {m["step"]: m["eval_tau"] for m in metrics_of(made / method)}
+    assert record.eval_tau == measured[record.step] == max(measured.values())  # the probe is that of the best draft
 
 
 # -- damages ----------------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def inputs_turned(x: Tensors) -> None:
         put(f"{MID}.{p}_proj.weight", chunks([1, 0]))(x)
 
 
-Q, K, V, O = (f"{MID}.{p}_proj.weight" for p in "qkvo")  # noqa: E741
+Q, K, V, O = (f"{MID}.{p}_proj.weight" for p in "qkvo")
 NORMS = swap("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")
 GATES = swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
 FC_NORMS = drop(*(f"fc_norm.{i}.weight" for i in range(3)))
@@ -249,3 +256,187 @@ def test_a_damage_is_named(check, damaged, name):
     assert code == 1 and words in text, text or result
     assert len(result["findings"]) <= 3, text
     assert all(f["cure"] for f in result["findings"])
+
+
+# -- what is no fault, and what is said then --------------------------------------------------------------------------
+
+
+def lower_precision(draft: Path, target: Path) -> None:
+    rewrite(draft, lambda x: x.update({n: w.half() for n, w in x.items() if w.is_floating_point()}))
+
+
+def rounded(draft: Path, target: Path) -> None:
+    fp8 = torch.float8_e4m3fn
+    rewrite(draft, lambda x: x.update({n: w.to(fp8).to(w.dtype) for n, w in x.items() if n.endswith("_proj.weight")}))
+
+
+def another_date(draft: Path, target: Path) -> None:
+    chats = json.loads((draft / RECORD).read_text())["chats"]
+    change_json(draft / RECORD, chats=[chat.replace("/no_think", "Monday") for chat in chats])
+
+
+def same_words(draft: Path, target: Path) -> None:
+    tiny_tokenizer("{# a comment #}" + THINKING).save_pretrained(target)
+
+
+def trained_further(draft: Path, target: Path) -> None:
+    loaded = tiny_target()
+    with torch.no_grad():
+        loaded.model.model.layers[-1].mlp.up_proj.weight.mul_(1.01)
+    loaded.model.save_pretrained(target)
+
+
+def without_probe(draft: Path, target: Path) -> None:
+    shutil.rmtree(draft / "fledge")
+
+
+NO_FAULTS = {
+    "float16": (lower_precision, ""),
+    "weights rounded to fp8": (rounded, "its weights were rounded"),
+    "a template with a date": (another_date, "e.g. another date"),
+    "a template with a comment": (same_words, "renders the recorded chats as before"),
+    "a target trained further": (trained_further, "quantized or trained further"),
+    "no probe": (without_probe, "nothing to replay"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_what_is_no_fault_is_at_most_a_note(check, damaged, monkeypatch, name):
+    change, words = NO_FAULTS[name]
+    draft, target = damaged("eagle3")
+    change(draft, target)
+    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    code, result = check(draft, target=target)
+    assert code == 0 and not result["findings"], result["findings"]
+    assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words)
+
+
+@pytest.mark.parametrize("file", [TENSORS, RECORD])
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_a_damaged_probe_is_reported(check, damaged, monkeypatch, file, how):
+    draft, target = damaged("eagle3")
+    content = (draft / file).read_bytes()
+    (draft / file).unlink()
+    if how == "truncated":
+        (draft / file).write_bytes(content[: len(content) // 2])
+    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    code, result = check(draft, target=target)
+    assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"] and how[:5] in str(result) + "trunc"
+
+
+def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damaged, monkeypatch):
+    """At chance, a draft whose layers are moved by one is found by decoding with the layers before and after."""
+    draft, target = damaged("eagle3")
+    without_probe(draft, target)
+    fledge_field(aux_layers=[3, 5, 6])(draft, target)
+    layers([3, 5, 6], [2, 4, 5])(draft, target)
+    code, result = check(draft, target=target)
+    assert code in (0, 1) and result["measured"]["tau"] >= 1  # such a short training is near chance either way
+
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
+        accepted = 2 if draft.config.aux_layers == (2, 4, 5) else 0
+        return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+
+    monkeypatch.setattr("fledge.eval.probe.decode", decode)
+    code, result = check(draft, target=target)
+    (finding,) = result["findings"]
+    assert code == 1 and "τ is 1.00" in finding["cause"] and "3.00 if its layers are [2, 4, 5]" in finding["cause"]
+
+
+def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged):
+    code, result = check(made / "peagle" / "draft", "--engine", "sglang")
+    (finding,) = result["findings"]
+    assert code == 1 and "no one-pass drafting" in finding["cause"] and "serve it with vLLM" in finding["cure"]
+    draft, target = damaged("eagle3")
+    reconfigure(draft, architectures=["Eagle3LlamaForCausalLM"])
+    code, result = check(draft, "--engine", "sglang", target=target)
+    assert code == 1 and "fledge export" in result["findings"][0]["cure"]
+
+
+def test_layers_of_the_other_engine_are_no_fault_of_this_one(check, damaged):
+    draft, target = damaged("eagle3")
+    layers([3, 5, 6], [1, 3, 4])(draft, target)
+    assert check(draft, "--engine", "sglang", target=target)[0] == 1  # other files than fledge export would write
+    assert not [f for f in check(draft, "--engine", "sglang", target=target)[1]["findings"] if f["check"] == "layers"]
+
+
+def test_layers_that_the_target_does_not_have_are_named(check, damaged):
+    draft, target = damaged("eagle3")
+    fledge_field(aux_layers=[2, 4, 99])(draft, target)
+    code, result = check(draft, target=target)
+    assert code == 1 and "the target has layers 0..8" in result["findings"][0]["cause"]
+
+
+def test_results_are_printed_as_lines(made, fledge, damaged):
+    words = "check", "--target", made / "target", "--device", "cpu", "--draft"
+    sound = fledge(*words, made / "eagle3" / "draft")
+    assert sound.code == 0 and "layers: 2, 4, 5 in vLLM's numbering and 1, 3, 4 in SGLang's numbering." in sound.out
+    assert (
+        sound.out.endswith("The draft is sound.\n") and 'chat_template_kwargs {"enable_thinking": false}' in sound.out
+    )
+    draft, target = damaged("eagle3")
+    truncate(draft, target)
+    broken = fledge(*words, draft)
+    assert broken.code == 1 and "Wrong, weights: " in broken.out and broken.out.endswith("1 problem.\n")
+    for wrong in ((*words, "nowhere"), (*words, draft, "--engine", "tgi"), (*words[:2], "nowhere", *words[3:], made)):
+        assert fledge(*wrong).code == 2
+
+
+def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fledge, tmp_path):
+    data = ["--data", made / "chats.jsonl", "--max-length", 64, "--device", "cpu"]
+    kwargs = ["--template-kwargs", '{"enable_thinking": false}']
+    written = fledge(
+        "features", "--target", made / "target", *data, *kwargs, "--out", tmp_path / "f", "--precision", "fp8"
+    )
+    assert written.code == 0, written.err
+    shape = ["--steps", 2, "--depth", 3, "--draft-vocab", 200, "--row-length", 256, "--device", "cpu"]
+    trained = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *shape)
+    assert trained.code == 0, trained.err
+    record = read_probe(tmp_path / "run" / "draft").record
+    assert (record.precision, record.decoding, record.layers) == ("fp8", None, [2, 4, 5])
+    code, result = check(tmp_path / "run" / "draft")
+    assert code == 0 and "τ is not compared" in " ".join(result["notes"])
+    assert all(0.005 < error < replays.FP8 for error in result["measured"]["feature_errors"])
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_in_a_subfolder_of_its_own(made):
+    """Engines load every *.safetensors in the draft's directory, but not in its subfolders."""
+    draft = made / "eagle3" / "draft"
+    assert listing(draft) == ["config.json", "fledge", "model.safetensors"]
+    assert listing(draft / "fledge") == ["probe.safetensors", "record.json"]
+
+
+@pytest.mark.parametrize(("n", "first"), [(3, 1), (4, 3), (10, 2), (60, 1), (60, 55), (5000, 4000)])
+def test_an_excerpt_lies_within_its_document(n, first):
+    spans = torch.full((n,), -1, dtype=torch.int32)
+    spans[first:] = 0
+    start, end, steps = excerpt_range(Document(torch.arange(n, dtype=torch.int32), spans))
+    assert 0 <= start < end <= min(n, CONTEXT) and 1 <= steps <= STEPS and end - start >= steps + 2
+    assert end - start == min(n, SLOTS + 1 + steps) and (start <= first or first < 4)
+
+
+def test_the_standard_error_of_tau_is_that_of_a_ratio():
+    def of(committed: list[int], rounds: list[int]) -> Decoding:
+        return Decoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
+
+    assert of([20, 30], [10, 15]).standard_error == 0 and of([20, 30], [10, 15]).tau == 2
+    assert of([30], [10]).standard_error == 0 and of([0, 0], [0, 0]).tau == 0
+    random = torch.Generator().manual_seed(0)
+    rounds = torch.randint(5, 20, (2000, 8), generator=random)
+    committed = rounds + torch.randint(0, 20, (2000, 8), generator=random)
+    taus = committed.sum(1) / rounds.sum(1)
+    errors = [of(c.tolist(), r.tolist()).standard_error for c, r in zip(committed, rounds, strict=True)]
+    assert abs(sum(errors) / len(errors) / float(taus.std()) - 1) < 0.1
+
+
+def test_a_lower_tau_is_a_fault_beyond_its_standard_error():
+    def of(accepted: list[int]) -> Decoding:
+        return Decoding([[1]] * 4, 8, 3, [10 + a for a in accepted], [10] * 4, "float32")
+
+    before = of([10, 12, 9, 11])
+    assert not replays.decoding_findings(of([10, 11, 9, 10]), before, False)[0]
+    assert "τ is 1.10" in replays.decoding_findings(of([1, 1, 1, 1]), before, False)[0][0].cause
+    assert not replays.decoding_findings(of([1, 1, 1, 1]), before, True)[0]  # other findings say why

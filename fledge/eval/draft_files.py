@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
-from fledge.engines.layers import PLACES, layers_read
+from fledge.engines.layers import PLACES, has_list, layers_read
 from fledge.engines.support import TITLES
 from fledge.eval.findings import Finding
 from fledge.eval.probe import Probe, Record, read_probe
@@ -259,39 +259,42 @@ def _listed(t2d: Tensor | None, V: int) -> Tensor | None:
 
 def layer_findings(
     draft: DraftOnDisk, target: Target, record: Record | None, engines: Sequence[str] = tuple(PLACES)
-) -> list[Finding]:
-    """The lists of the target's layers in config.json that these engines read, against each other and against those of
-    training."""
-    if not draft.config.family.reads_layers:
-        return []
-    n, found = target.num_layers, []
+) -> tuple[list[Finding], list[str]]:
+    """Findings and notes about the lists of the target's layers in config.json that these engines read, compared with
+    each other and with those of training."""
     try:
-        read = {engine: layers_read(draft.hf, engine, n) for engine in engines}
+        ours = tuple(sorted(layers_of(draft.config, target)))
+        read = {engine: layers_read(draft.hf, engine, target.num_layers) for engine in engines}
     except ValueError as e:
-        return [Finding("layers", str(e), "engines refuse the draft", COPY)]
-    ours = tuple(sorted(layers_of(draft.config, target)))
+        return [Finding("layers", str(e), "engines refuse the draft", COPY)], []
     trained = tuple(record.layers) if record else ours
+    found, notes = [], []
     if ours != trained:
         found.append(_layer_finding("fledge.aux_layers", "fledge", ours, trained, list(trained)))
     for engine, layers in read.items():
-        if layers is not None and layers != trained:
-            wanted = to_engine(trained, engine)
-            found.append(_layer_finding(PLACES[engine], TITLES[engine], layers, trained, wanted))
-    return found
+        if layers in (None, trained):
+            continue
+        finding = _layer_finding(PLACES[engine], TITLES[engine], layers, trained, to_engine(trained, engine))
+        elsewhere = record is None and "fledge" not in draft.hf
+        if elsewhere and not has_list(draft.hf, engine):  # whoever made the draft may not have meant this engine
+            notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
+        else:
+            found.append(finding)
+    return found, notes
 
 
 def _layer_finding(
     place: str, engine: str, read: Sequence[int], trained: Sequence[int], wanted: Sequence[int]
 ) -> Finding:
     distances = {a - b for a, b in zip(read, trained, strict=False)} if len(read) == len(trained) else set()
-    kind = "other layers than those of training"
+    kind = "other layers than those of the draft"
     if distances in ({1}, {-1}):
         by = "up" if distances == {1} else "down"
         kind = f"every layer moved {by} by one: its ids count outputs of layers where inputs are meant, or the reverse"
     return Finding(
         "layers",
         f"with {place}, {engine} reads the hidden states {list(read)} in place of {list(trained)}: {kind}",
-        "a checkpoint that loads without a message and is accepted in about 1 % of the rounds",
+        "the checkpoint loads without a message, and acceptance falls, often to that of chance",
         f"set {place} to {list(wanted)}",
     )
 

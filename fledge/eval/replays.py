@@ -103,7 +103,7 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
             Finding(
                 "target", f"the hidden states that the draft was trained on are {match.nearest} of this target, and "
                 f"config.json calls them {match.expected}" + _moved(match.nearest, match.expected),
-                "a draft that reads other layers than it was trained on is accepted in about 1 % of the rounds",
+                "the draft reads other layers than it was trained on, and acceptance falls, often to that of chance",
                 f"list {match.nearest} as its layers, or train on hidden states captured by fledge's numbering",
             )
         ], []  # fmt: skip

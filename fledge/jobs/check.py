@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fledge.jobs.options import Options, opt, parse_dtype, trust_remote_code_option
 
 if TYPE_CHECKING:
+    from fledge.config import DraftConfig
     from fledge.eval.draft_files import DraftOnDisk
     from fledge.eval.findings import Report
     from fledge.eval.probe import Decoding, Probe
@@ -66,9 +68,9 @@ def run(options: CheckOptions, progress: Any) -> Report:
         report.findings.append(draft)
         return report
     target = _load_target(options, draft)
-    _check_files(report, draft, target, probe)
+    _check_files(report, draft, target, probe, options.engine)
     if options.engine:
-        _check_engine(report, draft, options.engine)
+        _check_engine(report, options.draft, draft, options.engine)
     if probe is not None:
         _replay(report, draft, target, probe)
     _decode(report, options.draft, draft, target, probe, progress.say)
@@ -87,7 +89,9 @@ def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarge
     )  # fmt: skip
 
 
-def _check_files(report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None) -> None:
+def _check_files(
+    report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
+) -> None:
     """The checks that compute nothing."""
     from fledge.eval import draft_files as files
 
@@ -100,11 +104,13 @@ def _check_files(report: Report, draft: DraftOnDisk, target: TransformersTarget,
     )  # fmt: skip
     fits = report.add("target", files.target_findings(draft, target), "sizes, layers and tokenizer fit the draft")
     if fits and config.family.reads_layers:
-        report.add("layers", files.layer_findings(draft, target, record), _layers_line(draft, target))
+        findings, notes = files.layer_findings(draft, target, record, (engine,) if engine else ENGINES)
+        report.add("layers", findings, "" if findings else _layers_line(draft, target))
+        report.notes += notes
     report.add("config", files.config_findings(draft, target, record), "RoPE, norms, context" + _recorded(record))
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
-        report.add("template", findings, "the chat template renders chats as in training")
+        report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))
         report.notes += notes
         return
     if note := files.rope_note(draft, target):
@@ -116,6 +122,12 @@ def _check_files(report: Report, draft: DraftOnDisk, target: TransformersTarget,
 
 def _recorded(record: Any) -> str:
     return ", as recorded in training" if record else ""
+
+
+def _with_kwargs(config: DraftConfig) -> str:
+    """What requests to an engine must set."""
+    kwargs = config.provenance.template_kwargs
+    return f", with chat_template_kwargs {json.dumps(kwargs)} in each request" if kwargs else ""
 
 
 def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
@@ -137,16 +149,28 @@ def _renders(draft: DraftOnDisk, target: TransformersTarget, record: Any) -> dic
     return {k: render_chats(ChatTemplate(target.tokenizer, target.stop_ids, v)) for k, v in kwargs.items()}
 
 
-def _check_engine(report: Report, draft: DraftOnDisk, engine: str) -> None:
+def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) -> None:
+    """What an engine would refuse, ignore or compute otherwise."""
+    from fledge.engines.export import export
     from fledge.engines.support import TITLES, minimum_version, unsupported
     from fledge.eval.findings import Finding
+    from fledge.models.weights import open_draft
 
-    problem = unsupported(draft.config, engine)
-    cure = f"serve it with {TITLES['vllm' if engine == 'sglang' else 'sglang']}, or train a draft without this"
-    findings = [Finding("engine", problem, "", cure)] if problem else []
+    findings = []
+    if problem := unsupported(draft.config, engine):
+        other = next(e for e in ENGINES if e != engine)
+        able = f"serve it with {TITLES[other]}, or " if not unsupported(draft.config, other) else ""
+        findings.append(Finding("engine", problem, "", f"{able}train a draft without this"))
+    elif not report.failed():
+        differences = export(open_draft(name), engine).differences
+        findings += [
+            Finding("engine", f"{TITLES[engine]} needs other files: {'; '.join(differences)}",
+                    "it refuses the draft, or serves it otherwise than it was trained",
+                    f"write them with fledge export --draft {name} --to {engine} --out DIR")
+        ] if differences else []  # fmt: skip
     version = minimum_version(draft.config, engine)
     since = f" from version {version} on" if version else ""
-    report.add("engine", findings, f"{TITLES[engine]}{since} supports such drafts")
+    report.add("engine", findings, f"{TITLES[engine]}{since} serves such drafts")
 
 
 def _replay(report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe) -> None:

@@ -112,9 +112,10 @@ def train(
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
     def publish(metrics: dict[str, Any]) -> None:
-        more = attach(draft, metrics)
-        if ranks.leads:
-            run.publish(draft, save_dtype, more)
+        with ranks.together("while the draft was written"):
+            more = attach(draft, metrics)
+            if ranks.leads:
+                run.publish(draft, save_dtype, more)
 
     upcoming = with_features(
         source.ahead(own_rows(rows, progress, schedule, ranks)), source.features, draft.device,

@@ -76,11 +76,15 @@ def make_probe(
     measure = _decoder(recipe, prepared, rows.documents) if prepared.decodes else None
 
     def attach(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
-        decoding = measure(draft, dtype) if measure else None
-        if not ranks.leads:
+        try:
+            decoding = measure(draft, dtype) if measure else None
+            if not ranks.leads:
+                return {}
+            known = replace(record, step=metrics["step"], eval_tau=metrics.get("eval_tau"), decoding=decoding)
+            return probe_files(draft, dtype, excerpt, known)
+        except Exception as e:  # e.g. no memory is left; the draft must be saved all the same
+            say(f"the draft is written without a probe for fledge check: {type(e).__name__}: {e}")
             return {}
-        known = replace(record, step=metrics["step"], eval_tau=metrics.get("eval_tau"), decoding=decoding)
-        return probe_files(draft, dtype, excerpt, known)
 
     return attach
 
