@@ -199,8 +199,16 @@ EMBEDDING = {"embed_tokens.weight": torch.randn(400, 32)}
 THINKS = {"enable_thinking": True}
 # of each: the method, the damage, and words of the message
 DAMAGES = {
-    "layers moved by one, vLLM's list": ("eagle3", layers([3, 5, 6], [1, 3, 4]), "every layer moved up by one"),
-    "layers moved by one, SGLang's list": ("eagle3", layers([2, 4, 5], [2, 4, 5]), "SGLang reads the hidden states [3"),
+    "layers moved by one, vLLM's list": (
+        "eagle3",
+        layers([3, 5, 6], [1, 3, 4]),
+        "vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states [3, 5, 6]",
+    ),
+    "layers moved by one, SGLang's list": (
+        "eagle3",
+        layers([2, 4, 5], [2, 4, 5]),
+        "layer_ids) reads the hidden states [3, 5, 6]",
+    ),
     "layers moved by one, fledge's list": ("eagle3", fledge_field(aux_layers=[1, 3, 4]), "moved down by one"),
     "features captured as outputs": ("eagle3", captured_elsewhere, "captured ids are moved by one"),
     "d2t zeroed": ("eagle3", tensors(put("d2t", torch.zeros_like)), "all of it is zero"),
@@ -418,23 +426,40 @@ def test_an_excerpt_lies_within_its_document(n, first):
     assert end - start == min(n, SLOTS + 1 + steps) and (start <= first or first < 4)
 
 
-def test_the_standard_error_of_tau_is_that_of_a_ratio():
-    def of(committed: list[int], rounds: list[int]) -> Decoding:
-        return Decoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
+def decoding(committed: list[int], rounds: list[int]) -> Decoding:
+    return Decoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
 
-    assert of([20, 30], [10, 15]).standard_error == 0 and of([20, 30], [10, 15]).tau == 2
-    assert of([30], [10]).standard_error == 0 and of([0, 0], [0, 0]).tau == 0
+
+def test_the_standard_error_is_that_of_a_difference_of_ratios():
+    before = decoding([20, 30], [10, 15])
+    assert before.tau == 2 and before.error_against(before) == 0
+    assert decoding([0, 0], [0, 0]).tau == 0 == decoding([0, 0], [0, 0]).error_against(before)
     random = torch.Generator().manual_seed(0)
-    rounds = torch.randint(5, 20, (2000, 8), generator=random)
-    committed = rounds + torch.randint(0, 20, (2000, 8), generator=random)
-    taus = committed.sum(1) / rounds.sum(1)
-    errors = [of(c.tolist(), r.tolist()).standard_error for c, r in zip(committed, rounds, strict=True)]
-    assert abs(sum(errors) / len(errors) / float(taus.std()) - 1) < 0.1
+    rounds = torch.randint(5, 20, (2000, 2, 8), generator=random)
+    committed = rounds + torch.randint(0, 20, (2000, 2, 8), generator=random)
+    pairs = [
+        [decoding(*each) for each in zip(c, r, strict=True)]
+        for c, r in zip(committed.tolist(), rounds.tolist(), strict=True)
+    ]
+    differences = torch.tensor([now.tau - before.tau for now, before in pairs])
+    errors = torch.tensor([now.error_against(before) for now, before in pairs])
+    assert abs(float(errors.mean() / differences.std()) - 1) < 0.1
+
+
+def test_all_lists_moved_together_are_one_finding(check, damaged):
+    draft, target = damaged("eagle3")
+    layers([3, 5, 6], [2, 4, 5])(draft, target)
+    fledge_field(aux_layers=[3, 5, 6])(draft, target)
+    (finding,) = check(draft, target=target)[1]["findings"]
+    assert (
+        finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (") and "moved up by one" in finding["cause"]
+    )
+    assert finding["cure"].endswith("eagle_config.eagle_aux_hidden_state_layer_ids to [1, 3, 4]")
 
 
 def test_a_lower_tau_is_a_fault_beyond_its_standard_error():
     def of(accepted: list[int]) -> Decoding:
-        return Decoding([[1]] * 4, 8, 3, [10 + a for a in accepted], [10] * 4, "float32")
+        return decoding([10 + a for a in accepted], [10] * 4)
 
     before = of([10, 12, 9, 11])
     assert not replays.decoding_findings(of([10, 11, 9, 10]), before, False)[0]

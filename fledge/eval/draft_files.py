@@ -268,34 +268,44 @@ def layer_findings(
     except ValueError as e:
         return [Finding("layers", str(e), "engines refuse the draft", COPY)], []
     trained = tuple(record.layers) if record else ours
-    found, notes = [], []
-    if ours != trained:
-        found.append(_layer_finding("fledge.aux_layers", "fledge", ours, trained, list(trained)))
-    for engine, layers in read.items():
-        if layers in (None, trained):
-            continue
-        finding = _layer_finding(PLACES[engine], TITLES[engine], layers, trained, to_engine(trained, engine))
+    readers = {"fledge": ("fledge.aux_layers", ours, list(trained))}
+    readers |= {TITLES[e]: (PLACES[e], layers, to_engine(trained, e)) for e, layers in read.items() if layers}
+    wrong: dict[tuple[int, ...], list[_Reader]] = {}
+    notes = []
+    for name, (place, layers, wanted) in readers.items():
+        reader = _Reader(name, place, wanted)
         elsewhere = record is None and "fledge" not in draft.hf
-        if elsewhere and not has_list(draft.hf, engine):  # whoever made the draft may not have meant this engine
+        if layers != trained and elsewhere and not has_list(draft.hf, place):
+            # whoever made the draft may not have meant this engine
+            finding = _layer_finding([reader], layers, trained)
             notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
-        else:
-            found.append(finding)
-    return found, notes
+        elif layers != trained:
+            wrong.setdefault(layers, []).append(reader)
+    return [_layer_finding(alike, layers, trained) for layers, alike in wrong.items()], notes
 
 
-def _layer_finding(
-    place: str, engine: str, read: Sequence[int], trained: Sequence[int], wanted: Sequence[int]
-) -> Finding:
+@dataclass(frozen=True)
+class _Reader:
+    """What reads a list of layers, where it is in config.json, and what the list should be."""
+
+    name: str
+    place: str
+    wanted: list[int]
+
+
+def _layer_finding(readers: Sequence[_Reader], read: Sequence[int], trained: Sequence[int]) -> Finding:
+    """The finding for readers that read the same layers, which are not those of training."""
     distances = {a - b for a, b in zip(read, trained, strict=False)} if len(read) == len(trained) else set()
-    kind = "other layers than those of the draft"
+    kind = ""
     if distances in ({1}, {-1}):
-        by = "up" if distances == {1} else "down"
-        kind = f"every layer moved {by} by one: its ids count outputs of layers where inputs are meant, or the reverse"
+        kind = f": every layer is moved {'up' if distances == {1} else 'down'} by one, as where inputs and outputs of "
+        kind += "layers are confused (vLLM numbers inputs, SGLang outputs)"
+    names = " and ".join(f"{r.name} ({r.place})" for r in readers) + (" reads" if len(readers) == 1 else " read")
     return Finding(
         "layers",
-        f"with {place}, {engine} reads the hidden states {list(read)} in place of {list(trained)}: {kind}",
+        f"{names} the hidden states {list(read)} in place of {list(trained)}{kind}",
         "the checkpoint loads without a message, and acceptance falls, often to that of chance",
-        f"set {place} to {list(wanted)}",
+        "set " + " and ".join(f"{r.place} to {r.wanted}" for r in readers),
     )
 
 

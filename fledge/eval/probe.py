@@ -112,14 +112,19 @@ class Decoding:
         """The tokens committed per round; 0 if there were no rounds."""
         return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
 
-    @property
-    def standard_error(self) -> float:
-        """The standard error of `tau` as a ratio of two sums over independent answers."""
-        n, total = len(self.rounds), sum(self.rounds)
-        if n < 2 or not total:
+    def error_against(self, before: Decoding) -> float:
+        """The standard error of the difference between this `tau` and that of an earlier decode of the same prompts, as
+        a difference of two ratios of sums over answers (paired, since a prompt may be easy or hard in both)."""
+        n = len(self.rounds)
+        if n < 2 or not any(self.rounds) or not any(before.rounds):
             return 0.0
-        residuals = (c - self.tau * r for c, r in zip(self.committed, self.rounds, strict=True))
-        return (n / (n - 1) * sum(x * x for x in residuals)) ** 0.5 / total
+        pairs = zip(self._influences(), before._influences(), strict=True)
+        return (n / (n - 1) * sum((a - b) ** 2 for a, b in pairs)) ** 0.5
+
+    def _influences(self) -> list[float]:
+        """How much each answer moves `tau`, to first order."""
+        total = sum(self.rounds)
+        return [(c - self.tau * r) / total for c, r in zip(self.committed, self.rounds, strict=True)]
 
 
 @dataclass(frozen=True)

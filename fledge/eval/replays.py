@@ -24,7 +24,7 @@ FINAL = "the final state"  # of the target, after its last norm
 # bits or more (the states are stored in bfloat16), if not, and if they were stored in fp8.
 EXACT, HALF, FP8 = 0.02, 0.08, 0.12
 WIDE = ("float32", "float64")
-ERRORS = 3  # standard errors by which τ may be below the recorded one
+ERRORS = 3  # standard errors of the difference by which τ may be below the recorded one
 LEAST = 0.05  # relative loss of τ that is no fault, whatever its standard error
 
 
@@ -185,7 +185,7 @@ def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> 
 
 def decoding_findings(now: Decoding, before: Decoding, explained: bool) -> tuple[list[Finding], dict[str, Any]]:
     """Findings about a decode of the recorded prompts, and its figures."""
-    margin = max(ERRORS * before.standard_error, LEAST * before.tau)
+    margin = max(ERRORS * now.error_against(before), LEAST * before.tau)
     figures = {"tau": now.tau, "recorded_tau": before.tau, "margin": margin}
     if now.tau >= before.tau - margin or explained:
         return [], figures

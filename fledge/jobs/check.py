@@ -236,7 +236,7 @@ def _decode_questions(report: Report, files: DraftOnDisk, draft: Any, target: An
     from fledge.decode.chance import AT_CHANCE
     from fledge.eval.findings import Finding
     from fledge.eval.probe import decode
-    from fledge.eval.replays import variants
+    from fledge.eval.replays import ERRORS, variants
     from fledge.targets.compatibility import layers_of
 
     template = ChatTemplate(target.tokenizer, target.stop_ids, draft.config.provenance.template_kwargs)
@@ -244,24 +244,24 @@ def _decode_questions(report: Report, files: DraftOnDisk, draft: Any, target: An
     prompts = [template.prompt_ids([{"role": "user", "content": q}] if chats else q) for q in QUESTIONS]
     depth = draft.config.provenance.depth or 5
 
-    def tau(config: Any) -> Decoding:
+    def decoded(config: DraftConfig) -> Decoding:
         draft.config = config
         return decode(target, draft, prompts, NEW_TOKENS, depth)
 
     config = draft.config
-    now = tau(config)
+    now = decoded(config)
     report.measured["tau"] = now.tau
     if now.tau >= 1 + AT_CHANCE or not any(now.rounds):
         report.passed.append(("decoding", f"τ {now.tau:.2f} on {len(prompts)} questions"))
         return
     say("hardly any token is accepted; other ways to read the draft are tried")
     layers = layers_of(config, target)
-    tried = {text: tau(other).tau for text, other in variants(config, layers, target.num_layers).items()}
-    best = max(tried, key=tried.get, default=None)
+    tried = {text: decoded(other) for text, other in variants(config, layers, target.num_layers).items()}
+    best = max(tried, key=lambda text: tried[text].tau, default=None)
     cause = f"τ is {now.tau:.2f} on {len(prompts)} questions, about as by chance"
     cure = "compare its config with its trainer's options: layers, norms, RoPE, target, template"
-    if best is not None and tried[best] > now.tau + max(4 * now.standard_error, 2 * AT_CHANCE):
-        cause += f", and {tried[best]:.2f} if {best}"
+    if best is not None and tried[best].tau > now.tau + max(ERRORS * tried[best].error_against(now), AT_CHANCE):
+        cause += f", and {tried[best].tau:.2f} if {best}"
         cure = "correct config.json accordingly"
     report.findings.append(Finding("decoding", cause, "the draft only costs time", cure))
 
