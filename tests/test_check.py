@@ -303,7 +303,7 @@ NO_FAULTS = {
     "weights rounded to fp8": (rounded, "its weights were rounded"),
     "a template with a date": (another_date, "e.g. another date"),
     "a template with a comment": (same_words, "renders the recorded chats as before"),
-    "a target trained further": (trained_further, "quantized or trained further"),
+    "a target trained further": (trained_further, "quantized, trained further"),
     "no probe": (without_probe, "nothing to replay"),
 }
 

@@ -95,7 +95,7 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
             return [], []
         return [], [
             f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "
-            "was quantized or trained further. Acceptance may be lower than recorded."
+            "was quantized, trained further, or is loaded in a dtype that rounds it. Acceptance may be lower."
         ]
     known_elsewhere = all(e <= match.tolerance for e in match.nearest_errors)
     if known_elsewhere:
