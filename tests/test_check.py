@@ -278,6 +278,15 @@ def rounded(draft: Path, target: Path) -> None:
     rewrite(draft, lambda x: x.update({n: w.to(fp8).to(w.dtype) for n, w in x.items() if n.endswith("_proj.weight")}))
 
 
+def one_row(draft: Path, target: Path) -> None:
+    rewrite(draft, lambda x: x["lm_head.weight"][3].mul_(1.01))
+
+
+def other_row(draft: Path, target: Path) -> None:
+    """A row whose logit is not stored."""
+    rewrite(draft, lambda x: x["lm_head.weight"][3].mul_(-30))
+
+
 def another_date(draft: Path, target: Path) -> None:
     chats = json.loads((draft / RECORD).read_text())["chats"]
     change_json(draft / RECORD, chats=[chat.replace("/no_think", "Monday") for chat in chats])
@@ -301,11 +310,22 @@ def without_probe(draft: Path, target: Path) -> None:
 NO_FAULTS = {
     "float16": (lower_precision, ""),
     "weights rounded to fp8": (rounded, "its weights were rounded"),
+    "a row of the head": (
+        one_row,
+        "lm_head.weight is not what training wrote: of another step or another draft, though",
+    ),
     "a template with a date": (another_date, "e.g. another date"),
     "a template with a comment": (same_words, "renders the recorded chats as before"),
     "a target trained further": (trained_further, "quantized, trained further"),
     "no probe": (without_probe, "nothing to replay"),
 }
+
+
+def test_a_row_of_the_head_that_changes_the_probabilities_is_a_fault(check, damaged):
+    draft, target = damaged("eagle3")
+    other_row(draft, target)
+    code, result = check(draft, target=target)
+    assert code == 1 and "lm_head.weight is not what training wrote" in result["findings"][0]["cause"]
 
 
 @pytest.mark.parametrize("name", NO_FAULTS)
@@ -316,7 +336,7 @@ def test_what_is_no_fault_is_at_most_a_note(check, damaged, monkeypatch, name):
     monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
     code, result = check(draft, target=target)
     assert code == 0 and not result["findings"], result["findings"]
-    assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words)
+    assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words), result["notes"]
 
 
 @pytest.mark.parametrize("file", [TENSORS, RECORD])
@@ -405,6 +425,20 @@ def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fled
     code, result = check(tmp_path / "run" / "draft")
     assert code == 0 and "τ is not compared" in " ".join(result["notes"])
     assert all(0.005 < error < replays.FP8 for error in result["measured"]["feature_errors"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_trained_on_a_gpu_is_sound_there_and_on_a_cpu(check, fledge, tmp_path, method):
+    shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8)
+    target, chats = tiny_target_directory(tmp_path, **shape), tiny_chats(tmp_path / "chats.jsonl", 200)
+    lengths = ["--max-length", 128, "--row-length", 512, "--steps", 20]
+    more = [*lengths, "--dtype", "bfloat16", "--device", "cuda", "--out", tmp_path / "run"]
+    trained = fledge("train", "--target", target, "--data", chats, "--method", method, *more)
+    assert trained.code == 0, trained.err
+    for device in ("cuda", "cpu"):
+        ran = fledge("check", "--target", target, "--draft", tmp_path / "run" / "draft", "--device", device)
+        assert ran.code == 0 and ran.out.endswith("The draft is sound.\n"), ran.out
 
 
 # -- the probe --------------------------------------------------------------------------------------------------------

@@ -130,9 +130,9 @@ def _norm_offsets(tensors: Tensors) -> Iterator[Swap]:
 
 
 def changed_tensors(tensors: Tensors, record: Record) -> tuple[list[str], dict[str, str]]:
-    """The tensors whose values are not those that training wrote, and of these, the name that training wrote a
+    """The tensors but d2t whose values are not those that training wrote, and of these, the name that training wrote a
     tensor's values under, if it wrote them at all."""
     now = {name: tensor_sha256(x) for name, x in tensors.items()}
-    changed = [name for name in record.tensors if now.get(name) != record.tensors[name]]
+    changed = [name for name in record.tensors if now.get(name) != record.tensors[name] and name != "d2t"]
     written = {sha: name for name, sha in record.tensors.items()}
     return changed, {name: written[now[name]] for name in changed if name in now and now[name] in written}

@@ -161,8 +161,8 @@ class Probe:
     """An excerpt, what a draft computes from it, and the record.
 
     `id_U` are the distinct tokens that the draft reads there, ascending, and `embedding_UE` their embeddings. `id_J`
-    are ids of the draft's vocabulary, and `logits_RKSJ` the logits of these, float32 (see `replay`). `head_JE` are the
-    rows of the target's head for them if the draft uses that head (EAGLE-1).
+    are ids of the draft's vocabulary, and `logits_RKSJ` are what `replay` returned for them. `head_JE` are the rows of
+    the target's head for them if the draft uses that head (EAGLE-1).
     """
 
     excerpt: Excerpt
@@ -264,7 +264,8 @@ def _versions() -> dict[str, str]:
 
 @torch.no_grad()
 def replay(draft: Draft, probe: Probe) -> Tensor:
-    """The draft's logits after each of K steps from each of S slots, for the probe's draft ids: float32 [R, K, S, J].
+    """The draft's logits after each of K steps from each of S slots, for the probe's J draft ids, and the logsumexp of
+    all logits (EAGLE-1: of these J) as one more: float32 [R, K, S, J + 1].
 
     The slots read the probe's hidden states, as a document of its own, and at each step the excerpt's next token, as in
     training (`RowPass`). This is repeated for each spacing of positions. `draft` is in float32 on the CPU; its shared
@@ -280,7 +281,8 @@ def replay(draft: Draft, probe: Probe) -> Tensor:
         if config.mask_token_id is not None:
             draft.config = replace(config, mask_token_id=_row_of(config.mask_token_id, probe.id_U))
     draft.share_target_weights(probe.embedding_UE.float(), head)
-    head_JE = head if draft.family.borrows_head else draft.head[J]
+    if draft.family.borrows_head:
+        J = torch.arange(J.numel())  # the rows of the stored part of the head
     states = excerpt.states_TAD.float()
     features, objective = Features(states, states[:, -1]), Objective(depth=excerpt.steps)
     zeros, found = torch.zeros(T, dtype=torch.int32), []
@@ -289,10 +291,14 @@ def replay(draft: Draft, probe: Probe) -> Tensor:
             position_T = excerpt.start + spacing * torch.arange(T, dtype=torch.int32)
             row = RowPass(draft, Packed(token_T.int(), zeros, position_T, zeros), features, objective)
             inputs = row.chunk(row.trained).head_inputs
-            found.append(torch.stack([x[: excerpt.slots] @ head_JE.T for x in inputs]))
+            found.append(torch.stack([_sampled(x[: excerpt.slots] @ draft.head.T, J) for x in inputs]))
     finally:
         draft.config = config
     return torch.stack(found)
+
+
+def _sampled(logits_SW: Tensor, id_J: Tensor) -> Tensor:
+    return torch.cat([logits_SW[:, id_J], logits_SW.logsumexp(-1, keepdim=True)], dim=-1)
 
 
 def _row_of(token: int, id_U: Tensor) -> int:
@@ -359,7 +365,7 @@ def _assembled(tensors: Mapping[str, Tensor], record: Record) -> Probe:
     wanted = {
         "states": (excerpt.states_TAD.shape[0], A, config.target_hidden_size),
         "embedding": (id_U.numel(), config.hidden_size),
-        "logits": (len(record.spacings), record.steps, excerpt.slots, id_J.numel()),
+        "logits": (len(record.spacings), record.steps, excerpt.slots, id_J.numel() + 1),
     }
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape or min(shape) < 1:

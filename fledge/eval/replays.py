@@ -142,11 +142,15 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
     """Findings and notes about the draft's logits, and their relative error. `explained` tells whether other findings
     say already why they may differ."""
     error = replay_error(draft.config, draft.tensors, probe)
+    changed, written_as = changed_tensors(draft.tensors, probe.record)
     if error <= SAME:
-        return [], [], error
+        dtype = probe.record.config.get("torch_dtype")  # values in another one were rounded
+        changed = [n for n in changed if n in draft.tensors and str(draft.tensors[n].dtype) == f"torch.{dtype}"]
+        if not changed or explained:
+            return [], [], error
+        return [], [f"{_changed(changed, {}, len(probe.record.tensors))}, though the logits are."], error
     recorded = replace(probe.record.draft_config, provenance=draft.config.provenance)
     found = find_cause(draft.config, draft.tensors, probe)
-    changed, written_as = changed_tensors(draft.tensors, probe.record)
     if found is None and error <= ROUNDED and recorded == draft.config:
         return (
             [],
