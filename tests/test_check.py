@@ -165,6 +165,10 @@ def other_weights(draft: Path, target: Path) -> None:
     tiny_target(seed=5).model.save_pretrained(target)
 
 
+def fewer_layers(draft: Path, target: Path) -> None:
+    tiny_target(num_hidden_layers=4).model.save_pretrained(target)
+
+
 def captured_elsewhere(draft: Path, target: Path) -> None:
     """Another program has captured the outputs of layers 2, 4 and 5 and called them 2, 4, 5."""
     stored = load_file(draft / TENSORS)
@@ -250,6 +254,7 @@ DAMAGES = {
     "other embeddings": ("eagle3", tensors(lambda x: x.update(EMBEDDING)), "own_embeddings is True"),
     "another system prompt": ("eagle3", system_prompt, "You are a pirate"),
     "thinking mode": ("eagle3", fledge_field(template_kwargs=THINKS), "(thinking mode)"),
+    "a target of fewer layers": ("eagle3", fewer_layers, "trained for a target of 8 layers, and this one has 4"),
     "another target": ("eagle3", other_weights, "embeds the probe's tokens otherwise"),
 }
 
@@ -350,6 +355,22 @@ def test_a_damaged_probe_is_reported(check, damaged, monkeypatch, file, how):
     monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
     code, result = check(draft, target=target)
     assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"] and how[:5] in str(result) + "trunc"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(format=2), dict(layers=[2, 4]), dict(layers=None), dict(tensors=[]), dict(config={"hidden_size": 3}),
+        dict(chats=[5]), dict(steps=4), dict(spacings=[]), dict(precision="int4"), dict(decoding={}),
+        dict(decoding={"prompts": [], "rounds": [], "committed": [], "new_tokens": 8, "depth": 3, "dtype": ""}),
+    ],
+)  # fmt: skip
+def test_a_record_with_other_fields_is_refused(made, tmp_path, changes):
+    shutil.copytree(made / "eagle3" / "draft" / "fledge", tmp_path / "fledge")
+    assert read_probe(tmp_path) is not None
+    change_json(tmp_path / RECORD, **changes)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_probe(tmp_path)
 
 
 def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damaged, monkeypatch):

@@ -338,14 +338,15 @@ def read_probe(directory: Path) -> Probe | None:
 
 def _read_record(content: Any) -> Record:
     top = Fields(content, _RECORD)
-    if "format" not in top:
+    if top.get("format") is None:
         raise ValueError("its format is not known")
     decoding = None
     if "decoding" in top:
         known = top.nested("decoding", _DECODING)
         decoding = Decoding(**{name: known.get(name) for name in _DECODING})
-        if not len(decoding.prompts) == len(decoding.committed) == len(decoding.rounds):
-            raise ValueError("its prompts and rounds are not as many")
+        counts = {len(x) if x else 0 for x in (decoding.prompts, decoding.committed, decoding.rounds)}
+        if len(counts) > 1 or 0 in counts or None in (decoding.new_tokens, decoding.depth):
+            raise ValueError("its prompts and rounds do not belong together")
     rest = {name: top.get(name) for name in _RECORD if name not in ("format", "decoding")}
     if missing := [name for name, value in rest.items() if value is None and name != "eval_tau"]:
         raise ValueError(f"{missing[0]} is missing")
@@ -361,7 +362,7 @@ def _assembled(tensors: Mapping[str, Tensor], record: Record) -> Probe:
     mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
     id_U = torch.cat([token_N[excerpt.start :], *mask]).unique()
     probe = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
-    A = config.num_aux_hidden_states if config.family.reads_layers else 1
+    A = len(record.layers) if config.family.reads_layers else 1
     wanted = {
         "states": (excerpt.states_TAD.shape[0], A, config.target_hidden_size),
         "embedding": (id_U.numel(), config.hidden_size),

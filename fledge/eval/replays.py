@@ -12,7 +12,7 @@ from torch import Tensor
 from fledge.config import DraftConfig
 from fledge.data.pack import make_row
 from fledge.eval.causes import ROUNDED, SAME, changed_tensors, find_cause, replay_error
-from fledge.eval.draft_files import COPY, DraftOnDisk
+from fledge.eval.draft_files import COPY, DraftOnDisk, changed_fields
 from fledge.eval.findings import Finding
 from fledge.eval.probe import Decoding, Probe
 from fledge.models.weights import target_sha256
@@ -60,11 +60,13 @@ class FeatureMatch:
 @torch.no_grad()
 def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
     """Compares the target's hidden states at all layers with the probe's. Raises ValueError if the target has not the
-    probe's tokens or width."""
+    probe's tokens, layers or width."""
     excerpt, layers = probe.excerpt, list(range(target.num_layers + 1))
     vocabulary, width = target.embedding.shape
     if width != excerpt.states_TAD.shape[2] or int(excerpt.token_N.max()) >= vocabulary:
         raise ValueError("the target has another hidden size or a smaller vocabulary than that of training")
+    if max(probe.record.layers, default=0) > target.num_layers:
+        raise ValueError(f"the target has {target.num_layers} layers, fewer than that of training")
     tokens = excerpt.token_N.int()
     row = make_row([Document(tokens, torch.full_like(tokens, -1))], tokens.numel())
     features = target.features(row, layers)
@@ -151,12 +153,9 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
         return [], [f"{_changed(changed, {}, len(probe.record.tensors))}, though the logits are."], error
     recorded = replace(probe.record.draft_config, provenance=draft.config.provenance)
     found = find_cause(draft.config, draft.tensors, probe)
-    if found is None and error <= ROUNDED and recorded == draft.config:
-        return (
-            [],
-            [f"the draft's logits differ by {error:.1%} from those of training: its weights were rounded."],
-            error,
-        )
+    if found is None and error <= ROUNDED and not changed_fields(draft.config, probe.record):
+        why = "its weights were rounded, or are of a step close to that one"
+        return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
     if found is None and explained:
         return [], [f"the draft's logits differ from those of training ({_percent(error)})."], error
     if found is not None and recorded != draft.config and replay_error(recorded, draft.tensors, probe) <= SAME:

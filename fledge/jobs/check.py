@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from fledge.config import DraftConfig
     from fledge.eval.draft_files import DraftOnDisk
     from fledge.eval.findings import Report
-    from fledge.eval.probe import Decoding, Probe
-    from fledge.jobs.display import ResultPrinter
+    from fledge.eval.probe import Decoding, Probe, Record
+    from fledge.jobs.display import ProgressDisplay, ResultPrinter
+    from fledge.models.draft import Draft
     from fledge.targets.transformers import TransformersTarget
 
 ENGINES = ("vllm", "sglang")
@@ -50,7 +51,7 @@ class CheckOptions(Options):
             raise ValueError(f"--engine {self.engine} is none of {', '.join(ENGINES)}")
 
 
-def run(options: CheckOptions, progress: Any) -> Report:
+def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
     """Runs all checks that can be made. Raises ValueError if there is no such draft or target."""
     from fledge.eval.draft_files import DraftOnDisk, read_files
     from fledge.eval.findings import Finding, Report
@@ -120,7 +121,7 @@ def _check_files(
         report.notes.append("the target's chat template is not the one recorded; the draft may see other text.")
 
 
-def _recorded(record: Any) -> str:
+def _recorded(record: Record | None) -> str:
     return ", as recorded in training" if record else ""
 
 
@@ -141,7 +142,7 @@ def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
     return " and ".join(by_engine)
 
 
-def _renders(draft: DraftOnDisk, target: TransformersTarget, record: Any) -> dict[str, list[str]]:
+def _renders(draft: DraftOnDisk, target: TransformersTarget, record: Record) -> dict[str, list[str]]:
     from fledge.data.template import ChatTemplate
     from fledge.eval.probe import render_chats
 
@@ -209,7 +210,7 @@ def _decode(
         target.check_rollback()
         loaded = load_draft(name, device=target.device, dtype=target.dtype)
         if probe is None:
-            _decode_questions(report, draft, loaded, target, say)
+            _decode_questions(report, loaded, target, say)
             return
         if (before := probe.record.decoding) is None:
             report.notes.append("nothing was decoded when the draft was written, so τ is not compared.")
@@ -224,13 +225,13 @@ def _decode(
     report.measured |= figures
 
 
-def _decoded(target: TransformersTarget, draft: Any, before: Decoding) -> Decoding:
+def _decoded(target: TransformersTarget, draft: Draft, before: Decoding) -> Decoding:
     from fledge.eval.probe import decode
 
     return decode(target, draft, before.prompts, before.new_tokens, before.depth)
 
 
-def _decode_questions(report: Report, files: DraftOnDisk, draft: Any, target: Any, say: Callable[[str], None]) -> None:
+def _decode_questions(report: Report, draft: Draft, target: TransformersTarget, say: Callable[[str], None]) -> None:
     """Decodes QUESTIONS with a draft without a record. If hardly anything is accepted, tries other ways to read it."""
     from fledge.data.template import ChatTemplate
     from fledge.decode.chance import AT_CHANCE
