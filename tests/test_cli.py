@@ -145,7 +145,7 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
     assert "LlamaForCausalLMEagle" in config["architectures"] and config["bias"] is True
     assert config["fledge"]["depth"] == 3
     shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
-    assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "vLLM ignores the bias" in shown.out
+    assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "it drops the bias of fc" in shown.out
     asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
     for mode in ("chain", "tree"):
         together = fledge(*asked, "--draft", tmp_path / "run" / "draft", "--draft-mode", mode)

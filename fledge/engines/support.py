@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig, engine_layers
+from fledge.formats.speculators import CLASSES
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "safeailab": "SafeAILab's code", "speculators": "speculators' format"}
@@ -68,7 +69,11 @@ LIMITS = (
         "it has no one-pass drafting; it would load the file and draft one token a pass with it",
     ),
     Limit(("safeailab",), lambda c: c.family.one_pass, "it has no one-pass drafting"),
-    Limit(("speculators",), lambda c: not _eagle3(c), "vLLM reads no EAGLE-1 draft in it; use fledge export --to vllm"),
+    Limit(
+        ("speculators",),
+        lambda c: c.method not in CLASSES,
+        f"of fledge's methods it has {' and '.join(CLASSES)} only; use fledge export --to vllm",
+    ),
     Limit(
         ("speculators",),
         lambda c: c.family.one_pass and (c.fc_norm or c.norm_output),
@@ -121,7 +126,8 @@ LIMITS = (
     Limit(
         ("sglang",),
         lambda c: c.own_embeddings and c.hidden_size == c.target_hidden_size,
-        "it replaces the draft's own embeddings by the target's",
+        "it replaces the draft's own embeddings by the target's; if they are a copy of those, fledge export --target "
+        "leaves them out",
     ),
     Limit(
         ("safeailab",),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fledge.jobs.options import Options, opt
+
+if TYPE_CHECKING:
+    from fledge.models.weights import DraftFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +20,11 @@ class ExportOptions(Options):
     draft: str = opt("the draft: a directory or hub id (owner/name or owner/name@revision)")
     to: str = opt("vllm, sglang, safeailab or speculators")
     out: str | None = opt("directory for the files (default: only say which files would be written)", None)
-    target: str | None = opt("hub id of the target, which vllm serve DRAFT loads (default: as the draft records)", None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.to != "speculators":
-            self.refuse(("target",), f"with --to {self.to}, whose files do not name the target;")
+    target: str | None = opt(
+        "the target: its name in speculators' files (default: as recorded); for engines, copies of its embeddings are "
+        "left out",
+        None,
+    )
 
 
 def run(options: ExportOptions, say: Callable[[str], None]) -> None:
@@ -36,6 +39,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         raise ValueError(f"--to {options.to!r:.60} is none of {', '.join(ENGINES)}")
     out = _free_directory(options.out) if options.out is not None else None
     draft = open_draft(options.draft)
+    if options.target and options.to != "speculators":
+        draft = _without_copied_embeddings(draft, options.target)
     name = options.target or draft.config.provenance.target
     names_target = options.to == "speculators" and bool(name)
     exported = export(draft, options.to, TargetName(name, architectures(name)) if names_target else None)
@@ -57,6 +62,28 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         say(f"Wrote {out}.")
     elif exported.differences:
         say("Nothing was written; --out DIR writes these files.")
+
+
+def _without_copied_embeddings(draft: DraftFiles, target: str) -> DraftFiles:
+    """The draft without embeddings of its own, if they are the target's. Raises ValueError if the draft has none of
+    the target's width, or if they differ."""
+    import torch
+
+    from fledge.targets.loading import load_head
+
+    if not draft.config.own_embeddings or draft.config.hidden_size != draft.config.target_hidden_size:
+        raise ValueError(
+            "--target has no effect: the draft has no embeddings that can be a copy of the target's; leave --target out"
+        )
+    head, own = load_head(target), draft.tensors["embed_tokens.weight"]
+    if head is None:
+        raise ValueError(
+            f"the embedding of {target} cannot be read alone, without its other weights; leave --target out"
+        )
+    if not torch.equal(head.embedding.to(own.dtype), own):
+        raise ValueError(f"the draft's embeddings are not a copy of those of {target}; leave --target out to keep them")
+    tensors = {name: x for name, x in draft.tensors.items() if name != "embed_tokens.weight"}
+    return replace(draft, config=replace(draft.config, own_embeddings=False), tensors=tensors)
 
 
 def _free_directory(path: str) -> Path:
