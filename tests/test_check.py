@@ -409,6 +409,13 @@ def test_layers_of_the_other_engine_are_no_fault_of_this_one(check, damaged):
     assert not [f for f in check(draft, "--engine", "sglang", target=target)[1]["findings"] if f["check"] == "layers"]
 
 
+def test_what_only_sglang_refuses_is_no_fault_with_vllm(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(draft, max_position_embeddings=128)
+    assert check(draft, "--engine", "vllm", target=target)[0] == 0
+    assert check(draft, "--engine", "sglang", target=target)[0] == 1
+
+
 def test_layers_that_the_target_does_not_have_are_named(check, damaged):
     draft, target = damaged("eagle3")
     fledge_field(aux_layers=[2, 4, 99])(draft, target)

@@ -203,7 +203,7 @@ def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Findi
     config, d2t = draft.config, draft.tensors.get("d2t")
     W, V = config.draft_vocab_size, config.vocab_size
     cure = "copy the draft again; d2t[i] is the target's id of draft token i, minus i"
-    served = "engines then commit other tokens than the draft means: acceptance about 0"
+    served = "engines then verify other tokens than the draft means: acceptance about 0"
     if W == V:
         if d2t is None:
             return []
@@ -309,8 +309,11 @@ def _layer_finding(readers: Sequence[_Reader], read: Sequence[int], trained: Seq
     )
 
 
-def config_findings(draft: DraftOnDisk, target: Target, record: Record | None) -> list[Finding]:
-    """Fields of config.json that are not those of training, that contradict each other, or that engines refuse."""
+def config_findings(
+    draft: DraftOnDisk, target: Target, record: Record | None, engines: Sequence[str] = tuple(PLACES)
+) -> list[Finding]:
+    """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
+    misread."""
     config, hf, found = draft.config, draft.hf, []
     for name, now, before in changed_fields(config, record) if record else ():
         symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
@@ -321,6 +324,8 @@ def config_findings(draft: DraftOnDisk, target: Target, record: Record | None) -
     if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
         symptom = "SafeAILab's code reads the first, vLLM and SGLang the second: one of them turns positions wrongly"
         found.append(Finding("config", problem, symptom, "make both those of training"))
+    if "sglang" not in engines:
+        return found
     limit, context = config.max_position_embeddings, target.context
     if limit < min(context, 2**40):
         found.append(

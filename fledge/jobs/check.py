@@ -96,8 +96,8 @@ def _check_files(
     """The checks that compute nothing."""
     from fledge.eval import draft_files as files
 
-    record = probe.record if probe else None
-    config = draft.config
+    record, config = probe.record if probe else None, draft.config
+    engines = (engine,) if engine else ENGINES
     report.add("weights", files.weight_findings(draft), f"{len(draft.tensors)} tensors: names, shapes, dtypes, values")
     report.add(
         "vocabulary", files.vocabulary_findings(draft, record),
@@ -105,10 +105,11 @@ def _check_files(
     )  # fmt: skip
     fits = report.add("target", files.target_findings(draft, target), "sizes, layers and tokenizer fit the draft")
     if fits and config.family.reads_layers:
-        findings, notes = files.layer_findings(draft, target, record, (engine,) if engine else ENGINES)
+        findings, notes = files.layer_findings(draft, target, record, engines)
         report.add("layers", findings, "" if findings else _layers_line(draft, target))
         report.notes += notes
-    report.add("config", files.config_findings(draft, target, record), "RoPE, norms, context" + _recorded(record))
+    findings = files.config_findings(draft, target, record, engines)
+    report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
         report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))
@@ -119,10 +120,6 @@ def _check_files(
     known = config.provenance.template_sha256
     if known and known != files.template_sha256(target.tokenizer):
         report.notes.append("the target's chat template is not the one recorded; the draft may see other text.")
-
-
-def _recorded(record: Record | None) -> str:
-    return ", as recorded in training" if record else ""
 
 
 def _with_kwargs(config: DraftConfig) -> str:
