@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from fledge import __version__
+from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
@@ -182,6 +183,19 @@ def inspect_draft(options: InspectOptions) -> None:
     from fledge.jobs.inspect import run
 
     if not run(options, ResultPrinter().print):
+        raise typer.Exit(1)
+
+
+@_command("check", CheckOptions)
+def check(options: CheckOptions) -> None:
+    from fledge.jobs.check import as_json, print_report, run
+
+    report = run(options, ProgressDisplay(quiet=options.json))
+    if options.json:
+        print(json.dumps(as_json(report), indent=2), flush=True)
+    else:
+        print_report(report, ResultPrinter())
+    if report.findings:
         raise typer.Exit(1)
 
 

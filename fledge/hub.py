@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-DRAFT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin")
+DRAFT_FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
+)  # fmt: skip
 
 
 def split_revision(name: str | Path) -> tuple[str, str | None]:

@@ -66,9 +66,8 @@ def test_a_hub_draft_is_downloaded_once_and_without_other_files(asked, target, t
     draft = tiny_draft(target, draft_vocab_size=100)
     save_draft(draft, tmp_path / "snapshot")
     assert read_draft_config("owner/name@v2").draft_vocab_size == load_draft("owner/name@v2").config.draft_vocab_size
-    assert asked == [
-        ("owner/name", "v2", ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin"])
-    ]
+    files = ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"]
+    assert asked == [("owner/name", "v2", files)]
     load_draft("owner/name")
     assert asked[1][:2] == ("owner/name", None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fledge as package
+from fledge.jobs.check import CheckOptions
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
@@ -23,8 +24,8 @@ from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
-    "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions,
-    "export": ExportOptions,
+    "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
+    "check": CheckOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],

@@ -7,10 +7,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch import Tensor, multiprocessing
 from torch.distributed.tensor import DTensor
 
 from fledge.data.dataset import Rows
+from fledge.data.template import ChatTemplate
+from fledge.eval.probe import read_probe
 from fledge.features import budget as feature_budget
 from fledge.features import reader as source_reader
 from fledge.features import writer as feature_writer
@@ -29,7 +32,8 @@ from fledge.jobs import features as features_job
 from fledge.jobs.display import ProgressDisplay
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.train import TrainOptions, _run_as_rank
-from fledge.models.weights import WEIGHTS
+from fledge.jobs.training.probe import make_probe
+from fledge.models.weights import WEIGHTS, write_files
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
@@ -240,6 +244,33 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     pairs |= {name: (mine[name], weight) for name, weight in others.items()}
     found = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
     (directory / f"sharded {ranks.rank}").write_text(json.dumps(found))
+    files = probe_of(sharded, ranks)
+    assert bool(files) == ranks.leads and not probe_of(whole, replace(ranks, rank=1))
+    if ranks.leads:
+        (directory / "whole").mkdir()
+        write_files(files, directory)
+        write_files(probe_of(whole, ALONE), directory / "whole")
+
+
+def probe_of(target: TransformersTarget, ranks: Ranks) -> Mapping[str, bytes]:
+    """The files of a draft's probe, as training makes them."""
+    layers = resolve_layers(None, target)
+    prepared = SimpleNamespace(
+        target=target, source=LiveFeatures(target, layers), layers=layers, max_length=24, decodes=True,
+        template=ChatTemplate(target.tokenizer, target.stop_ids),
+    )  # fmt: skip
+    recipe, rows = SimpleNamespace(features=None, depth=3), Rows(DOCUMENTS, 24, seed=0)
+    draft = tiny_draft(target)
+    attach = make_probe(recipe, prepared, draft, rows, torch.float64, ranks, print)
+    return attach(draft, {"step": 1})
+
+
+def test_a_sharded_target_gives_the_probe_of_the_whole_one(two_ranks: Path) -> None:
+    """All ranks compute it and rank 0 has the files; with a target of its own, no other rank computes anything."""
+    ours, theirs = (read_probe(two_ranks / name) for name in (".", "whole"))
+    assert torch.equal(ours.excerpt.states_TAD, theirs.excerpt.states_TAD)
+    torch.testing.assert_close(ours.logits_RKSJ, theirs.logits_RKSJ)
+    assert ours.record == theirs.record and ours.record.decoding is not None
 
 
 def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:

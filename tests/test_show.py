@@ -113,6 +113,13 @@ def _tensor_name(made, tmp_path):
     return ["inspect", draft], 1
 
 
+def _checked(made, tmp_path):
+    draft = shutil.copytree(made / "draft", tmp_path / "checked")
+    tensors = load_file(draft / "model.safetensors")
+    save_file(tensors | {_a_name(): tensors["fc.weight"].clone()}, draft / "model.safetensors")
+    return ["check", "--draft", draft, "--device", "cpu"], 1
+
+
 def _labels(made, tmp_path):
     draft = shutil.copytree(made / "draft", tmp_path / _a_name())
     prompts = shutil.copy(made / "prompts.jsonl", tmp_path / (_a_name() + "2.jsonl"))
@@ -143,7 +150,8 @@ def made(tmp_path_factory):
 
 
 CASES = [
-    _role, _content, _keys, _speaker, _file_name, _library, _skipped, _provenance, _tensor_name, _labels, _answers,
+    _role, _content, _keys, _speaker, _file_name, _library, _skipped, _provenance, _tensor_name, _checked, _labels,
+    _answers,
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.prompt import Prompt
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
 from fledge.eval.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
@@ -105,13 +106,17 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
 
 
 def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding, to choose the best checkpoint. `ChanceWarning` is suppressed, since early
-    checkpoints are at chance."""
+    """The traces of greedy decoding, to choose the best checkpoint."""
+    return quiet_traces(engine, [first_prompt(p) for p in prompts], max_new_tokens)
+
+
+def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
     if not prompts:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)
-        done = engine.generate_all([first_prompt(p) for p in prompts], max_new_tokens=max_new_tokens)
+        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
     return [c.trace for c in done]
 
 

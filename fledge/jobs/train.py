@@ -268,8 +268,9 @@ def _train(
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
     from fledge.jobs.training.implementation import choose_implementation
+    from fledge.jobs.training.probe import make_probe
     from fledge.jobs.training.recipe_file import check_settled, recipe_text
-    from fledge.jobs.training.run import TrainingRun, run_training
+    from fledge.jobs.training.run import SAVE_DTYPE, TrainingRun, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
     from fledge.jobs.training.stream import StreamingRun
@@ -294,11 +295,13 @@ def _train(
     with ranks.together("before the first step"):
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
+        attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
         if recorded is not None:
             check_settled(recorded, settled, directory)
         elif ranks.leads:
             directory.start(recipe_text(replace(options, method=recipe.choice), settled))
     training = TrainingRun(
-        recipe, draft, rows, target.source, schedule, evaluate, directory, resumed=recorded is not None, ranks=ranks
-    )
+        recipe, draft, rows, target.source, schedule, evaluate, attach, directory, resumed=recorded is not None,
+        ranks=ranks,
+    )  # fmt: skip
     return run_training(training, say, progress)

@@ -70,8 +70,13 @@ def _sha256(text: str) -> str:
 def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
     """The content of a draft's files, model.safetensors with weights in `dtype` and config.json."""
     state = {n: x.detach().to("cpu", dtype if x.is_floating_point() else None) for n, x in draft.state_dict().items()}
+    return encode_files(config_json(draft, dtype), portable_tensors(draft.config, state))
+
+
+def config_json(draft: Draft, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of a draft's config.json, with weights in `dtype`."""
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
-    return encode_files(config.to_hf(dtype_name(dtype)), portable_tensors(config, state))
+    return config.to_hf(dtype_name(dtype))
 
 
 def portable_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -108,8 +113,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes files, given by name, into an existing directory."""
+    """Writes files, given by their paths in an existing directory."""
     for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
 
 
@@ -120,10 +126,13 @@ def read_files(name: str | Path) -> dict[str, bytes]:
     )
 
 
-def save_draft(draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a draft's directory atomically, and replaces an existing one. Raises OSError, e.g. for a full disk."""
+def save_draft(
+    draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16, more: Mapping[str, bytes] | None = None
+) -> None:
+    """Writes a draft's directory atomically, and replaces an existing one. `more` are further files, by their paths in
+    it. Raises OSError, e.g. for a full disk."""
     with replace_directory(Path(directory)) as new:
-        write_files(draft_files(draft, dtype), new)
+        write_files(draft_files(draft, dtype) | dict(more or {}), new)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
@@ -187,9 +196,14 @@ class DraftFiles:
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
         """Creates the draft, in eval mode."""
-        draft = _meta_draft(self.config).to_empty(device="cpu")
-        draft.load_state_dict(self.tensors)
-        return draft.to(device=device, dtype=dtype).eval()
+        return build_draft(self.config, self.tensors).to(device=device, dtype=dtype)
+
+
+def build_draft(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Draft:
+    """A draft in eval mode on the CPU, in float32, with the tensors as its state dict."""
+    draft = meta_draft(config).to_empty(device="cpu")
+    draft.load_state_dict(tensors)
+    return draft.to(dtype=torch.float32).eval()
 
 
 def open_draft(name: str | Path) -> DraftFiles:
@@ -211,8 +225,8 @@ def _open(directory: Path) -> DraftFiles:
     raw = read_tensors(file)
     try:
         tensors = to_draft_names(raw, config)
-        config = _complete_config(config, tensors, by_fledge="fledge" in hf)
-        draft = _meta_draft(config)
+        config = complete_config(config, tensors, by_fledge="fledge" in hf)
+        draft = meta_draft(config)
         if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
             del tensors["d2t"]  # SpecForge writes a map of zeros if the draft has the whole vocabulary
         _check_tensors(draft, tensors)
@@ -231,7 +245,7 @@ def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: t
     return open_draft(name).build(device, dtype)
 
 
-def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
+def complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
     """The config with the properties that only the weights show. Configs of other trainers (AutoModel) may have the
     target's number of layers and q/k norms; unless fledge wrote the file, the weights decide."""
     if "embed_tokens.weight" in tensors:  # as in vLLM: an embedding in the file is used
@@ -247,7 +261,7 @@ def _complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge:
     return config
 
 
-def _meta_draft(config: DraftConfig) -> Draft:
+def meta_draft(config: DraftConfig) -> Draft:
     """A draft on the meta device. Raises ValueError if the config has too many layers."""
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"it has {config.num_hidden_layers:,} layers; fledge reads at most {MOST_LAYERS}")
@@ -257,23 +271,31 @@ def _meta_draft(config: DraftConfig) -> Draft:
 
 def _check_tensors(draft: Draft, tensors: dict[str, Tensor]) -> None:
     """Raises ValueError unless the tensors have the names, shapes and dtypes of the draft's state dict."""
-    config, expected = draft.config, draft.state_dict()
-    if "d2t" in expected and "d2t" not in tensors:
+    config = draft.config
+    if draft.d2t is not None and "d2t" not in tensors:
         raise ValueError(
             f"it has no d2t: this draft predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and without "
             "that map their target ids are unknown; get the file as its trainer wrote it"
         )
-    problems = [f"{n} is missing" for n in expected if n not in tensors]
-    problems += [f"{shortened(n)} is not part of such a draft" for n in tensors if n not in expected]
+    if problems := [text for _, text in tensor_problems(draft, tensors)]:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"it does not match its {CONFIG}: {'; '.join(problems[:3])}{more}")
+
+
+def tensor_problems(draft: Draft, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """The tensors that do not have the names, shapes and dtypes of the draft's state dict: (name, problem)."""
+    expected = draft.state_dict()
+    problems = [(n, f"{n} is missing") for n in expected if n not in tensors]
+    problems += [(n, f"{shortened(n)} is not part of such a draft") for n in tensors if n not in expected]
     for name in (n for n in expected if n in tensors):
         wanted, found = expected[name], tensors[name]
         if found.shape != wanted.shape:
-            problems.append(f"{name} has shape {list(found.shape)}, but the config requires {list(wanted.shape)}")
+            text = f"{name} has shape {list(found.shape)}, but the config requires {list(wanted.shape)}"
+            problems.append((name, text))
         elif found.dtype not in (FLOATS if wanted.is_floating_point() else (torch.int64,)):
-            problems.append(f"{name} has dtype {str(found.dtype).removeprefix('torch.')}, which fledge does not read")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"it does not match its {CONFIG}: {'; '.join(problems[:3])}{more}")
+            text = f"{name} has dtype {str(found.dtype).removeprefix('torch.')}, which fledge does not read"
+            problems.append((name, text))
+    return problems
 
 
 def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -252,9 +252,9 @@ class RunDirectory:
         remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if state else ""
         return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{remedy}")
 
-    def publish(self, draft: Draft, dtype: torch.dtype) -> None:
-        """Writes the run's result, `draft/`."""
-        save_draft(draft, self.draft, dtype)
+    def publish(self, draft: Draft, dtype: torch.dtype, more: Mapping[str, bytes] | None = None) -> None:
+        """Writes the run's result, `draft/`, with `more` files in it (see `save_draft`)."""
+        save_draft(draft, self.draft, dtype, more)
 
     def truncate_metrics(self, step: int) -> None:
         """Removes the metrics of steps after `step`, which a resumed run writes again, and an incomplete last line.

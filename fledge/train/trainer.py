@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -80,6 +80,7 @@ def train(
     *,
     save_dtype: torch.dtype,
     evaluate: Callable[[Draft], dict[str, float]] | None = None,
+    attach: Callable[[Draft, dict[str, Any]], Mapping[str, bytes]] = lambda draft, metrics: {},
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     say: Callable[[str], None] = lambda line: None,
@@ -88,15 +89,15 @@ def train(
 ) -> Progress:
     """Trains until `schedule.steps`, or until interrupted. Saves a checkpoint in either case, and returns the progress.
 
-    The draft with the best τ of `evaluate` is written to `run.draft`, or the last draft if no τ was measured. `report`
-    is called with each step's metrics, which are also written to metrics.jsonl, and `say` with a message on an
-    interruption. A run is interrupted by signals (see `Interruption`), or if `stop`, called after each step, returns
-    True. Raises ValueError if `resume` is given and the checkpoint does not belong to this run, and FloatingPointError
-    if a gradient is not finite.
+    The draft with the best τ of `evaluate` is written to `run.draft`, or the last draft if no τ was measured, together
+    with the files, by path, that `attach` makes of it and of its metrics. `report` is called with each step's metrics,
+    which are also written to metrics.jsonl, and `say` with a message on an interruption. A run is interrupted by
+    signals (see `Interruption`), or if `stop`, called after each step, returns True. Raises ValueError if `resume` is
+    given and the checkpoint does not belong to this run, and FloatingPointError if a gradient is not finite.
 
-    Of several `ranks`, each calls this with the same arguments; `evaluate` may share its prompts among them. Rank 0
-    alone writes and reports. All stop after the same step. An error in one of them ends all of them, each with that
-    error's reason (`Ranks.meet`).
+    Of several `ranks`, each calls this with the same arguments; `evaluate` may share its prompts among them, and
+    `attach` is called by all. Rank 0 alone writes and reports. All stop after the same step. An error in one of them
+    ends all of them, each with that error's reason (`Ranks.meet`).
     """
     ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
@@ -109,6 +110,12 @@ def train(
 
     def save() -> None:
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
+
+    def publish(metrics: dict[str, Any]) -> None:
+        with ranks.together("while the draft was written"):
+            more = attach(draft, metrics)
+            if ranks.leads:
+                run.publish(draft, save_dtype, more)
 
     ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
     upcoming = with_features(ahead, source.features, draft.device, prefetch=schedule.implementation.prefetch)
@@ -133,8 +140,7 @@ def train(
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
                 if metrics.get("eval_tau", -1.0) > progress.best_tau:
                     progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
-                    if ranks.leads:
-                        run.publish(draft, save_dtype)
+                    publish(metrics)
             log(metrics)
             report(metrics)
             stops = done.stops or (ranks.size == 1 and stopping())
@@ -147,8 +153,9 @@ def train(
                         run.finish_saving()
                 if stops:
                     break
-    if progress.best_step == 0 and progress.step == schedule.steps and ranks.leads:  # τ was never measured
-        run.publish(draft, save_dtype)
+    if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
+        draft.eval()
+        publish({"step": progress.step})
     return progress
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fledge.data.dataset import Rows
 from fledge.jobs.training.loggers import make_logger
+from fledge.jobs.training.probe import Attach
 from fledge.jobs.training.recipe import Recipe
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
@@ -17,13 +18,15 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.ranks import Ranks
 from fledge.train.trainer import Progress, Schedule, train
 
+SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
+
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The components of a training run. `evaluate` measures the τ of a draft, or is None. `resumed` tells whether the
-    directory holds a run to continue."""
+    """The components of a training run. `evaluate` measures the τ of a draft, or is None. `attach` makes the files that
+    are written together with a draft. `resumed` tells whether the directory holds a run to continue."""
 
     recipe: Recipe
     draft: Draft
@@ -31,6 +34,7 @@ class TrainingRun:
     source: FeatureSource
     schedule: Schedule
     evaluate: Callable[[Draft], dict[str, float]] | None
+    attach: Attach
     directory: RunDirectory
     resumed: bool
     ranks: Ranks
@@ -49,7 +53,7 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     try:
         state = train(
             run.draft, run.rows, run.source, run.schedule, run.directory,
-            save_dtype=torch.bfloat16, evaluate=run.evaluate, resume=run.resumed,
+            save_dtype=SAVE_DTYPE, evaluate=run.evaluate, attach=run.attach, resume=run.resumed,
             report=report, say=say, stop=lambda: progress.stderr_closed, ranks=run.ranks,
         )  # fmt: skip
     except KeyboardInterrupt:

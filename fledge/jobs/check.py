@@ -1,0 +1,292 @@
+"""`fledge check`: whether a draft and its target still are what they were when the draft was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fledge.jobs.options import Options, opt, parse_dtype, trust_remote_code_option
+
+if TYPE_CHECKING:
+    from fledge.config import DraftConfig
+    from fledge.eval.draft_files import DraftOnDisk
+    from fledge.eval.findings import Report
+    from fledge.eval.probe import Decoding, Probe, Record
+    from fledge.jobs.display import ProgressDisplay, ResultPrinter
+    from fledge.models.draft import Draft
+    from fledge.targets.transformers import TransformersTarget
+
+ENGINES = ("vllm", "sglang")
+# questions to decode where a draft has no prompts of its own
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a short story about a bird that learns to fly.",
+    "Explain in a few sentences how a bicycle stays upright.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 120 km in 90 minutes. What is its average speed in km/h?",
+    "List five things to pack for a weekend in the mountains.",
+    "Summarize the rules of chess for a beginner.",
+    "Why is the sky blue?",
+)
+NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """Check that a draft and its target compute what they computed in training, and name what is wrong if not."""
+
+    target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    trust_remote_code: bool = trust_remote_code_option()
+    draft: str = opt("draft model: a directory or hub id")
+    engine: str | None = opt("also check what this engine would refuse or ignore: vllm or sglang", None)
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    json: bool = opt("print the result as JSON", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine not in (None, *ENGINES):
+            raise ValueError(f"--engine {self.engine} is none of {', '.join(ENGINES)}")
+
+
+def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
+    """Runs all checks that can be made. Raises ValueError if there is no such draft or target."""
+    from fledge.eval.draft_files import DraftOnDisk, read_files
+    from fledge.eval.findings import Finding, Report
+    from fledge.models.weights import check_draft
+
+    check_draft(options.draft)
+    report = Report()
+    draft, probe = read_files(options.draft)
+    if isinstance(probe, Finding):
+        report.findings.append(probe)
+        probe = None
+    elif probe is None:
+        report.notes.append("the draft has no probe (fledge train writes one): there is nothing to replay.")
+    if not isinstance(draft, DraftOnDisk):
+        report.findings.append(draft)
+        return report
+    target = _load_target(options, draft)
+    _check_files(report, draft, target, probe, options.engine)
+    if options.engine:
+        _check_engine(report, options.draft, draft, options.engine)
+    if probe is not None:
+        _replay(report, draft, target, probe)
+    _decode(report, options.draft, draft, target, probe, progress.say)
+    return report
+
+
+def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarget:
+    from fledge.decode.engine import resolve_device
+    from fledge.targets.loading import load_target
+
+    longrope = draft.config.rope.rope_type == "longrope"
+    return load_target(
+        options.target, device=resolve_device(options.device), dtype=parse_dtype(options.dtype),
+        max_length=draft.config.provenance.max_length if longrope else None,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+
+
+def _check_files(
+    report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
+) -> None:
+    """The checks that compute nothing."""
+    from fledge.eval import draft_files as files
+
+    record, config = probe.record if probe else None, draft.config
+    engines = (engine,) if engine else ENGINES
+    report.add("weights", files.weight_findings(draft), f"{len(draft.tensors)} tensors: names, shapes, dtypes, values")
+    report.add(
+        "vocabulary", files.vocabulary_findings(draft, record),
+        f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
+    )  # fmt: skip
+    fits = report.add("target", files.target_findings(draft, target), "sizes, layers and tokenizer fit the draft")
+    if fits and config.family.reads_layers:
+        findings, notes = files.layer_findings(draft, target, record, engines)
+        report.add("layers", findings, "" if findings else _layers_line(draft, target))
+        report.notes += notes
+    findings = files.config_findings(draft, target, record, engines)
+    report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
+    if record is not None:
+        findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
+        report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))
+        report.notes += notes
+        return
+    if note := files.rope_note(draft, target):
+        report.notes.append(note)
+    known = config.provenance.template_sha256
+    if known and known != files.template_sha256(target.tokenizer):
+        report.notes.append("the target's chat template is not the one recorded; the draft may see other text.")
+
+
+def _with_kwargs(config: DraftConfig) -> str:
+    """What requests to an engine must set."""
+    kwargs = config.provenance.template_kwargs
+    return f", with chat_template_kwargs {json.dumps(kwargs)} in each request" if kwargs else ""
+
+
+def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
+    """The layers that the draft reads, in the numbering of each engine."""
+    from fledge.engines.support import TITLES
+    from fledge.formats.layer_ids import to_engine
+    from fledge.targets.compatibility import layers_of
+
+    layers = layers_of(draft.config, target)
+    by_engine = (f"{', '.join(map(str, to_engine(layers, e)))} in {TITLES[e]}'s numbering" for e in ENGINES)
+    return " and ".join(by_engine)
+
+
+def _renders(draft: DraftOnDisk, target: TransformersTarget, record: Record) -> dict[str, list[str]]:
+    from fledge.data.template import ChatTemplate
+    from fledge.eval.probe import render_chats
+
+    kwargs = {"now": draft.config.provenance.template_kwargs, "before": record.draft_config.provenance.template_kwargs}
+    return {k: render_chats(ChatTemplate(target.tokenizer, target.stop_ids, v)) for k, v in kwargs.items()}
+
+
+def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) -> None:
+    """What an engine would refuse, ignore or compute otherwise."""
+    from fledge.engines.export import export
+    from fledge.engines.support import TITLES, minimum_version, unsupported
+    from fledge.eval.findings import Finding
+    from fledge.models.weights import open_draft
+
+    findings = []
+    if problem := unsupported(draft.config, engine):
+        other = next(e for e in ENGINES if e != engine)
+        able = f"serve it with {TITLES[other]}, or " if not unsupported(draft.config, other) else ""
+        findings.append(Finding("engine", problem, "", f"{able}train a draft without this"))
+    elif not report.failed():
+        differences = export(open_draft(name), engine).differences
+        findings += [
+            Finding("engine", f"{TITLES[engine]} needs other files: {'; '.join(differences)}",
+                    "it refuses the draft, or serves it otherwise than it was trained",
+                    f"write them with fledge export --draft {name} --to {engine} --out DIR")
+        ] if differences else []  # fmt: skip
+    version = minimum_version(draft.config, engine)
+    since = f" from version {version} on" if version else ""
+    report.add("engine", findings, f"{TITLES[engine]}{since} serves such drafts")
+
+
+def _replay(report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe) -> None:
+    """Computes the probe's hidden states and logits again."""
+    from fledge.eval import replays
+    from fledge.eval.findings import Finding
+
+    try:
+        match = replays.match_features(probe, target)
+    except ValueError as e:
+        if not report.failed("target"):
+            report.findings.append(Finding("target", str(e), "", "use the target that the draft was trained for"))
+    else:
+        findings, notes = replays.feature_findings(match, probe, target)
+        shown = ", ".join(f"{e:.2%}" for e in match.errors)
+        report.add("features", findings, f"the target computes the hidden states of training (differences {shown})")
+        report.notes += notes
+        report.measured["feature_errors"] = match.errors
+    findings, notes, error = replays.logits_findings(draft, probe, report.failed("weights", "config"))
+    if error <= replays.ROUNDED or findings:
+        shown = f"{error:.2g}"
+        report.add("logits", findings, f"the draft computes the logits of training (relative difference {shown})")
+    report.notes += notes
+    report.measured["logits_error"] = error
+
+
+def _decode(
+    report: Report, name: str, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Decodes a few prompts, if draft and target can be used together."""
+    from fledge.eval.replays import decoding_findings
+    from fledge.models.weights import load_draft
+
+    try:
+        target.check_rollback()
+        loaded = load_draft(name, device=target.device, dtype=target.dtype)
+        if probe is None:
+            _decode_questions(report, loaded, target, say)
+            return
+        if (before := probe.record.decoding) is None:
+            report.notes.append("nothing was decoded when the draft was written, so τ is not compared.")
+            return
+        now = _decoded(target, loaded, before)
+    except ValueError as e:
+        report.notes.append(f"nothing is decoded: {e}.")
+        return
+    findings, figures = decoding_findings(now, before, report.failed())
+    shown = f"τ {now.tau:.2f} on {len(now.prompts)} prompts, {before.tau:.2f} after training"
+    report.add("decoding", findings, f"{shown} (lowest that passes: {before.tau - figures['margin']:.2f})")
+    report.measured |= figures
+
+
+def _decoded(target: TransformersTarget, draft: Draft, before: Decoding) -> Decoding:
+    from fledge.eval.probe import decode
+
+    return decode(target, draft, before.prompts, before.new_tokens, before.depth)
+
+
+def _decode_questions(report: Report, draft: Draft, target: TransformersTarget, say: Callable[[str], None]) -> None:
+    """Decodes QUESTIONS with a draft without a record. If hardly anything is accepted, tries other ways to read it."""
+    from fledge.data.template import ChatTemplate
+    from fledge.decode.chance import AT_CHANCE
+    from fledge.eval.findings import Finding
+    from fledge.eval.probe import decode
+    from fledge.eval.replays import ERRORS, variants
+    from fledge.targets.compatibility import layers_of
+
+    template = ChatTemplate(target.tokenizer, target.stop_ids, draft.config.provenance.template_kwargs)
+    chats = target.tokenizer.chat_template is not None
+    prompts = [template.prompt_ids([{"role": "user", "content": q}] if chats else q) for q in QUESTIONS]
+    depth = draft.config.provenance.depth or 5
+
+    def decoded(config: DraftConfig) -> Decoding:
+        draft.config = config
+        return decode(target, draft, prompts, NEW_TOKENS, depth)
+
+    config = draft.config
+    now = decoded(config)
+    report.measured["tau"] = now.tau
+    if now.tau >= 1 + AT_CHANCE or not any(now.rounds):
+        report.passed.append(("decoding", f"τ {now.tau:.2f} on {len(prompts)} questions"))
+        return
+    say("hardly any token is accepted; other ways to read the draft are tried")
+    layers = layers_of(config, target)
+    tried = {text: decoded(other) for text, other in variants(config, layers, target.num_layers).items()}
+    best = max(tried, key=lambda text: tried[text].tau, default=None)
+    cause = f"τ is {now.tau:.2f} on {len(prompts)} questions, about as by chance"
+    cure = "compare its config with its trainer's options: layers, norms, RoPE, target, template"
+    if best is not None and tried[best].tau > now.tau + max(ERRORS * tried[best].error_against(now), AT_CHANCE):
+        cause += f", and {tried[best].tau:.2f} if {best}"
+        cure = "correct config.json accordingly"
+    report.findings.append(Finding("decoding", cause, "the draft only costs time", cure))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as JSON-ready data."""
+    return {
+        "sound": not report.findings,
+        "findings": [asdict(f) for f in report.findings],
+        "passed": [dict(zip(("check", "shown"), pair, strict=True)) for pair in report.passed],
+        "notes": report.notes,
+        "measured": {k: _finite(v) for k, v in report.measured.items()},
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: None in its place."""
+    return None if value == float("inf") else value
+
+
+def print_report(report: Report, printer: ResultPrinter) -> None:
+    """Prints a line for each check, note and finding."""
+    for check, shown in report.passed:
+        printer.print(f"{check}: {shown}.")
+    for note in report.notes:
+        printer.print(f"Note: {note}")
+    for finding in report.findings:
+        printer.print(f"Wrong, {finding.check}: {finding}")
+    count = len(report.findings)
+    printer.print("The draft is sound." if not count else f"{count} problem{'s' if count > 1 else ''}.")

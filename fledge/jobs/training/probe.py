@@ -1,0 +1,147 @@
+"""Makes the probe that `fledge check` computes again, and which is written together with each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fledge.data.dataset import Rows
+from fledge.data.pack import make_row
+from fledge.eval.probe import (
+    CONTEXT,
+    Decoding,
+    Excerpt,
+    Record,
+    decode,
+    excerpt_range,
+    first_supervised,
+    probe_files,
+    render_chats,
+    rounded_copy,
+    spacings,
+)
+from fledge.eval.prompts import spread
+from fledge.features.codec import PRECISIONS
+from fledge.jobs.options import default_new_tokens
+from fledge.jobs.training.recipe import Recipe
+from fledge.jobs.training.target import PreparedTarget, target_fingerprint
+from fledge.models.draft import Draft
+from fledge.train.ranks import Ranks
+from fledge.types import Document
+
+PROMPTS = 8  # most prompts that are decoded
+NEW_TOKENS = 32  # of each answer
+SHORT_PROMPT = 16  # a document with fewer tokens before its first supervised one is cut in its middle
+FEWEST_DOCUMENTS = 256  # documents among which the one for the excerpt is chosen
+
+Attach = Callable[[Draft, dict[str, Any]], Mapping[str, bytes]]
+
+
+def nothing(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
+    """No files."""
+    return {}
+
+
+def make_probe(
+    recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, dtype: torch.dtype, ranks: Ranks,
+    say: Callable[[str], None],
+) -> Attach:  # fmt: skip
+    """A function that makes the files of a draft's probe, for `trainer.train`, which saves drafts in `dtype`.
+
+    The probe's hidden states are computed, or read from the disk, now. They are those of one training document, and its
+    prompts are the beginnings of others. Only rank 0 needs them, but the ranks of a sharded target compute together.
+    """
+    if not ranks.leads and not prepared.target.sharded:
+        return nothing
+    if (index := _document(recipe, rows)) is None:
+        say("the draft is written without a probe for fledge check: the features of its first documents are deleted")
+        return nothing
+    document = rows.documents[index]
+    start, end, steps = excerpt_range(document)
+    length = document.tokens.numel()
+    features = prepared.source.features(make_row([document], length, sources=[index]))
+    states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
+    excerpt = Excerpt(document.tokens[:end].long(), states_TAD, steps)
+    record = Record(
+        layers=list(prepared.layers),
+        precision=_precision(recipe, prepared),
+        steps=steps,
+        spacings=spacings(excerpt, prepared.max_length),
+        target_sha256=target_fingerprint(prepared.target),
+        chats=render_chats(prepared.template),
+    )
+    measure = _decoder(recipe, prepared, rows.documents) if prepared.decodes else None
+
+    def attach(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
+        try:
+            decoding = measure(draft, dtype) if measure else None
+            if not ranks.leads:
+                return {}
+            known = replace(record, step=metrics["step"], eval_tau=metrics.get("eval_tau"), decoding=decoding)
+            return probe_files(draft, dtype, excerpt, known)
+        except Exception as e:  # e.g. no memory is left; the draft must be saved all the same
+            say(f"the draft is written without a probe for fledge check: {type(e).__name__}: {e}")
+            return {}
+
+    return attach
+
+
+def _document(recipe: Recipe, rows: Rows) -> int | None:
+    """The index of the document for the excerpt: one of the first row's with the most tokens from its first supervised
+    one on, up to what an excerpt holds. None if its features were deleted, as those of a stream are."""
+    indices = rows.epoch(0)[0][:FEWEST_DOCUMENTS]
+    cache = recipe.features
+    if cache and cache.manifest.stream and any(cache.used(i).exists() for i in cache.shards):
+        return None
+
+    def tokens(index: int) -> tuple[int, int]:
+        start, end, _ = excerpt_range(rows.documents[index])
+        return end - start, -index
+
+    return max(indices, key=tokens)
+
+
+def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
+    """The name in PRECISIONS, or of the dtype, of the hidden states that the draft reads."""
+    if not recipe.features:
+        return str(prepared.target.dtype).removeprefix("torch.")
+    name = recipe.features.manifest.precision
+    return name if recipe.method.reads_layers else str(PRECISIONS[name].last).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes some prompts with the draft as it is saved."""
+
+    prepared: PreparedTarget
+    prompts: list[list[int]]
+    new_tokens: int
+    depth: int
+
+    def __call__(self, draft: Draft, dtype: torch.dtype) -> Decoding:
+        target = self.prepared.target
+        if draft.dtype != dtype:
+            draft = rounded_copy(draft, dtype).to(target.device, target.dtype)
+        return decode(target, draft, self.prompts, self.new_tokens, self.depth)
+
+
+def _decoder(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document]) -> _Decoder | None:
+    """None if the target's context has no room."""
+    target, depth = prepared.target, recipe.depth
+    new_tokens = default_new_tokens(NEW_TOKENS, target.context)
+    room = min(CONTEXT, target.context - new_tokens - depth)
+    if room < 1 or new_tokens < 2:
+        return None
+    chosen = (documents[i] for i in spread(list(range(len(documents))), PROMPTS))
+    return _Decoder(prepared, [_prompt(document, room) for document in chosen], new_tokens, depth)
+
+
+def _prompt(document: Document, longest: int) -> list[int]:
+    """The tokens of a document before its first supervised one, or its first half if these are few."""
+    before = first_supervised(document)
+    if before < SHORT_PROMPT:
+        before = max(document.tokens.numel() // 2, 1)
+    return document.tokens[: min(before, longest)].tolist()

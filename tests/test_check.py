@@ -1,0 +1,529 @@
+"""`fledge check`: sound drafts of every method pass, and each deliberate damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fledge.data.pack import make_row
+from fledge.eval import replays
+from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe
+from fledge.jobs import check as check_job
+from fledge.targets.loading import load_target
+from fledge.types import Document
+from support.chats import tiny_chats
+from support.drafts_on_disk import rewrite
+from support.files import change_json, listing, metrics_of, reconfigure
+from support.targets import CHATML, tiny_target, tiny_target_directory, tiny_tokenizer
+
+METHODS = ("eagle3", "eagle3.1", "eagle1", "peagle")
+THINKING = "{% if not enable_thinking %}{{ '/no_think\n' }}{% endif %}" + CHATML
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target whose template knows a thinking mode, and a briefly trained draft of each method."""
+    from fledge.jobs.display import ProgressDisplay
+    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.training import probe
+
+    root = tmp_path_factory.mktemp("check")
+    tiny_target_directory(root)
+    tiny_tokenizer(THINKING).save_pretrained(root / "target")
+    tiny_chats(root / "chats.jsonl", 30)
+    tiny_chats(root / "prompts.jsonl", 2)
+    show = ProgressDisplay(quiet=True)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(probe, "PROMPTS", 3)
+    monkeypatch.setattr(probe, "NEW_TOKENS", 6)
+    for method in METHODS:
+        shape = {} if method == "eagle1" else dict(draft_vocab=200, depth=3)
+        options = TrainOptions(
+            target=str(root / "target"), data=[str(root / "chats.jsonl")], out=str(root / method), method=method,
+            max_length=64, row_length=256, steps=3, device="cpu", template_kwargs='{"enable_thinking": false}',
+            eval_prompts=str(root / "prompts.jsonl"), eval_every=1, eval_tokens=2, **shape,
+        )  # fmt: skip
+        run(options, show.say, show)
+    monkeypatch.undo()
+    return root
+
+
+@pytest.fixture
+def check(made, fledge):
+    """Runs `fledge check --json` on a draft; returns the exit code and the result."""
+
+    def run(draft: Path, *more: Any, target: Path | None = None) -> tuple[int, dict[str, Any]]:
+        ran = fledge(
+            "check", "--target", target or made / "target", "--draft", draft, "--device", "cpu", "--json", *more
+        )
+        assert ran.code in (0, 1), ran.err
+        return ran.code, json.loads(ran.out)
+
+    return run
+
+
+@pytest.fixture
+def damaged(made, tmp_path):
+    """Copies a draft and the target, so that they can be damaged."""
+
+    def copy(method: str) -> tuple[Path, Path]:
+        shutil.copytree(made / method / "draft", tmp_path / "draft")
+        shutil.copytree(made / "target", tmp_path / "target")
+        return tmp_path / "draft", tmp_path / "target"
+
+    return copy
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sound_draft_passes(made, check, method):
+    code, result = check(made / method / "draft", "--engine", "vllm")
+    assert (code, result["findings"], result["notes"]) == (0, [], []) and result["sound"]
+    assert {p["check"] for p in result["passed"]} >= {"weights", "template", "features", "logits", "decoding", "engine"}
+    assert result["measured"]["logits_error"] < 1e-5 and max(result["measured"]["feature_errors"]) < 0.005
+    assert result["measured"]["tau"] == result["measured"]["recorded_tau"] >= 1
+    record = read_probe(made / method / "draft").record
+    measured = {m["step"]: m["eval_tau"] for m in metrics_of(made / method)}
+    assert record.eval_tau == measured[record.step] == max(measured.values())  # the probe is that of the best draft
+
+
+# -- damages ----------------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, torch.Tensor]
+MID = "midlayer.self_attn"
+
+
+def tensors(change: Callable[[Tensors], Any]) -> Callable[[Path, Path], None]:
+    """A damage to the tensors of a draft."""
+    return lambda draft, target: rewrite(draft, change)
+
+
+def config(**changes: Any) -> Callable[[Path, Path], None]:
+    """A damage to the config.json of a draft."""
+    return lambda draft, target: reconfigure(draft, **changes)
+
+
+def swap(a: str, b: str) -> Callable[[Tensors], None]:
+    def change(x: Tensors) -> None:
+        x[a], x[b] = x[b], x[a]
+
+    return change
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda x: x.__setitem__(name, change(x[name]).contiguous())
+
+
+def drop(*names: str) -> Callable[[Tensors], None]:
+    return lambda x: [x.pop(name) for name in names]
+
+
+def chunks(order: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda fc: torch.cat([fc.chunk(len(order), dim=1)[i] for i in order], dim=1)
+
+
+def fledge_field(**changes: Any) -> Callable[[Path, Path], None]:
+    def change(draft: Path, target: Path) -> None:
+        own = json.loads((draft / "config.json").read_text())["fledge"]
+        reconfigure(draft, fledge={k: v for k, v in (own | changes).items() if v is not None})
+
+    return change
+
+
+def layers(top: list[int] | None, nested: list[int] | None) -> Callable[[Path, Path], None]:
+    """Writes layer lists, of which the right ones are 2, 4, 5 and 1, 3, 4."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    return config(**{name: top, "eagle_config": nested and {name: nested, "use_aux_hidden_state": True}})
+
+
+def truncate(draft: Path, target: Path) -> None:
+    file = draft / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def other_step(draft: Path, target: Path) -> None:
+    torch.manual_seed(0)
+    rewrite(draft, put("lm_head.weight", lambda w: w + 0.5 * w.std() * torch.randn_like(w)))
+
+
+def rope_base(draft: Path, target: Path) -> None:
+    reconfigure(draft, rope_theta=500000.0, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+
+
+def system_prompt(draft: Path, target: Path) -> None:
+    pirate = "{{ '<|im_start|>system\nYou are a pirate.<|im_end|>\n' }}"
+    tiny_tokenizer(pirate + THINKING).save_pretrained(target)
+
+
+def other_weights(draft: Path, target: Path) -> None:
+    tiny_target(seed=5).model.save_pretrained(target)
+
+
+def fewer_layers(draft: Path, target: Path) -> None:
+    tiny_target(num_hidden_layers=4).model.save_pretrained(target)
+
+
+def captured_elsewhere(draft: Path, target: Path) -> None:
+    """Another program has captured the outputs of layers 2, 4 and 5 and called them 2, 4, 5."""
+    stored = load_file(draft / TENSORS)
+    tokens = stored["tokens"]
+    row = make_row([Document(tokens, torch.full_like(tokens, -1))], tokens.numel())
+    states = load_target(target).features(row, [3, 5, 6]).aux_TAD[-stored["states"].shape[0] :]
+    save_file(stored | {"states": states.to(torch.bfloat16)}, draft / TENSORS)
+
+
+def stored_for_neighbours(x: Tensors) -> None:
+    """Orders the rows of queries and keys as in Meta's checkpoints, whose pairs for RoPE are neighbours."""
+    for p in "qk":
+        put(f"{MID}.{p}_proj.weight", lambda w: w.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2))(x)
+
+
+def minus_one(x: Tensors) -> None:
+    for name in [name for name in x if "norm" in name]:
+        put(name, lambda w: w.float() - 1)(x)
+
+
+def inputs_turned(x: Tensors) -> None:
+    for p in "qkv":
+        put(f"{MID}.{p}_proj.weight", chunks([1, 0]))(x)
+
+
+Q, K, V, O = (f"{MID}.{p}_proj.weight" for p in "qkvo")
+NORMS = swap("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")
+GATES = swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
+FC_NORMS = drop(*(f"fc_norm.{i}.weight" for i in range(3)))
+MASKS = dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), 7)
+EMBEDDING = {"embed_tokens.weight": torch.randn(400, 32)}
+THINKS = {"enable_thinking": True}
+# of each: the method, the damage, and words of the message
+DAMAGES = {
+    "layers moved by one, vLLM's list": (
+        "eagle3",
+        layers([3, 5, 6], [1, 3, 4]),
+        "vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states [3, 5, 6]",
+    ),
+    "layers moved by one, SGLang's list": (
+        "eagle3",
+        layers([2, 4, 5], [2, 4, 5]),
+        "layer_ids) reads the hidden states [3, 5, 6]",
+    ),
+    "layers moved by one, fledge's list": ("eagle3", fledge_field(aux_layers=[1, 3, 4]), "moved down by one"),
+    "features captured as outputs": ("eagle3", captured_elsewhere, "captured ids are moved by one"),
+    "d2t zeroed": ("eagle3", tensors(put("d2t", torch.zeros_like)), "all of it is zero"),
+    "d2t shifted": ("eagle3", tensors(put("d2t", lambda d: d + 1)), "d2t is wrong"),
+    "d2t rolled": ("eagle3", tensors(put("d2t", lambda d: d.roll(1))), "moved by 1 place"),
+    "d2t holds ids": ("eagle3", tensors(put("d2t", lambda d: d + torch.arange(200))), "in place of their distances"),
+    "d2t missing": ("eagle3", tensors(drop("d2t")), "d2t is missing, and the draft predicts 200 of 400"),
+    "t2d contradicts d2t": ("eagle3", tensors(put("t2d", lambda t: t.roll(1))), "t2d and d2t contradict"),
+    "norms swapped": ("eagle3", tensors(NORMS), "hidden_norm.weight and midlayer.input_layernorm.weight are swapped"),
+    "fc transposed": ("eagle3", tensors(put("fc.weight", lambda w: w.T)), "fc.weight is transposed"),
+    "square matrix transposed": ("eagle3", tensors(put(O, lambda w: w.T)), "o_proj.weight is transposed"),
+    "chunks of fc": ("eagle3", tensors(put("fc.weight", chunks([2, 0, 1]))), "chunks of fc are in the wrong order"),
+    "halves of EAGLE-1's fc": ("eagle1", tensors(put("fc.weight", chunks([1, 0]))), "chunks of fc are in the wrong"),
+    "inputs of q, k and v turned": ("eagle3", tensors(inputs_turned), "read the hidden state first"),
+    "q and k swapped": ("eagle3", tensors(swap(Q, K)), "k_proj.weight are swapped"),
+    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight are swapped"),
+    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight are swapped"),
+    "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "ordered for RoPE on neighbours"),
+    "norms as distances from 1": ("eagle3.1", tensors(minus_one), "distances from 1"),
+    "RoPE base": ("eagle3", rope_base, "RoPE is rope_theta 500000.0"),
+    "RoPE base of one field": ("eagle3", config(rope_theta=5000.0), "rope_theta and rope_scaling say rope_theta 5000"),
+    "norm_output off": ("eagle3.1", config(norm_output=None), "norm_output is False in config.json, and was True"),
+    "norm_output on": ("eagle3", config(norm_output=True), "norm_output is True in config.json, and was False"),
+    "fc_norm left out": ("eagle3.1", config(fc_norm=None), "fc_norm is False in config.json, and was True"),
+    "fc_norm's tensors left out": ("eagle3.1", tensors(FC_NORMS), "fc_norm.2.weight are missing"),
+    "norm_before_residual": ("eagle3", config(norm_before_residual=True), "norm_before_residual is True"),
+    "epsilon": ("eagle1", config(rms_norm_eps=1e-2), "rms_norm_eps is 0.01"),
+    "mask token": ("peagle", config(**MASKS), "mask_token_id is 7"),
+    "mask_hidden missing": ("peagle", tensors(drop("mask_hidden")), "mask_hidden is missing"),
+    "head missing": ("eagle3", tensors(drop("lm_head.weight")), "lm_head.weight is missing"),
+    "head of zeros": ("eagle3", tensors(put("lm_head.weight", torch.zeros_like)), "lm_head.weight has only zeros"),
+    "head of another step": ("eagle3", other_step, "lm_head.weight is not what training wrote"),
+    "head tied": ("eagle3", config(tie_word_embeddings=True), "tie_word_embeddings is true"),
+    "NaN": ("eagle3", tensors(put("norm.weight", lambda w: w * torch.nan)), "norm.weight has NaN"),
+    "truncated file": ("eagle3", truncate, "truncated"),
+    "final norm missing": ("eagle3", tensors(drop("norm.weight")), "norm.weight is missing"),
+    "final norm in EAGLE-1": ("eagle1", tensors(lambda x: x.update({"norm.weight": torch.ones(32)})), "no final norm"),
+    "context too small": ("eagle3", config(max_position_embeddings=128), "max_position_embeddings is 128"),
+    "other embeddings": ("eagle3", tensors(lambda x: x.update(EMBEDDING)), "own_embeddings is True"),
+    "another system prompt": ("eagle3", system_prompt, "You are a pirate"),
+    "thinking mode": ("eagle3", fledge_field(template_kwargs=THINKS), "(thinking mode)"),
+    "a target of fewer layers": ("eagle3", fewer_layers, "trained for a target of 8 layers, and this one has 4"),
+    "another target": ("eagle3", other_weights, "embeds the probe's tokens otherwise"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_is_named(check, damaged, name):
+    method, damage, words = DAMAGES[name]
+    draft, target = damaged(method)
+    damage(draft, target)
+    code, result = check(draft, target=target)
+    text = "\n".join(f"{f['cause']}. {f['symptom']}" for f in result["findings"])
+    assert code == 1 and words in text, text or result
+    assert len(result["findings"]) <= 3, text
+    assert all(f["cure"] for f in result["findings"])
+
+
+# -- what is no fault, and what is said then --------------------------------------------------------------------------
+
+
+def lower_precision(draft: Path, target: Path) -> None:
+    rewrite(draft, lambda x: x.update({n: w.half() for n, w in x.items() if w.is_floating_point()}))
+
+
+def rounded(draft: Path, target: Path) -> None:
+    fp8 = torch.float8_e4m3fn
+    rewrite(draft, lambda x: x.update({n: w.to(fp8).to(w.dtype) for n, w in x.items() if n.endswith("_proj.weight")}))
+
+
+def one_row(draft: Path, target: Path) -> None:
+    rewrite(draft, lambda x: x["lm_head.weight"][3].mul_(1.01))
+
+
+def other_row(draft: Path, target: Path) -> None:
+    """A row whose logit is not stored."""
+    rewrite(draft, lambda x: x["lm_head.weight"][3].mul_(-30))
+
+
+def another_date(draft: Path, target: Path) -> None:
+    chats = json.loads((draft / RECORD).read_text())["chats"]
+    change_json(draft / RECORD, chats=[chat.replace("/no_think", "Monday") for chat in chats])
+
+
+def same_words(draft: Path, target: Path) -> None:
+    tiny_tokenizer("{# a comment #}" + THINKING).save_pretrained(target)
+
+
+def trained_further(draft: Path, target: Path) -> None:
+    loaded = tiny_target()
+    with torch.no_grad():
+        loaded.model.model.layers[-1].mlp.up_proj.weight.mul_(1.01)
+    loaded.model.save_pretrained(target)
+
+
+def without_probe(draft: Path, target: Path) -> None:
+    shutil.rmtree(draft / "fledge")
+
+
+NO_FAULTS = {
+    "float16": (lower_precision, ""),
+    "weights rounded to fp8": (rounded, "its weights were rounded"),
+    "a row of the head": (
+        one_row,
+        "lm_head.weight is not what training wrote: of another step or another draft, though",
+    ),
+    "a template with a date": (another_date, "e.g. another date"),
+    "a template with a comment": (same_words, "renders the recorded chats as before"),
+    "a target trained further": (trained_further, "quantized, trained further"),
+    "no probe": (without_probe, "nothing to replay"),
+}
+
+
+def test_a_row_of_the_head_that_changes_the_probabilities_is_a_fault(check, damaged):
+    draft, target = damaged("eagle3")
+    other_row(draft, target)
+    code, result = check(draft, target=target)
+    assert code == 1 and "lm_head.weight is not what training wrote" in result["findings"][0]["cause"]
+
+
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_what_is_no_fault_is_at_most_a_note(check, damaged, monkeypatch, name):
+    change, words = NO_FAULTS[name]
+    draft, target = damaged("eagle3")
+    change(draft, target)
+    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    code, result = check(draft, target=target)
+    assert code == 0 and not result["findings"], result["findings"]
+    assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words), result["notes"]
+
+
+@pytest.mark.parametrize("file", [TENSORS, RECORD])
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_a_damaged_probe_is_reported(check, damaged, monkeypatch, file, how):
+    draft, target = damaged("eagle3")
+    content = (draft / file).read_bytes()
+    (draft / file).unlink()
+    if how == "truncated":
+        (draft / file).write_bytes(content[: len(content) // 2])
+    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    code, result = check(draft, target=target)
+    assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"] and how[:5] in str(result) + "trunc"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(format=2), dict(layers=[2, 4]), dict(layers=None), dict(tensors=[]), dict(config={"hidden_size": 3}),
+        dict(chats=[5]), dict(steps=4), dict(spacings=[]), dict(precision="int4"), dict(decoding={}),
+        dict(decoding={"prompts": [], "rounds": [], "committed": [], "new_tokens": 8, "depth": 3, "dtype": ""}),
+    ],
+)  # fmt: skip
+def test_a_record_with_other_fields_is_refused(made, tmp_path, changes):
+    shutil.copytree(made / "eagle3" / "draft" / "fledge", tmp_path / "fledge")
+    assert read_probe(tmp_path) is not None
+    change_json(tmp_path / RECORD, **changes)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_probe(tmp_path)
+
+
+def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damaged, monkeypatch):
+    """At chance, a draft whose layers are moved by one is found by decoding with the layers before and after."""
+    draft, target = damaged("eagle3")
+    without_probe(draft, target)
+    fledge_field(aux_layers=[3, 5, 6])(draft, target)
+    layers([3, 5, 6], [2, 4, 5])(draft, target)
+    code, result = check(draft, target=target)
+    assert code in (0, 1) and result["measured"]["tau"] >= 1  # such a short training is near chance either way
+
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
+        accepted = 2 if draft.config.aux_layers == (2, 4, 5) else 0
+        return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+
+    monkeypatch.setattr("fledge.eval.probe.decode", decode)
+    code, result = check(draft, target=target)
+    (finding,) = result["findings"]
+    assert code == 1 and "τ is 1.00" in finding["cause"] and "3.00 if its layers are [2, 4, 5]" in finding["cause"]
+
+
+def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged):
+    code, result = check(made / "peagle" / "draft", "--engine", "sglang")
+    (finding,) = result["findings"]
+    assert code == 1 and "no one-pass drafting" in finding["cause"] and "serve it with vLLM" in finding["cure"]
+    draft, target = damaged("eagle3")
+    reconfigure(draft, architectures=["Eagle3LlamaForCausalLM"])
+    code, result = check(draft, "--engine", "sglang", target=target)
+    assert code == 1 and "fledge export" in result["findings"][0]["cure"]
+
+
+def test_layers_of_the_other_engine_are_no_fault_of_this_one(check, damaged):
+    draft, target = damaged("eagle3")
+    layers([3, 5, 6], [1, 3, 4])(draft, target)
+    assert check(draft, "--engine", "sglang", target=target)[0] == 1  # other files than fledge export would write
+    assert not [f for f in check(draft, "--engine", "sglang", target=target)[1]["findings"] if f["check"] == "layers"]
+
+
+def test_what_only_sglang_refuses_is_no_fault_with_vllm(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(draft, max_position_embeddings=128)
+    assert check(draft, "--engine", "vllm", target=target)[0] == 0
+    assert check(draft, "--engine", "sglang", target=target)[0] == 1
+
+
+def test_layers_that_the_target_does_not_have_are_named(check, damaged):
+    draft, target = damaged("eagle3")
+    fledge_field(aux_layers=[2, 4, 99])(draft, target)
+    code, result = check(draft, target=target)
+    assert code == 1 and "the target has layers 0..8" in result["findings"][0]["cause"]
+
+
+def test_results_are_printed_as_lines(made, fledge, damaged):
+    words = "check", "--target", made / "target", "--device", "cpu", "--draft"
+    sound = fledge(*words, made / "eagle3" / "draft")
+    assert sound.code == 0 and "layers: 2, 4, 5 in vLLM's numbering and 1, 3, 4 in SGLang's numbering." in sound.out
+    assert (
+        sound.out.endswith("The draft is sound.\n") and 'chat_template_kwargs {"enable_thinking": false}' in sound.out
+    )
+    draft, target = damaged("eagle3")
+    truncate(draft, target)
+    broken = fledge(*words, draft)
+    assert broken.code == 1 and "Wrong, weights: " in broken.out and broken.out.endswith("1 problem.\n")
+    for wrong in ((*words, "nowhere"), (*words, draft, "--engine", "tgi"), (*words[:2], "nowhere", *words[3:], made)):
+        assert fledge(*wrong).code == 2
+
+
+def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fledge, tmp_path):
+    data = ["--data", made / "chats.jsonl", "--max-length", 64, "--device", "cpu"]
+    kwargs = ["--template-kwargs", '{"enable_thinking": false}']
+    written = fledge(
+        "features", "--target", made / "target", *data, *kwargs, "--out", tmp_path / "f", "--precision", "fp8"
+    )
+    assert written.code == 0, written.err
+    shape = ["--steps", 2, "--depth", 3, "--draft-vocab", 200, "--row-length", 256, "--device", "cpu"]
+    trained = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *shape)
+    assert trained.code == 0, trained.err
+    record = read_probe(tmp_path / "run" / "draft").record
+    assert (record.precision, record.decoding, record.layers) == ("fp8", None, [2, 4, 5])
+    code, result = check(tmp_path / "run" / "draft")
+    assert code == 0 and "τ is not compared" in " ".join(result["notes"])
+    assert all(0.005 < error < replays.FP8 for error in result["measured"]["feature_errors"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_trained_on_a_gpu_is_sound_there_and_on_a_cpu(check, fledge, tmp_path, method):
+    shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8)
+    target, chats = tiny_target_directory(tmp_path, **shape), tiny_chats(tmp_path / "chats.jsonl", 200)
+    lengths = ["--max-length", 128, "--row-length", 512, "--steps", 20]
+    more = [*lengths, "--dtype", "bfloat16", "--device", "cuda", "--out", tmp_path / "run"]
+    trained = fledge("train", "--target", target, "--data", chats, "--method", method, *more)
+    assert trained.code == 0, trained.err
+    for device in ("cuda", "cpu"):
+        ran = fledge("check", "--target", target, "--draft", tmp_path / "run" / "draft", "--device", device)
+        assert ran.code == 0 and ran.out.endswith("The draft is sound.\n"), ran.out
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_in_a_subfolder_of_its_own(made):
+    """Engines load every *.safetensors in the draft's directory, but not in its subfolders."""
+    draft = made / "eagle3" / "draft"
+    assert listing(draft) == ["config.json", "fledge", "model.safetensors"]
+    assert listing(draft / "fledge") == ["probe.safetensors", "record.json"]
+
+
+@pytest.mark.parametrize(("n", "first"), [(3, 1), (4, 3), (10, 2), (60, 1), (60, 55), (5000, 4000)])
+def test_an_excerpt_lies_within_its_document(n, first):
+    spans = torch.full((n,), -1, dtype=torch.int32)
+    spans[first:] = 0
+    start, end, steps = excerpt_range(Document(torch.arange(n, dtype=torch.int32), spans))
+    assert 0 <= start < end <= min(n, CONTEXT) and 1 <= steps <= STEPS and end - start >= steps + 2
+    assert end - start == min(n, SLOTS + 1 + steps) and (start <= first or first < 4)
+
+
+def decoding(committed: list[int], rounds: list[int]) -> Decoding:
+    return Decoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
+
+
+def test_the_standard_error_is_that_of_a_difference_of_ratios():
+    before = decoding([20, 30], [10, 15])
+    assert before.tau == 2 and before.error_against(before) == 0
+    assert decoding([0, 0], [0, 0]).tau == 0 == decoding([0, 0], [0, 0]).error_against(before)
+    random = torch.Generator().manual_seed(0)
+    rounds = torch.randint(5, 20, (2000, 2, 8), generator=random)
+    committed = rounds + torch.randint(0, 20, (2000, 2, 8), generator=random)
+    pairs = [
+        [decoding(*each) for each in zip(c, r, strict=True)]
+        for c, r in zip(committed.tolist(), rounds.tolist(), strict=True)
+    ]
+    differences = torch.tensor([now.tau - before.tau for now, before in pairs])
+    errors = torch.tensor([now.error_against(before) for now, before in pairs])
+    assert abs(float(errors.mean() / differences.std()) - 1) < 0.1
+
+
+def test_all_lists_moved_together_are_one_finding(check, damaged):
+    draft, target = damaged("eagle3")
+    layers([3, 5, 6], [2, 4, 5])(draft, target)
+    fledge_field(aux_layers=[3, 5, 6])(draft, target)
+    (finding,) = check(draft, target=target)[1]["findings"]
+    assert (
+        finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (") and "moved up by one" in finding["cause"]
+    )
+    assert finding["cure"].endswith("eagle_config.eagle_aux_hidden_state_layer_ids to [1, 3, 4]")
+
+
+def test_a_lower_tau_is_a_fault_beyond_its_standard_error():
+    def of(accepted: list[int]) -> Decoding:
+        return decoding([10 + a for a in accepted], [10] * 4)
+
+    before = of([10, 12, 9, 11])
+    assert not replays.decoding_findings(of([10, 11, 9, 10]), before, False)[0]
+    assert "τ is 1.10" in replays.decoding_findings(of([1, 1, 1, 1]), before, False)[0][0].cause
+    assert not replays.decoding_findings(of([1, 1, 1, 1]), before, True)[0]  # other findings say why
