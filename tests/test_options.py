@@ -167,12 +167,8 @@ def known_to(commands) -> set[str]:
 
 
 OTHERS = (  # flags of other programs: torchrun's in jobs/training/launch.py, and those of serving engines
-    "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config",
-)  # fmt: skip
-
-
-VLLM = (  # flags of vllm serve
-    "--speculative-config", "--kv-transfer-config", "--no-enable-prefix-caching", "--max-model-len", "--revision",
+    "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config", "--kv-transfer-config",
+    "--no-enable-prefix-caching", "--max-model-len", "--revision",
 )  # fmt: skip
 
 
