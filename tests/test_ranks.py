@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fledge.data.dataset import Rows
@@ -27,10 +24,11 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
 from fledge.train.optim import MasterAdamW
-from fledge.train.ranks import ALONE, RankError, Ranks, connected
+from fledge.train.ranks import ALONE, RankError, Ranks
 from fledge.train.trainer import Schedule
 from support.files import metrics_of
 from support.mutations import replace_function
+from support.ranks import spawn
 from support.rows import document, row_of
 from support.targets import P_EAGLE, tiny_draft, tiny_target, tiny_target_directory
 
@@ -76,24 +74,6 @@ def train(
 
 # (variant, rows of a step): gradients accumulated unevenly, one row each, and fewer rows than ranks
 CASES = [*((variant, 5) for variant in VARIANTS), ("eagle3", 4), ("eagle3", 1), ("peagle", 2)]
-
-
-def spawn(work: Callable[..., None], world: int, directory: Path, *given: Any) -> None:
-    """Runs work(ranks, directory, *given) in `world` processes that communicate through gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(_run_rank, (world, port, work, directory, *given), nprocs=world)
-
-
-def _run_rank(rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    with connected(torch.device("cpu"), "shard", timedelta(minutes=2)) as ranks:
-        work(ranks, directory, *given)
 
 
 def train_all_cases(ranks: Ranks, directory: Path) -> None:
@@ -193,10 +173,10 @@ def test_rows_are_shared_evenly() -> None:
     """Each rank gets as many rows or one less, each row is given once, and heavy rows are apart."""
     for size in (2, 3, 4):
         for weights in ([5.0], [1.0] * 7, [9.0, 1.0, 8.0, 2.0, 7.0, 3.0], [0.0, 0.0, 10.0, 1.0]):
-            shares = [Ranks(rank, size).own_rows(weights) for rank in range(size)]
+            shares = Ranks(size=size).shares(weights)
             assert sorted(i for share in shares for i in share) == list(range(len(weights)))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert [Ranks(r, 2).own_rows([9.0, 8.0, 2.0, 1.0]) for r in range(2)] == [[0, 3], [1, 2]]
+    assert Ranks(size=2).shares([9.0, 8.0, 2.0, 1.0]) == [[0, 3], [1, 2]]
 
 
 # -- a target that is larger than a GPU -----------------------------------------------------------------------------

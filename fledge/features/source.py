@@ -19,6 +19,7 @@ from fledge.features.cache import FeatureCache
 from fledge.features.codec import decode_layers
 from fledge.features.layout import LAST, LAYERS, SCALES
 from fledge.kernels.implementations import current_device
+from fledge.targets.source import all_finite
 from fledge.types import Document, Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
@@ -90,6 +91,10 @@ class DiskFeatures:
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
         last_TD[stored.last_P.to(self.device, non_blocking=True)] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
+
+    def finite(self, row: Packed) -> bool:
+        """See `FeatureSource.finite`."""
+        return bool(all_finite(self.features(row)))
 
     def read(self, row: Packed) -> StoredRow:
         """Reads a row's features into pinned memory, if the device is a GPU. Raises ValueError for shards that are

@@ -50,8 +50,8 @@ def load_target(
 
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
     the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
-    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only rank 0 reads
-    the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
+    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
+    reads the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
     device: it has sizes, and computes nothing. Raises ValueError if files are missing or damaged, if they are not those
     of a causal language model, and if the model needs code that is not trusted.
     """
@@ -77,7 +77,7 @@ def load_target(
         )
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
-        shard_layers(model, mesh, fill_from_first(device))
+        shard_layers(model, mesh, fill_from_first(device, mesh))
         return TransformersTarget(model, tokenizer, sharded=True, **options)
     if not weights:
         return TransformersTarget(model, tokenizer, **options)
