@@ -164,7 +164,7 @@ class ReceivedFeatures:
 
     def _features(self, states: Tensor) -> Features:
         tokens = states.shape[0] // (self.layers + 1)
-        return Features(states[:-tokens].view(tokens, self.layers, -1), states[-tokens:])
+        return Features(states[:-tokens].view(tokens, self.layers, states.shape[1]), states[-tokens:])
 
 
 class Sender:
