@@ -143,6 +143,20 @@ def test_ranks_train_as_one_process(world: int, alone: Path, request: pytest.Fix
                 assert [m[name] for m in ours] == pytest.approx([m[name] for m in theirs], rel=1e-9), (case, name)
 
 
+def train_accumulating(ranks: Ranks, directory: Path) -> None:
+    torch.save(train(directory, "eagle3", ranks, 12), directory / f"rank {ranks.rank}")
+
+
+def test_eight_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """With half of the ranks having two rows."""
+    expected = train(tmp_path / "alone", "eagle3", rows_per_step=12)
+    spawn(train_accumulating, 8, tmp_path)
+    for rank in range(8):
+        found = torch.load(tmp_path / f"rank {rank}")
+        for name, p in expected.items():
+            torch.testing.assert_close(found[name], p, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def forget_other_ranks(reduced: Any, ranks: Ranks, sums: Any) -> Any:
     return [ranks.distribute(x) for x in sums]
 

@@ -51,9 +51,11 @@ def load_target(
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
     the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
     model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
-    reads the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
-    device: it has sizes, and computes nothing. Raises ValueError if files are missing or damaged, if they are not those
-    of a causal language model, and if the model needs code that is not trusted.
+    reads the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the
+    meta device: it has sizes, and computes nothing.
+
+    Raises ValueError if files are missing or damaged, if they are not those of a causal language model, and if the
+    model needs code that is not trusted.
     """
     check_implementation(implementation)
     device = torch.device(device)
@@ -65,10 +67,7 @@ def load_target(
             model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
         else:
             info = {"missing_keys": ()}
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=config.dtype if wanted == "auto" else wanted, trust_remote_code=trust_remote_code
-                )
+            model = _empty_model(name, config, config.dtype if wanted == "auto" else wanted, options)
         tokenizer = _read_tokenizer(name, options)
     if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
         raise ValueError(
@@ -107,8 +106,7 @@ def load_head(
             return None
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _empty_model(name, config, dtype, options)
         n = config.get_text_config(decoder=True).num_hidden_layers
         layers, norm = layers_and_norm(find_decoder(model, n), n)
         parts = model.get_input_embeddings(), model.get_output_embeddings(), layers[-1], norm
@@ -119,8 +117,6 @@ def load_head(
         weights = {key: x.to(device, dtype) for key, x in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
-        with contextlib.suppress(OSError):  # not every model has one
-            model.generation_config = GenerationConfig.from_pretrained(name, **options)
         tokenizer = _read_tokenizer(name, options)
     return TransformersTarget(
         model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
@@ -211,6 +207,15 @@ def _read_config(name: str, options: dict[str, Any]) -> Any:
     config = AutoConfig.from_pretrained(name, **options)
     RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
     return config
+
+
+def _empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
+    """A target's model on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
+    with contextlib.suppress(OSError):  # not every model has one
+        model.generation_config = GenerationConfig.from_pretrained(name, **options)
+    return model
 
 
 def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -83,9 +83,7 @@ class Deliveries:
         return min(-(-asked // self.ranks.target_ranks) + AHEAD, -(-total // self.ranks.target_ranks))
 
 
-def deliveries_of_step(
-    rows: Rows, step: int, address: tuple[int, int], count: int, ranks: Ranks
-) -> Iterator[Delivery]:
+def deliveries_of_step(rows: Rows, step: int, address: tuple[int, int], count: int, ranks: Ranks) -> Iterator[Delivery]:
     """The deliveries of a step of `count` rows, the first of which is at an address."""
     addresses = [address]
     for _ in range(count - 1):
@@ -158,9 +156,9 @@ class ReceivedFeatures:
     def _memory(self, tokens: int) -> Tensor:
         """The memory of a row's features: the states of the captured layers of all tokens, then the final ones."""
         width = self.target.embedding.shape[1]
-        return torch.empty(
-            tokens * (self.layers + 1) * width, dtype=self.target.dtype, device=self.target.device
-        ).view(-1, width)
+        return torch.empty(tokens * (self.layers + 1) * width, dtype=self.target.dtype, device=self.target.device).view(
+            -1, width
+        )
 
     def _features(self, states: Tensor) -> Features:
         tokens = states.shape[0] // (self.layers + 1)

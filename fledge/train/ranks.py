@@ -143,7 +143,9 @@ class Ranks:
             if failure is not None:
                 raise failure from e
             reason = str(e).partition("\n")[0].partition(". ")[0]
-            raise RankError(f"rank {self.rank} of {self.total} waited in vain for another rank {where}: {reason}") from e
+            raise RankError(
+                f"rank {self.rank} of {self.total} waited in vain for another rank {where}: {reason}"
+            ) from e
         if failure is not None:
             raise failure
         for rank, (problem, _) in enumerate(answers):
@@ -222,9 +224,7 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         dist.destroy_process_group()
 
 
-def _grouped(
-    device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int
-) -> Ranks:
+def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
     """The ranks, with all their groups, each of which all ranks have to make."""
     host = dist.new_group(backend="gloo", timeout=limit)
     if not target_ranks:

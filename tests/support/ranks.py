@@ -35,14 +35,19 @@ def start(work: Callable[..., None], processes: int, *given: Any) -> None:
 def connect(
     rank: int, world: int, port: int, *, target_ranks: int = 0, limit: timedelta = timedelta(minutes=2)
 ) -> Iterator[Ranks]:
-    """Context manager: connects the first `world` processes, as torchrun would have started them."""
+    """Context manager: connects the first `world` processes."""
+    become(rank, world, port)
+    with connected(torch.device("cpu"), "shard", limit, target_ranks) as ranks:
+        yield ranks
+
+
+def become(rank: int, world: int, port: int) -> None:
+    """Makes this process a rank, as torchrun does for the processes that it starts."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
-    with connected(torch.device("cpu"), "shard", limit, target_ranks) as ranks:
-        yield ranks
 
 
 def free_ports(count: int) -> list[int]:
@@ -53,8 +58,6 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def _work_connected(
-    rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any
-) -> None:
+def _work_connected(rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any) -> None:
     with connect(rank, world, port) as ranks:
         work(ranks, directory, *given)

@@ -25,7 +25,8 @@ SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", 
 SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 # options that are already decided by the features on disk
 FEATURE_OPTIONS = (
-    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "shard_target",
+    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "target_gpus",
+    "shard_target",
 )  # fmt: skip
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"

@@ -17,12 +17,16 @@ from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
+from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
+from fledge.train.feed import ReceivedFeatures
 from fledge.train.heap import retain_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fledge.train.ranks import Ranks
 
 EVAL_TOKENS = 64  # default of --eval-tokens
 
@@ -86,6 +90,42 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
                 f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
             )
     return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
+
+
+def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Callable[[str], None]) -> PreparedTarget:
+    """`prepare_target` in one of several ranks, which all call it; `shards` tells whether the target's layers are
+    sharded over those that hold it. Without ranks that hold only the target, these are all.
+
+    With such ranks, they load and check it, and the others get its embedding, head and last layer from the first of
+    them, and expect the hidden states of all rows from them. Raises RankError if another rank fails."""
+    mesh = ranks.mesh if shards else None
+    if not ranks.target_ranks:
+        return prepare_target(recipe, mesh, say)
+    prepared, parts, failure, lines = None, {}, None, []
+    try:
+        if ranks.trains:
+            set_up_process(recipe.compute.device)
+        else:
+            prepared = prepare_target(recipe, mesh, lines.append)
+            parts = parts_of(prepared.target)
+    except Exception as e:  # which the other ranks must hear of
+        failure = e
+    told = (lines, prepared and prepared.decodes, layout_of(parts))
+    lines, decodes, layout = ranks.meet("while the target was loaded", told, failure)[ranks.size]
+    if not ranks.trains:
+        if ranks.rank == ranks.size:
+            send_parts(parts, ranks.size, ranks.feeds[0])
+        return prepared
+    for line in lines:
+        say(line)
+    parts = receive_parts(layout, ranks.size, ranks.feeds[0], torch.device(recipe.compute.device))
+    target = target_of_parts(
+        recipe.target.name, parts, max_length=recipe.data.longest, trust_remote_code=recipe.target.trust_remote_code
+    )
+    layers = resolve_layers(_layers(recipe), target)
+    return PreparedTarget(
+        **_known(recipe, target, layers, decodes), source=ReceivedFeatures(target, len(layers), ranks)
+    )
 
 
 def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
