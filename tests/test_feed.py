@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fledge import train_draft
 from fledge.data.dataset import Rows
-from fledge.jobs.display import ProgressDisplay
+from fledge.jobs.display import ProgressDisplay, ResultPrinter
+from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.dry_run import dry_run
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
@@ -106,6 +108,7 @@ def everything(rank: int, ports: dict[str, int], directory: Path) -> None:
 
 # a run that is stopped after a step, and continued by other ranks
 COMMANDS: dict[str, dict[str, Any]] = {
+    "planned": dict(out="run", target_gpus=1, dry_run=True),
     "stopped": dict(out="run", target_gpus=1),
     "resumed": dict(resume="run", target_gpus=2, shard_target=True),
 }
@@ -118,8 +121,12 @@ def run_command(rank: int, directory: Path, name: str, **given: Any) -> None:
         if name == "stopped":
             patch.setattr(ProgressDisplay, "stderr_closed", True)
         try:
-            train_draft(**given if "resume" in given else options(directory) | given)
-            ended = "finished"
+            if given.get("dry_run"):
+                words = options(directory) | given | dict(data=["chats.jsonl"])
+                ended = str(dry_run(TrainOptions(**words), [], ResultPrinter(), ProgressDisplay(quiet=True)))
+            else:
+                train_draft(**given if "resume" in given else options(directory) | given)
+                ended = "finished"
         except BaseException as e:
             ended = f"{type(e).__name__}: {e}"
     (directory / f"{name} {rank}").write_text(ended)
@@ -216,8 +223,10 @@ def test_a_fed_run_is_that_of_one_process(world: str, made: Path, alone: Path) -
 
 def test_the_command_stops_and_resumes(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fledge train --target-gpus` stops after the same step on all ranks, goes on with a target that is sharded over
-    more of them, and ends as a single process does. τ is measured by the ranks that hold the target."""
+    more of them, and ends as a single process does. τ is measured by the ranks that hold the target. A dry run times
+    all of them."""
     for rank in range(3):
+        assert (made / f"planned {rank}").read_text() == "0"
         assert (made / f"stopped {rank}").read_text().startswith("KeyboardInterrupt")
         assert (made / f"resumed {rank}").read_text() == "finished"
     monkeypatch.chdir(made)
@@ -225,7 +234,7 @@ def test_the_command_stops_and_resumes(made: Path, monkeypatch: pytest.MonkeyPat
     ours, theirs = metrics_of(made / "run"), metrics_of(made / "alone run")
     assert len(ours) == len(theirs) == 5 and sum("eval_tau" in m for m in ours) == 3
     for name in ("loss", "grad_norm", "eval_tau"):
-        assert [m.get(name) for m in ours] == pytest.approx([m.get(name) for m in theirs], rel=1e-6), name
+        assert [m.get(name, 0) for m in ours] == pytest.approx([m.get(name, 0) for m in theirs], rel=1e-6), name
     assert "target_gpus" not in recipe_of(made / "run")
 
 
