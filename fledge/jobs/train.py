@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
-MACHINE = ("gpus", "target_gpus", "shard_target", "replicate", "rank_timeout", "dry_run", "gpu_memory")
+MACHINE = ("gpus", "target_gpus", "shard_target", "device_map", "replicate", "rank_timeout", "dry_run", "gpu_memory")
 WITH_RESUME = ("resume", "trust_remote_code", *MACHINE)  # the options that may be given together with --resume
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
@@ -160,6 +160,10 @@ class TrainOptions(Options):
     shard_target: bool = opt(
         "several GPUs: split the target's layers over those that hold it (FSDP), for a target that does not fit on one",
         False,
+    )  # fmt: skip
+    device_map: str | None = opt(
+        "one process: split the target's layers over this machine's GPUs as transformers' device_map does: auto, "
+        "balanced, balanced_low_0 or sequential; the draft is on the embedding's GPU (needs accelerate)", None
     )  # fmt: skip
     replicate: bool = opt(
         "keep the whole optimizer state on every GPU; by default each GPU keeps an equal part of it (as ZeRO-2 does)",

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -28,10 +29,12 @@ from fledge.hub import split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
+from fledge.targets.quantized import quantization_of, run_once
 from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 
 
@@ -44,6 +47,7 @@ def load_target(
     trust_remote_code: bool = False,
     implementation: str = "auto",
     mesh: DeviceMesh | None = None,
+    device_map: str | None = None,
     weights: bool = True,
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
@@ -51,11 +55,13 @@ def load_target(
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
     the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
     model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
-    reads the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the
+    reads the weights, into host memory. `device_map` is one of DEVICE_MAPS: transformers then places the layers
+    on the GPUs of this process. Without `weights`, only config and tokenizer are read, and the model is on the
     meta device: it has sizes, and computes nothing.
 
-    Raises ValueError if files are missing or damaged, if they are not those of a causal language model, and if the
-    model needs code that is not trusted.
+    Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
+    needs code that is not trusted, if its weights are quantized by a package that is not installed, and if it does not
+    fit where `device_map` places it.
     """
     check_implementation(implementation)
     device = torch.device(device)
@@ -63,8 +69,22 @@ def load_target(
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        quantization = quantization_of(config)
+        if quantization:  # otherwise transformers would leave out a quantization that it does not know
+            AutoQuantizationConfig.from_dict(dict(config.quantization_config))
+        if quantization and mesh is not None:
+            raise ValueError(
+                f"its weights are quantized by {quantization}, and cannot be split by --shard-target; leave it out, or "
+                "give GPUs to the whole of it with --target-gpus"
+            )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
-            model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
+            # quantized models are loaded on their device, and some cannot be moved
+            place = {"device_map": device_map} if device_map else {}
+            if quantization and device.type != "cpu":
+                place = {"device_map": device_map or {"": device}}
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, dtype=wanted, output_loading_info=True, **place, **options
+            )
         else:
             info = {"missing_keys": ()}
             model = _empty_model(name, config, config.dtype if wanted == "auto" else wanted, options)
@@ -80,7 +100,15 @@ def load_target(
         return TransformersTarget(model, tokenizer, sharded=True, **options)
     if not weights:
         return TransformersTarget(model, tokenizer, **options)
-    return _make_target(model.to(device), tokenizer, implementation, **options)
+    if device_map:
+        _check_placed(model, path)
+    if quantization:
+        run_once(model)
+    target = _make_target(
+        model if quantization or device_map else model.to(device), tokenizer, implementation, **options
+    )
+    target.quantization = quantization  # where a format cannot run, transformers may load other weights without it
+    return target
 
 
 def load_head(
@@ -102,7 +130,7 @@ def load_head(
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
-        if getattr(config, "quantization_config", None) is not None:
+        if quantization_of(config):
             return None
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
@@ -193,6 +221,16 @@ def _make_target(
     target = TransformersTarget(model, tokenizer, **options)
     target.implementation = f"transformers, since {problem}"
     return target
+
+
+def _check_placed(model: PreTrainedModel, path: str | Path) -> None:
+    """Raises ValueError if a part of a model is in host memory or on the disk, since it does not fit on the GPUs."""
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise ValueError(
+            f"the target {path} does not fit on the GPUs of one process; use more of them, or split it over several "
+            "processes with --shard-target"
+        )
 
 
 def _hub_arguments(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:

@@ -77,6 +77,8 @@ def find_machine(options: TrainOptions) -> Machine:
     say enough about it."""
     ranks = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else options.gpus or 1
     check_ranks(options, ranks)
+    if options.device_map:
+        raise ValueError("--dry-run does not plan what --device-map places; plan the run for one GPU without it")
     if options.gpu_memory is not None:
         if started_by_torchrun():
             raise ValueError("--gpu-memory plans for GPUs that are not there; start it without torchrun")

@@ -87,13 +87,18 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
 
 
 def check_ranks(options: TrainOptions, ranks: int) -> None:
-    """Raises ValueError if --target-gpus or --shard-target do not make sense for a number of ranks."""
+    """Raises ValueError if --target-gpus, --shard-target or --device-map do not make sense for a number of ranks."""
     apart = options.target_gpus
     if apart and ranks == 1:
         raise ValueError(NO_OTHERS)
     if apart and apart >= ranks:
         raise ValueError(
             f"--target-gpus {apart} of {ranks} GPUs leaves none to train the draft; give {ranks - 1} or fewer"
+        )
+    if options.device_map and ranks > 1:
+        raise ValueError(
+            "--device-map splits the target over the GPUs of one process, and several processes have a GPU each; leave "
+            "--gpus and torchrun out, or split it with --shard-target"
         )
     if options.shard_target and ranks == 1:
         raise ValueError(NOTHING_TO_SHARD)

@@ -147,7 +147,7 @@ def open_target(
     may be longer than its context."""
     target = load_target(
         requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code, mesh=mesh,
+        trust_remote_code=requested.trust_remote_code, mesh=mesh, device_map=requested.device_map,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
     _check_length(data, target)
@@ -178,6 +178,11 @@ def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget
 def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
+    if target.quantization:
+        say(
+            f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
+            "full-precision model, so serve the draft with this checkpoint, not with another precision"
+        )
     if not target.packs:
         say("this target cannot process packed documents together, so it processes them one at a time")
     return source
