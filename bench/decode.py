@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 import vllm_rounds
-from common import SHAPES, profile, randomize, seconds
+from common import SHAPES, profile, randomize, randomize_weight, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -46,10 +47,11 @@ from fledge.models.size import weight_bytes
 from fledge.models.weights import save_draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
+from fledge.targets.sharded import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 ENGINES = ("fledge", "transformers", "vllm")
-LAYERS = {"8b": 32, "tiny": 8}
+LAYERS = {"8b": 32, "70b": 80, "tiny": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
@@ -130,8 +132,9 @@ def main() -> None:
                     add({"what": case, "engine": row["engine"], "batch": row["batch"], "devices": 1} | row)
 
 
-def random_target(shape: str, device: str) -> TransformersTarget:
-    """A Llama of a shape with random weights in bfloat16."""
+def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> TransformersTarget:
+    """A Llama of a shape with random weights in bfloat16. With a mesh, its layers are sharded over the ranks, and no
+    rank ever holds all of them."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
     config = LlamaConfig(
         **sizes, num_hidden_layers=LAYERS[shape], max_position_embeddings=131_072, rope_theta=500_000.0,
@@ -140,6 +143,10 @@ def random_target(shape: str, device: str) -> TransformersTarget:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rotary = type(model.model.rotary_emb)(config)
+    if mesh is not None:
+        shard_layers(model, mesh, fill_with(torch.device(device), randomize_weight))
+        model.model.rotary_emb = rotary.to(device)
+        return TransformersTarget(model, one_word_tokenizer(), sharded=True)
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     randomize(model)

@@ -1,6 +1,7 @@
 """Times complete training steps over several GPUs of one host: target forward, draft step, reduction, and update.
 
     python bench/scale.py --gpus 1 2 --tokens 4096 8192 --out bench/results/scale.json
+    python bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out bench/results/scale_70b.json
     python bench/scale.py --gpus 1 2 --tokens 256 --shape tiny --device cpu --out /tmp/scale.json    # anywhere, gloo
 
 Each rank has a target of the given shape with random weights and trains on a packed row of `--tokens` tokens a step
@@ -8,6 +9,9 @@ Each rank has a target of the given shape with random weights and trains on a pa
 its own ranks. `tokens_per_s` are those of all ranks. `gemm_tokens_per_s` is what the ranks would reach if they did
 nothing but the matrix products of a step, at the rate of a large product measured in the same run. `gib` is the peak
 memory of a rank. Every number of GPUs is a run of torchrun of its own; all rows go to one record.
+
+`--shard-target` splits the target's layers over the ranks, as `fledge train --shard-target` does; a step then includes
+gathering them. Of experts, `gemm_tokens_per_s` counts those that a token chooses.
 """
 
 import argparse
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--placement", nargs="+", default=["shard"], choices=PLACEMENTS, help="of the optimizer's state"
     )
+    parser.add_argument("--shard-target", action="store_true", help="split the target's layers over the GPUs")
     parser.add_argument("--document", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
@@ -50,6 +55,8 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of rank 0")
     options = parser.parse_args()
+    if options.shard_target and 1 in options.gpus:
+        parser.error("--shard-target splits the target over several GPUs; leave 1 out of --gpus")
     if "LOCAL_RANK" in os.environ:
         measure(options)
         return
@@ -79,7 +86,7 @@ def measure(options: argparse.Namespace) -> None:
     with connected(device, "shard", timedelta(minutes=5)) as ranks:
         torch.manual_seed(0)
         ceiling = peak_tflops(str(device))
-        target = random_target(options.shape, str(device))
+        target = random_target(options.shape, str(device), ranks.mesh if options.shard_target else None)
         for placement in options.placement:
             for tokens in options.tokens:
                 row = timed(target, Ranks(**vars(ranks) | {"placement": placement}), tokens, ceiling, options)
@@ -140,14 +147,24 @@ def timed(target: Any, ranks: Ranks, tokens: int, ceiling: float | None, options
         step()
     synchronize()
     took = (time.perf_counter() - began) / (options.steps - options.profile)
-    flops = 2 * tokens * sum(p.numel() for p in target.model.parameters() if p.dim() > 1)  # with the teacher's head
+    flops = 2 * tokens * active_elements(target)  # with the teacher's head
     flops += draft_flops(config, tokens, options)
+    sharded = ", sharded target" if target.sharded else ""
     return {
-        "what": f"online, {options.shape}, {ranks.placement}", "gpus": ranks.size, "T": tokens, "ms": 1e3 * took,
-        "tokens_per_s": ranks.size * tokens / took,
+        "what": f"online, {options.shape}{sharded}, {ranks.placement}", "gpus": ranks.size, "T": tokens,
+        "ms": 1e3 * took, "tokens_per_s": ranks.size * tokens / took,
         "gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "gemm_tokens_per_s": ceiling and ranks.size * tokens / (flops / ceiling / 1e12),
     }  # fmt: skip
+
+
+def active_elements(target: Any) -> float:
+    """The elements of the matrices that a token is multiplied with: of the experts of a layer, a [X, ..] tensor, those
+    that it chooses."""
+    chosen = getattr(target.config, "num_experts_per_tok", 0)
+    return sum(
+        p.numel() * (chosen / p.shape[0] if p.dim() == 3 else 1) for p in target.model.parameters() if p.dim() > 1
+    )
 
 
 def draft_flops(c: Any, tokens: int, options: argparse.Namespace) -> float:

@@ -74,8 +74,8 @@ def load_target(
             AutoQuantizationConfig.from_dict(dict(config.quantization_config))
         if quantization and mesh is not None:
             raise ValueError(
-                f"its weights are quantized by {quantization}, and cannot be split by --shard-target; leave it out, or "
-                "give GPUs to the whole of it with --target-gpus"
+                f"its weights are quantized by {quantization}, so its layers cannot be sharded; let each GPU that has "
+                "the target have all of it"
             )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             # quantized models are loaded on their device, and some cannot be moved
@@ -228,8 +228,8 @@ def _check_placed(model: PreTrainedModel, path: str | Path) -> None:
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if "disk" in places or ("cpu" in places and len(places) > 1):
         raise ValueError(
-            f"the target {path} does not fit on the GPUs of one process; use more of them, or split it over several "
-            "processes with --shard-target"
+            f"the target {path} does not fit on the GPUs of one process; use more of them, or let several "
+            "processes share its layers"
         )
 
 

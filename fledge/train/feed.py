@@ -25,12 +25,12 @@ from torch import Tensor
 
 from fledge.data.dataset import Rows
 from fledge.targets.source import LiveFeatures, all_finite
-from fledge.targets.transformers import TransformersTarget
 from fledge.train.ranks import RankError, Ranks
 from fledge.types import Features, Packed
 
 if TYPE_CHECKING:
     from fledge.models.draft import Draft
+    from fledge.targets.interface import TrainingTarget
     from fledge.train.trainer import Progress, Schedule
 
 AHEAD = 1  # rounds that are computed beyond those that the drafts may ask for
@@ -103,7 +103,7 @@ class ReceivedFeatures:
     sources, as it is used to measure the memory of a training step, gets zeros.
     """
 
-    def __init__(self, target: TransformersTarget, layers: int, ranks: Ranks):
+    def __init__(self, target: TrainingTarget, layers: int, ranks: Ranks):
         self.target, self.layers, self.ranks = target, layers, ranks
         self._deliveries: Deliveries | None = None
         self._expected: Iterator[int] = iter(())

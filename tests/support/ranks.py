@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,18 @@ def free_ports(count: int) -> list[int]:
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         return [s.getsockname()[1] for s in sockets]
+
+
+def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the ranks that a torchrun has started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    return sorted(pid for pid, parent in parents.items() if parent == torchrun.pid)
 
 
 def _work_connected(rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any) -> None:
