@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from dataclasses import replace
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fledge.data.dataset import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
+from fledge.targets.transformers import TransformersTarget
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
@@ -213,8 +215,20 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     mine, others = sharded.last_layer_weights(), whole.last_layer_weights()
     assert mine.keys() == others.keys()
     pairs |= {name: (mine[name], weight) for name, weight in others.items()}
+    pairs |= {f"distributed {i}": pair for i, pair in enumerate(distributed_weights(ranks, whole))}
     found = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
     (directory / f"sharded {ranks.rank}").write_text(json.dumps(found))
+
+
+def distributed_weights(ranks: Ranks, target: TransformersTarget) -> list[tuple[Tensor, Tensor]]:
+    """The embedding and head that a target reads from a model whose own are DTensors, which may be trained; and those
+    of the model before."""
+    model = copy.deepcopy(target.model)
+    for i, module in enumerate((model.get_input_embeddings(), model.get_output_embeddings())):
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), ranks.mesh, [Shard(i)]))
+    found = TransformersTarget(model, None)
+    assert not any(isinstance(x, DTensor) for x in (found.embedding, found.head_weight))
+    return [(found.embedding, target.embedding), (found.head_weight, target.head_weight)]
 
 
 def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:

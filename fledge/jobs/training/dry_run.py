@@ -25,7 +25,7 @@ from fledge.jobs.training.plan_report import print_plan, print_timing
 from fledge.jobs.training.recipe_file import check_settled
 from fledge.jobs.training.schedule import make_schedule
 from fledge.jobs.training.settle import settle
-from fledge.jobs.training.target import plan_target, prepare_shared_target, reads_features_only
+from fledge.jobs.training.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
 from fledge.jobs.training.timing import Timing, time_steps
 from fledge.targets.size import target_bytes
 from fledge.train.checkpoint import RunDirectory
@@ -109,8 +109,9 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
             f"{recipe.features.path} is a stream, whose rows come as they are written; it cannot be planned"
         )
     target = plan_target(recipe)
-    if getattr(target.target.config, "quantization_config", None) is not None:
-        say(f"{recipe.target.name} is quantized; the plan counts its weights in {target.target.dtype}")
+    if target.target.quantization:
+        say(quantization_note(target.target))
+        say(f"the plan counts its weights in {target.target.dtype}, and they take less")
     runs = not reads_features_only(recipe)
     sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs)
     documents, _ = training_data(recipe, target, say, progress)

@@ -179,13 +179,18 @@ def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Call
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
     if target.quantization:
-        say(
-            f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
-            "full-precision model, so serve the draft with this checkpoint, not with another precision"
-        )
+        say(quantization_note(target))
     if not target.packs:
         say("this target cannot process packed documents together, so it processes them one at a time")
     return source
+
+
+def quantization_note(target: TransformersTarget) -> str:
+    """What to know about the hidden states of a quantized target."""
+    return (
+        f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
+        "full-precision model, so serve the draft with this checkpoint, not with another precision"
+    )
 
 
 def _stored_features(
