@@ -22,6 +22,10 @@ SHAPES = {
         hidden_size=2048, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         vocab_size=151_936, draft_vocab_size=32_000, target_hidden_size=2048,
     ),
+    "70b": dict(
+        hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
+        vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=8192,
+    ),
     "tiny": dict(
         hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=512, draft_vocab_size=128, target_hidden_size=64,
@@ -73,7 +77,11 @@ def random_draft(
 def randomize(module: torch.nn.Module) -> None:
     """Draws all matrices of a module from N(0, 0.02²), and sets its vectors to ones."""
     for p in module.parameters():
-        torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+        randomize_weight(p)
+
+
+def randomize_weight(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0, 0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
 
 
 def peak_tflops(device: str, n: int = 8192) -> float | None:

@@ -38,9 +38,10 @@ from typing import Any
 
 import torch
 import vllm_rounds
-from common import MIXTURES, SHAPES, profile, randomize, seconds
+from common import MIXTURES, SHAPES, profile, randomize, randomize_weight, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
@@ -54,11 +55,12 @@ from fledge.models.size import weight_bytes
 from fledge.models.weights import save_draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
+from fledge.targets.sharded import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
-LAYERS = {"8b": 32, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
+LAYERS = {"8b": 32, "70b": 80, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
@@ -139,8 +141,9 @@ def main() -> None:
                     add({"what": case, "engine": row["engine"], "batch": row["batch"], "devices": 1} | row)
 
 
-def random_target(shape: str, device: str) -> TransformersTarget:
-    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts."""
+def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> TransformersTarget:
+    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts. With a mesh, its layers
+    are sharded over the ranks, and no rank ever holds all of them."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
     experts = MIXTURES.get(shape)
     kind = LlamaConfig if experts is None else Qwen3MoeConfig
@@ -152,6 +155,10 @@ def random_target(shape: str, device: str) -> TransformersTarget:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rotary = type(model.model.rotary_emb)(config)
+    if mesh is not None:
+        shard_layers(model, mesh, fill_with(torch.device(device), randomize_weight))
+        model.model.rotary_emb = rotary.to(device)
+        return TransformersTarget(model, one_word_tokenizer(), sharded=True)
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     randomize(model)

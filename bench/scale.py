@@ -1,6 +1,7 @@
 """Times complete training steps over several GPUs of one host: target forward, draft step, reduction, and update.
 
     python bench/scale.py --gpus 1 2 --tokens 4096 8192 --out bench/results/scale.json
+    python bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out bench/results/scale_70b.json
     python bench/scale.py --gpus 1 2 --tokens 256 --shape tiny --device cpu --out /tmp/scale.json    # anywhere, gloo
 
 Each rank has a target of the given shape with random weights and trains on a packed row of `--tokens` tokens a step
@@ -10,6 +11,9 @@ its own ranks. With `--source disk`, the target's hidden states are random numbe
 `gemm_tokens_per_s` is what the ranks would reach if they did nothing but the matrix products of a step, at the rate of
 a large product measured in the same run. `gib` is the peak memory of a rank. Every number of GPUs is a run of torchrun
 of its own; all rows go to one record.
+
+`--shard-target` splits the target's layers over the ranks, as `fledge train --shard-target` does; a step then includes
+gathering them. Of experts, `gemm_tokens_per_s` counts those that a token chooses.
 """
 
 import argparse
@@ -53,6 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--source", nargs="+", default=["online"], choices=SOURCES, help="of hidden states")
     parser.add_argument("--work", type=Path, default=Path("build/bench-scale"), help="a directory for --source disk")
+    parser.add_argument("--shard-target", action="store_true", help="split the target's layers over the GPUs")
     parser.add_argument("--document", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
@@ -61,6 +66,8 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of rank 0")
     options = parser.parse_args()
+    if options.shard_target and 1 in options.gpus:
+        parser.error("--shard-target splits the target over several GPUs; leave 1 out of --gpus")
     if "LOCAL_RANK" in os.environ:
         measure(options)
         return
@@ -90,7 +97,7 @@ def measure(options: argparse.Namespace) -> None:
     with connected(device, "shard", timedelta(minutes=5)) as ranks:
         torch.manual_seed(0)
         ceiling = peak_tflops(str(device))
-        target = random_target(options.shape, str(device))
+        target = random_target(options.shape, str(device), ranks.mesh if options.shard_target else None)
         for source in sorted(options.source, key=list(SOURCES).index):  # the target runs for the first only
             if source == "disk":
                 target.model.model.layers[:-1].to("meta")
@@ -178,16 +185,25 @@ def timed(
     synchronize()
     took = (time.perf_counter() - began) / (options.steps - options.profile)
     ahead.close()
-    whole = source_name == "online"  # with the teacher's head, which is all that runs else
-    computing = target.model.parameters() if whole else [target.head_weight]
-    flops = 2 * tokens * sum(p.numel() for p in computing if p.dim() > 1)
+    # with the teacher's head, which is all of the target that runs if its hidden states are read
+    flops = 2 * tokens * (active_elements(target) if source_name == "online" else target.head_weight.numel())
     flops += draft_flops(config, tokens, options)
+    sharded = ", sharded target" if target.sharded else ""
     return {
-        "what": f"{SOURCES[source_name]}, {options.shape}, {ranks.placement}", "gpus": ranks.size, "T": tokens,
+        "what": f"{SOURCES[source_name]}, {options.shape}{sharded}, {ranks.placement}", "gpus": ranks.size, "T": tokens,
         "ms": 1e3 * took, "tokens_per_s": ranks.size * tokens / took,
         "gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "gemm_tokens_per_s": ceiling and ranks.size * tokens / (flops / ceiling / 1e12),
     }  # fmt: skip
+
+
+def active_elements(target: Any) -> float:
+    """The elements of the matrices that a token is multiplied with: of the experts of a layer, a [X, ..] tensor, those
+    that it chooses."""
+    chosen = getattr(target.config, "num_experts_per_tok", 0)
+    return sum(
+        p.numel() * (chosen / p.shape[0] if p.dim() == 3 else 1) for p in target.model.parameters() if p.dim() > 1
+    )
 
 
 def draft_flops(c: Any, tokens: int, options: argparse.Namespace) -> float:

@@ -8,9 +8,11 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fledge.features.vllm.files import STATES
 from fledge.models.weights import save_draft
@@ -373,3 +375,16 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "serving.log").read_text() == "started\n"
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
         record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1)
+
+
+def test_the_chosen_experts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of a mixture's token: two of eight experts, and all other matrices."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    active_elements = runpy.run_path(str(BENCH / "scale.py"))["active_elements"]
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    mixture = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
+    config = Qwen3MoeConfig(**sizes, **mixture, num_key_value_heads=2, vocab_size=40)
+    model = AutoModelForCausalLM.from_config(config)
+    every = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    unused = 6 * 3 * 12 * 16
+    assert active_elements(SimpleNamespace(model=model, config=config)) == every - unused

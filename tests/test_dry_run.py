@@ -182,6 +182,28 @@ def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, larg
     )
 
 
+def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> None:
+    """Both kinds of ranks are planned, and the target is split over enough GPUs if it does not fit."""
+    machine = ("--gpus", 8, "--gpu-memory", 80)
+    planned = fledge(*large, *machine, "--target-gpus", 4, "--shard-target", "--rows-per-step", 4)
+    assert planned.code == 0, planned.out + planned.err
+    assert "4 GPUs with a rank each, and each rank has the target's embedding, head and last layer" in planned.out
+    assert "state. 4 GPUs with a rank each, and each rank has 1/4 of the target's 80 layers" in planned.out
+    assert "Rank 4 reads the whole target into host memory" in planned.out
+    layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672) * 2 / 2**30
+    rest = 2 * 128_256 * 8192 * 2 / 2**30
+    assert gib(planned.out, "1/4 of the target's layers, 2 whole") == pytest.approx(22 * layer + rest, rel=0.01)
+    assert gib(planned.out, "the target's embedding, head and last layer") == pytest.approx(layer + rest, rel=0.01)
+    row = 4 * 8192 * 2 * 4096 / 2**30  # four states of a token
+    assert gib(planned.out, "hidden states of 2 rows to send") == pytest.approx(2 * row, abs=0.051)
+    assert "steps of 4 rows, 1 on each rank" in planned.out
+    refused = fledge(*large, *machine, "--target-gpus", 1)
+    assert refused.code == 1 and (cure := re.search(r"fit with (--target-gpus \d --shard-target)\.", refused.out)), (
+        refused
+    )
+    assert fledge(*large, *machine, *cure[1].split()).code == 0
+
+
 @pytest.mark.parametrize(
     ("given", "cure"),
     [
@@ -261,6 +283,9 @@ def test_a_step_that_runs_out_of_memory_does_not_fit(
         ("--dry-run --longest-row", "--longest-row tries rows on a GPU, and --dry-run plans the rows as they are"),
         ("--dry-run --gpus 8", "--gpus 8, but this machine has no GPU; give --gpu-memory, the GB of memory of each"),
         ("--dry-run --gpu-memory 80 --shard-target", "--shard-target splits the target over several GPUs; give --gpus"),
+        ("--dry-run --gpu-memory 80 --target-gpus 1", "--target-gpus sets some of several GPUs apart"),
+        ("--dry-run --gpu-memory 80 --gpus 2 --target-gpus 2", "--target-gpus 2 of 2 GPUs leaves none to train"),
+        ("--dry-run --gpu-memory 80 --gpus 2 --target-gpus 1 --shard-target", "leaves it whole on one GPU; give"),
         ("--dry-run --gpu-memory 80 --device cpu", "--gpu-memory with --device cpu; leave one of them out"),
         ("--dry-run --gpu-memory 80 --method eagle4", "--method eagle4 is not one of"),
         ("--dry-run --gpu-memory 80 --max-length 9999", "--max-length 9999 is more than the target's context"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, multiprocessing
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fledge.data.dataset import Rows
 from fledge.data.template import ChatTemplate
@@ -43,11 +42,12 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
 from fledge.train.optim import MasterAdamW
-from fledge.train.ranks import ALONE, RankError, Ranks, connected, error_sentence, first_to_say
+from fledge.train.ranks import ALONE, RankError, Ranks, error_sentence, first_to_say
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.mutations import replace_function
+from support.ranks import spawn
 from support.rows import document, row_of
 from support.targets import P_EAGLE, tiny_draft, tiny_target, tiny_target_directory
 
@@ -93,24 +93,6 @@ def train(
 
 # (variant, rows of a step): gradients accumulated unevenly, one row each, and fewer rows than ranks
 CASES = [*((variant, 5) for variant in VARIANTS), ("eagle3", 4), ("eagle3", 1), ("peagle", 2)]
-
-
-def spawn(work: Callable[..., None], world: int, directory: Path, *given: Any) -> None:
-    """Runs work(ranks, directory, *given) in `world` processes that communicate through gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(_run_rank, (world, port, work, directory, *given), nprocs=world)
-
-
-def _run_rank(rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    with connected(torch.device("cpu"), "shard", timedelta(minutes=2)) as ranks:
-        work(ranks, directory, *given)
 
 
 def train_all_cases(ranks: Ranks, directory: Path) -> None:
@@ -187,6 +169,20 @@ def test_ranks_train_as_one_process(world: int, alone: Path, request: pytest.Fix
                 assert [m[name] for m in ours] == pytest.approx([m[name] for m in theirs], rel=1e-9), (case, name)
 
 
+def train_accumulating(ranks: Ranks, directory: Path) -> None:
+    torch.save(train(directory, "eagle3", ranks, 12), directory / f"rank {ranks.rank}")
+
+
+def test_eight_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """With half of the ranks having two rows."""
+    expected = train(tmp_path / "alone", "eagle3", rows_per_step=12)
+    spawn(train_accumulating, 8, tmp_path)
+    for rank in range(8):
+        found = torch.load(tmp_path / f"rank {rank}")
+        for name, p in expected.items():
+            torch.testing.assert_close(found[name], p, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def forget_other_ranks(reduced: Any, ranks: Ranks, sums: Any) -> Any:
     return [ranks.distribute(x) for x in sums]
 
@@ -217,10 +213,10 @@ def test_rows_are_shared_evenly() -> None:
     """Each rank gets as many rows or one less, each row is given once, and heavy rows are apart."""
     for size in (2, 3, 4):
         for weights in ([5.0], [1.0] * 7, [9.0, 1.0, 8.0, 2.0, 7.0, 3.0], [0.0, 0.0, 10.0, 1.0]):
-            shares = [Ranks(rank, size).own_rows(weights) for rank in range(size)]
+            shares = Ranks(size=size).shares(weights)
             assert sorted(i for share in shares for i in share) == list(range(len(weights)))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert [Ranks(r, 2).own_rows([9.0, 8.0, 2.0, 1.0]) for r in range(2)] == [[0, 3], [1, 2]]
+    assert Ranks(size=2).shares([9.0, 8.0, 2.0, 1.0]) == [[0, 3], [1, 2]]
 
 
 # -- a target that is larger than a GPU -----------------------------------------------------------------------------
@@ -242,6 +238,7 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     mine, others = sharded.last_layer_weights(), whole.last_layer_weights()
     assert mine.keys() == others.keys()
     pairs |= {name: (mine[name], weight) for name, weight in others.items()}
+    pairs |= {f"distributed {i}": pair for i, pair in enumerate(distributed_weights(ranks, whole))}
     found = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
     (directory / f"sharded {ranks.rank}").write_text(json.dumps(found))
     files = probe_of(sharded, ranks)
@@ -271,6 +268,17 @@ def test_a_sharded_target_gives_the_probe_of_the_whole_one(two_ranks: Path) -> N
     assert torch.equal(ours.excerpt.states_TAD, theirs.excerpt.states_TAD)
     torch.testing.assert_close(ours.logits_RKSJ, theirs.logits_RKSJ)
     assert ours.record == theirs.record and ours.record.decoding is not None
+
+
+def distributed_weights(ranks: Ranks, target: TransformersTarget) -> list[tuple[Tensor, Tensor]]:
+    """The embedding and head that a target reads from a model whose own are DTensors, which may be trained; and those
+    of the model before."""
+    model = copy.deepcopy(target.model)
+    for i, module in enumerate((model.get_input_embeddings(), model.get_output_embeddings())):
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), ranks.mesh, [Shard(i)]))
+    found = TransformersTarget(model, None)
+    assert not any(isinstance(x, DTensor) for x in (found.embedding, found.head_weight))
+    return [(found.embedding, target.embedding), (found.head_weight, target.head_weight)]
 
 
 def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:

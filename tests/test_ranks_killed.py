@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from fledge.models.weights import WEIGHTS
 from support.chats import tiny_chats
 from support.files import metrics_of
+from support.ranks import ranks_of
 from support.targets import tiny_target_directory
 
 KILLS = int(os.environ.get("KILLS", "3"))  # `make kills` sets 20
@@ -38,18 +39,6 @@ def start(ranks: int, *words: object, restarts: int = 0) -> subprocess.Popen[str
 def finish(process: subprocess.Popen[str]) -> None:
     _, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
-
-
-def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the ranks that a torchrun has started."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    return sorted(pid for pid, parent in parents.items() if parent == torchrun.pid)
 
 
 def wait_for_steps(run: Path, process: subprocess.Popen[str], more: int) -> None:

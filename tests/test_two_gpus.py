@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,10 @@ from fledge.models.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, TreeShape
+from support.chats import tiny_chats
 from support.decoding import prompts
+from support.files import metrics_of
+from support.ranks import ranks_of
 from support.targets import P_EAGLE, tiny_draft, tiny_target_directory, tiny_tokenizer
 from support.trees import good_pair
 
@@ -125,6 +134,60 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
         Engine(pair("chain", gpu, gpu)[0]).generate([5, 6, 7], max_new_tokens=30).tokens for gpu in ("cuda:0", "cuda:1")
     )
     assert found == expected
+
+
+TRAIN = """--max-length 64 --row-length 128 --steps 6 --depth 3 --draft-vocab 200 --rows-per-step 2 --eval-every 2
+           --eval-tokens 6 --seed 3 --dtype float32""".split()
+
+
+def trained(directory: Path, name: str, *words: object) -> list[dict[str, Any]]:
+    """The metrics of `fledge train` on GPUs, in processes of its own."""
+    command = [sys.executable, "-m", "fledge", "train", *TRAIN, "--target", directory / "target", "--data",
+               directory / "chats.jsonl", "--out", directory / name, *words]  # fmt: skip
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return metrics_of(directory / name)
+
+
+def test_targets_larger_than_a_gpu_in_training(tmp_path: Path) -> None:
+    """A GPU that feeds the other, layers that are sharded, and layers that a device_map places: the losses and τ of one
+    GPU."""
+    tiny_target_directory(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
+    tiny_chats(tmp_path / "chats.jsonl", 170)
+    ways = {"fed": ("--gpus", 2, "--target-gpus", 1), "sharded": ("--gpus", 2, "--shard-target")}
+    if importlib.util.find_spec("accelerate"):
+        ways["placed"] = ("--device-map", "balanced")
+    expected = trained(tmp_path, "one", "--device", "cuda:0")
+    assert sum("eval_tau" in m for m in expected) == 3
+    for name, words in ways.items():
+        found = trained(tmp_path, name, *words)
+        assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-3), name
+        tau = [[m["eval_tau"] for m in run if "eval_tau" in m] for run in (found, expected)]
+        assert tau[0] == pytest.approx(tau[1], abs=0.1), name
+
+
+def test_a_rank_that_holds_the_target_is_stopped_and_killed(tmp_path: Path) -> None:
+    """SIGTERM ends both ranks with a checkpoint, from which they go on; without one of them, the other ends too."""
+    tiny_target_directory(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
+    tiny_chats(tmp_path / "chats.jsonl", 170)
+    run = tmp_path / "run"
+    words = ["train", *TRAIN, "--steps", 100_000, "--eval-every", 0, "--target", tmp_path / "target", "--data",
+             tmp_path / "chats.jsonl", "--out", run]  # fmt: skip
+    for given, number in ((words, signal.SIGTERM), (["train", "--resume", run], signal.SIGKILL)):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m"]
+        command = [*torchrun, "fledge", *given, "--target-gpus", 1, "--rank-timeout", 1]
+        before = len(metrics_of(run)) if (run / "metrics.jsonl").exists() else 0
+        process = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
+        while not (run / "metrics.jsonl").exists() or len(metrics_of(run)) < before + 4:
+            assert process.poll() is None
+            time.sleep(0.1)
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+        else:
+            os.kill(ranks_of(process)[1], number)
+        _, told = process.communicate(timeout=150)
+        assert process.returncode != 0 and (run / "checkpoint" / "progress.json").exists(), told
+        assert number == signal.SIGKILL or "continue with: fledge train" in told.replace("\n", ""), told
 
 
 @pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")

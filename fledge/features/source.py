@@ -19,7 +19,7 @@ from fledge.features.layout import LAST, LAYERS, SCALES, place, views
 from fledge.features.reader import Extent, RowLayout, RowReader, tensors_read
 from fledge.features.upload import Slot, Uploader
 from fledge.kernels.transfer import to_device
-from fledge.targets.source import RowIterator
+from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
@@ -122,6 +122,10 @@ class DiskFeatures:
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
         last_TD[to_device([staged.layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
+
+    def finite(self, row: Packed) -> bool:
+        """See `FeatureSource.finite`."""
+        return bool(all_finite(self.features(row)))
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -29,14 +29,11 @@ if TYPE_CHECKING:
 
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
-MACHINE = ("gpus", "shard_target", "replicate", "rank_timeout", "dry_run", "gpu_memory")
+MACHINE = ("gpus", "target_gpus", "shard_target", "device_map", "replicate", "rank_timeout", "dry_run", "gpu_memory")
 MOVABLE = ("features_from", "features_map")  # the options that may have another value when a run is continued
-WITH_RESUME = (
-    "resume",
-    "trust_remote_code",
-    *MOVABLE,
-    *MACHINE,
-)  # the options that may be given together with --resume
+WITH_RESUME = (  # the options that may be given together with --resume
+    "resume", "trust_remote_code", *MOVABLE, *MACHINE,
+)  # fmt: skip
 NOT_FROM_FILE = ("out", "trust_remote_code")  # the options that a --config file does not set
 
 
@@ -165,9 +162,18 @@ class TrainOptions(Options):
         "train on this many GPUs of this machine, with one process for each; on several machines, start fledge train "
         "with torchrun instead (default: 1)", None, minimum=1, maximum=1024,
     )  # fmt: skip
+    target_gpus: int | None = opt(
+        "several GPUs: this many of them, the last ones, hold only the target, and send its hidden states to the "
+        "others, which train the draft (default: each GPU does both)", None, minimum=1, maximum=1024,
+    )  # fmt: skip
     shard_target: bool = opt(
-        "several GPUs: split the target's layers over them (FSDP), for a target that does not fit on one", False
-    )
+        "several GPUs: split the target's layers over those that hold it (FSDP), for a target that does not fit on one",
+        False,
+    )  # fmt: skip
+    device_map: str | None = opt(
+        "one process: split the target's layers over this machine's GPUs as transformers' device_map does: auto, "
+        "balanced, balanced_low_0 or sequential; the draft is on the embedding's GPU (needs accelerate)", None
+    )  # fmt: skip
     replicate: bool = opt(
         "keep the whole optimizer state on every GPU; by default each GPU keeps an equal part of it (as ZeRO-2 does)",
         False,
@@ -274,17 +280,18 @@ def _train(
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
     from fledge.jobs.training.stream import StreamingRun
-    from fledge.jobs.training.target import prepare_target
+    from fledge.jobs.training.target import prepare_shared_target
 
     with ranks.together("while target and data were loaded"):
-        target = prepare_target(recipe, ranks.mesh if options.shard_target else None, say)
+        target = prepare_shared_target(recipe, ranks, options.shard_target, say)
         check_shape(recipe, target)
         documents, held_out = training_data(recipe, target, say, progress)
         if isinstance(target.source, VllmFeatures):
             target.source.check(documents)
         draft = make_draft(recipe, target, documents, say)
         rows = make_rows(recipe, target, documents, say)
-        schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, target.target.sharded, say)
+        lockstep = target.target.sharded and not ranks.target_ranks
+        schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
         if isinstance(rows, StreamedRows):
             directory = StreamingRun(directory.path, recipe.features, rows)
             schedule = directory.limit(schedule, ranks.size, resumed=recorded is not None, say=say)

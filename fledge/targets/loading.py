@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -28,10 +29,12 @@ from fledge.hub import split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
+from fledge.targets.quantized import quantization_of, run_once
 from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
@@ -45,16 +48,21 @@ def load_target(
     trust_remote_code: bool = False,
     implementation: str = "auto",
     mesh: DeviceMesh | None = None,
+    device_map: str | None = None,
     weights: bool = True,
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
     the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
-    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only rank 0 reads
-    the weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
-    device: it has sizes, and computes nothing. Raises ValueError if files are missing or damaged, if they are not those
-    of a causal language model, and if the model needs code that is not trusted.
+    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
+    reads the weights, into host memory. `device_map` is one of DEVICE_MAPS: transformers then places the layers
+    on the GPUs of this process. Without `weights`, only config and tokenizer are read, and the model is on the
+    meta device: it has sizes, and computes nothing.
+
+    Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
+    needs code that is not trusted, if its weights are quantized by a package that is not installed, and if it does not
+    fit where `device_map` places it.
     """
     check_implementation(implementation)
     device = torch.device(device)
@@ -62,14 +70,25 @@ def load_target(
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        quantization = quantization_of(config)
+        if quantization:  # otherwise transformers would leave out a quantization that it does not know
+            AutoQuantizationConfig.from_dict(dict(config.quantization_config))
+        if quantization and mesh is not None:
+            raise ValueError(
+                f"its weights are quantized by {quantization}, so its layers cannot be sharded; let each GPU that has "
+                "the target have all of it"
+            )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
-            model, info = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True, **options)
+            # quantized models are loaded on their device, and some cannot be moved
+            place = {"device_map": device_map} if device_map else {}
+            if quantization and device.type != "cpu":
+                place = {"device_map": device_map or {"": device}}
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, dtype=wanted, output_loading_info=True, **place, **options
+            )
         else:
             info = {"missing_keys": ()}
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=config.dtype if wanted == "auto" else wanted, trust_remote_code=trust_remote_code
-                )
+            model = _empty_model(name, config, config.dtype if wanted == "auto" else wanted, options)
         tokenizer = _read_tokenizer(name, options)
     if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
         raise ValueError(
@@ -78,11 +97,19 @@ def load_target(
         )
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
-        shard_layers(model, mesh, fill_from_first(device))
+        shard_layers(model, mesh, fill_from_first(device, mesh))
         return TransformersTarget(model, tokenizer, sharded=True, **options)
     if not weights:
         return TransformersTarget(model, tokenizer, **options)
-    return _make_target(model.to(device), tokenizer, implementation, **options)
+    if device_map:
+        _check_placed(model, path)
+    if quantization:
+        run_once(model)
+    target = _make_target(
+        model if quantization or device_map else model.to(device), tokenizer, implementation, **options
+    )
+    target.quantization = quantization  # where a format cannot run, transformers may load other weights without it
+    return target
 
 
 def load_head(
@@ -108,12 +135,11 @@ def load_head(
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
-        if getattr(config, "quantization_config", None) is not None and not partial_layer:
+        if quantization_of(config) and not partial_layer:
             return None
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = _empty_model(name, config, dtype, options)
         n = config.get_text_config(decoder=True).num_hidden_layers
         layers, norm = layers_and_norm(find_decoder(model, n), n)
         shapes = {id(p): (key, p.shape) for key, p in model.named_parameters()}
@@ -129,8 +155,6 @@ def load_head(
         weights = {key: x.to(device, dtype) for key, x in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
-        with contextlib.suppress(OSError):  # not every model has one
-            model.generation_config = GenerationConfig.from_pretrained(name, **options)
         tokenizer = _read_tokenizer(name, options)
     return TransformersTarget(
         model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
@@ -212,6 +236,16 @@ def _make_target(
     return target
 
 
+def _check_placed(model: PreTrainedModel, path: str | Path) -> None:
+    """Raises ValueError if a part of a model is in host memory or on the disk, since it does not fit on the GPUs."""
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise ValueError(
+            f"the target {path} does not fit on the GPUs of one process; use more of them, or let several "
+            "processes share its layers"
+        )
+
+
 def _hub_arguments(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
     """A target's name, and the options, as transformers takes them."""
     name, revision = split_revision(path)
@@ -224,6 +258,15 @@ def _read_config(name: str, options: dict[str, Any]) -> Any:
     config = AutoConfig.from_pretrained(name, **options)
     RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
     return config
+
+
+def _empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
+    """A target's model on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
+    with contextlib.suppress(OSError):  # not every model has one
+        model.generation_config = GenerationConfig.from_pretrained(name, **options)
+    return model
 
 
 def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:

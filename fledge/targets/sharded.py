@@ -45,9 +45,10 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Callable[[nn.Module],
             pass
 
 
-def fill_from_first(device: torch.device) -> Callable[[nn.Module], None]:
-    """A `fill` for `shard_layers`: rank 0 has the values, the model of any other rank may be on the meta device."""
-    return fill_with(device, lambda x: dist.broadcast(x, src=0))
+def fill_from_first(device: torch.device, mesh: DeviceMesh) -> Callable[[nn.Module], None]:
+    """A `fill` for `shard_layers`: the first rank of a mesh has the values, the model of any other may be on the meta
+    device."""
+    return fill_with(device, lambda x: dist.broadcast(x, group=mesh.get_group(), group_src=0))
 
 
 def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:

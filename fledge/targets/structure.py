@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.config import RopeConfig
+from fledge.targets.quantized import weight_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -60,43 +61,48 @@ def fix_longrope(decoder: nn.Module, rope: RopeConfig) -> None:
 
 
 @torch.no_grad()
-def last_layer_weights(last: nn.Module, norm: nn.Module, eps: float) -> dict[str, Tensor]:
-    """`Target.last_layer_weights` of the last decoder layer and the final norm. `eps` is that of the norms."""
+def last_layer_weights(last: nn.Module, norm: nn.Module, eps: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`Target.last_layer_weights` of the last decoder layer and the final norm. `eps` is that of the norms, and `dtype`
+    the one of weights that are quantized."""
     found: dict[str, Tensor | None] = {"norm": _gains(norm, eps)}
     attention, mlp = getattr(last, "self_attn", None), getattr(last, "mlp", None)
     if attention is not None and mlp is not None:
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[name] = _gains(getattr(last, name, None), eps)
-        weights = (*_qkv(attention), _weight(attention, "o_proj"), *_gate_up(mlp), _weight(mlp, "down_proj"))
+        weights = (
+            *_qkv(attention, dtype), _weight(attention, "o_proj", dtype), *_gate_up(mlp, dtype),
+            _weight(mlp, "down_proj", dtype),
+        )  # fmt: skip
         found |= dict(zip(PROJECTIONS, weights, strict=True))
     return {f"{name}.weight": weight for name, weight in found.items() if weight is not None}
 
 
-def _weight(module: nn.Module | None, name: str = "") -> Tensor | None:
-    """The weight of a module, or of its child `name`; None if it has none, or if it was not loaded."""
-    weight = getattr(getattr(module, name, None) if name else module, "weight", None)
+def _weight(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor | None:
+    """The weight of a module's child; None if it has none, or if it was not loaded."""
+    part = getattr(module, name, None)
+    weight = None if part is None else weight_of(part, dtype)
     return None if weight is None or weight.is_meta else weight
 
 
-def _qkv(attention: nn.Module) -> list[Tensor | None]:
+def _qkv(attention: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
     """The weights of the q, k and v projections. Phi-3 has them in one matrix."""
-    fused = _weight(attention, "qkv_proj")
+    fused = _weight(attention, "qkv_proj", dtype)
     if fused is None:
-        return [_weight(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
+        return [_weight(attention, n, dtype) for n in ("q_proj", "k_proj", "v_proj")]
     kv = attention.num_key_value_heads * attention.head_dim
     return list(fused.split([fused.shape[0] - 2 * kv, kv, kv]))
 
 
-def _gate_up(mlp: nn.Module) -> list[Tensor | None]:
+def _gate_up(mlp: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
     """The weights of the gate and up projections. Phi-3 has them in one matrix."""
-    fused = _weight(mlp, "gate_up_proj")
-    return [_weight(mlp, n) for n in ("gate_proj", "up_proj")] if fused is None else list(fused.chunk(2))
+    fused = _weight(mlp, "gate_up_proj", dtype)
+    return [_weight(mlp, n, dtype) for n in ("gate_proj", "up_proj")] if fused is None else list(fused.chunk(2))
 
 
 def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
     """A norm's weight, if the norm computes x / rms(x) * weight; else None (Gemma's RMSNorm adds 1 to the weight)."""
-    weight = _weight(norm)
-    if weight is None:
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.is_meta:
         return None
     x = torch.linspace(-1, 2, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
     same = torch.allclose(norm(x), F.rms_norm(x, weight.shape, weight, eps), rtol=2e-2, atol=2e-2)

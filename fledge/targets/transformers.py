@@ -20,6 +20,7 @@ from fledge.targets.attention import heads_per_key, install_attention, to_attent
 from fledge.targets.cache import TargetCache
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, TrainingTarget
 from fledge.targets.linear import use_few_row_products
+from fledge.targets.quantized import quantization_of, weight_of
 from fledge.targets.recurrent import RecurrentCache
 from fledge.targets.sharded import gathered
 from fledge.targets.structure import find_decoder, fix_longrope, last_layer_weights, layers_and_norm
@@ -43,7 +44,11 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     With `sharded`, the layers are sharded over several ranks (`targets.sharded`), which all have to run the same number
     of forward passes: a packed row is then a single pass, whatever documents it has.
 
-    `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported.
+    Quantized models are computed by the modules of their formats; `quantization` names the format, and is empty for
+    others. `head_weight` and the last layer's weights are then those that these modules compute with.
+
+    `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported, and for
+    embeddings that are quantized.
     """
 
     implementation = "transformers"
@@ -66,7 +71,11 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = find_decoder(model, self.config.num_hidden_layers)
         self.head = model.get_output_embeddings()
-        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.quantization = quantization_of(model.config)
+        try:
+            self.embedding: Tensor = weight_of(model.get_input_embeddings(), torch.float32)
+        except ValueError as e:
+            raise ValueError(f"{name or 'the target'} cannot be used: {e}; use a checkpoint that leaves it out") from e
         self.shape = llama_names(self.config) | {"vocab_size": self.embedding.shape[0]}
         self.max_length: int = max_length or self.shape.get("max_position_embeddings", UNLIMITED)
         self._keeps_logits = (
@@ -126,9 +135,15 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             return rope.original_max_position_embeddings
         return self.shape.get("max_position_embeddings", UNLIMITED)
 
-    @property
+    @functools.cached_property
     def head_weight(self) -> Tensor:
-        return self.head.weight
+        if self.head.weight is self.model.get_input_embeddings().weight:
+            return self.embedding
+        return weight_of(self.head, self.dtype)
+
+    @functools.cached_property
+    def head_device(self) -> torch.device:
+        return next(x.device for x in (*self.head.parameters(), *self.head.buffers()))
 
     @property
     def plain_head(self) -> bool:
@@ -141,7 +156,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     def last_layer_weights(self) -> dict[str, Tensor]:
         with gathered(self.layers[-1]):
-            found = last_layer_weights(self.layers[-1], self.norm, float(self.shape.get("rms_norm_eps", 1e-5)))
+            eps = float(self.shape.get("rms_norm_eps", 1e-5))
+            found = last_layer_weights(self.layers[-1], self.norm, eps, self.dtype)
             return {name: weight.clone() for name, weight in found.items()} if self.sharded else found
 
     def compile(self, **options: Any) -> None:
@@ -191,7 +207,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
         """See `TrainingTarget.logits`. Applies the head, and the scalings in the config."""
-        logits = self.head(last_ND.to(self.head_weight.device)).to(last_ND.device)
+        logits = self.head(last_ND.to(self.head_device)).to(last_ND.device)
         if scale := getattr(self.config, "logits_scaling", None):  # Granite
             logits = logits / scale
         if scale := getattr(self.config, "logit_scale", None):  # Cohere

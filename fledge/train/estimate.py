@@ -21,6 +21,7 @@ from fledge.kernels.ttt_attention import BLOCK
 from fledge.models.draft import Draft
 from fledge.targets.size import TargetBytes
 from fledge.targets.transformers import PASS_TOKENS, TransformersTarget
+from fledge.train.feed import AHEAD
 from fledge.train.memory import GRADIENT_SUM_BYTES, OPTIMIZER_BYTES, UPDATE_BYTES
 from fledge.train.objective import Implementation
 
@@ -50,10 +51,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """How many ranks share what: the target's layers, and the optimizer's state. 1: each rank has all of it."""
+    """How many ranks share what: the target's layers, and the optimizer's state. 1: each rank has all of it. `apart` is
+    the number of ranks that hold only the target; 0: those that train hold it."""
 
     target: int = 1
     optimizer: int = 1
+    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,15 @@ class Sizes:
 
 
 def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placement) -> list[Part]:
-    """What takes memory on a rank at the largest moment of a step; parts of that moment only are at the end."""
+    """What takes memory on a rank that trains, at the largest moment of a step; parts of that moment only are at the
+    end."""
     trained, config, width = sizes.trained, sizes.draft.config, sizes.draft.dtype.itemsize
-    target = "the target's weights" if placed.target == 1 else f"1/{placed.target} of the target's layers, 2 whole"
+    target = _target_name(placed)
     state = "master weights and moments" + (f", 1/{placed.optimizer} of them" if placed.optimizer > 1 else "")
-    features = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width * work.tokens
+    features = _features(sizes, work)
+    runs = sizes.runs and not placed.apart
     held = sizes.weights.on_rank(placed.target)
-    if not sizes.runs:
+    if not runs:
         target, held = "the target's embedding, head and last layer", sizes.weights.rest + sizes.weights.largest
     kept = [
         Part(target, held),
@@ -101,9 +106,9 @@ def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placeme
     ]
     if sizes.staged:
         kept.append(Part("the rows that are read from the disk", sizes.staged * work.tokens))
-    passing = _target_pass(sizes.target, work, placed, config, width) if sizes.runs else 0
+    passing = _target_pass(sizes.target, work, placed, config, width) if runs else 0
     forward = Part("the target's forward pass", passing)
-    if impl.prefetch and sizes.runs:  # its stream has a memory pool of its own
+    if impl.prefetch and runs:  # its stream has a memory pool of its own
         kept.append(forward)
     moments = [
         *row_moments(sizes, work, impl),
@@ -111,6 +116,30 @@ def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placeme
         [forward],
     ]
     return kept + max(moments, key=total)
+
+
+def target_memory_parts(sizes: Sizes, work: Work, placed: Placement, trains: int) -> list[Part]:
+    """What takes memory on a rank that holds only the target, for a number of ranks that train. `work` is that of one
+    of these."""
+    config, width = sizes.draft.config, sizes.draft.dtype.itemsize
+    rows = -(-trains // placed.apart) + AHEAD  # that may be on their way (`Deliveries.sent`)
+    return [
+        Part(_target_name(placed), sizes.weights.on_rank(placed.target)),
+        Part("the draft's weights, to measure τ", sum(p.numel() for p in sizes.draft.parameters()) * width),
+        Part(f"hidden states of {rows} rows to send", rows * _features(sizes, work)),
+        Part("those of the row that is computed, twice", 2 * _features(sizes, work)),
+        Part("the target's forward pass", _target_pass(sizes.target, work, placed, config, width)),
+    ]
+
+
+def _target_name(placed: Placement) -> str:
+    return "the target's weights" if placed.target == 1 else f"1/{placed.target} of the target's layers, 2 whole"
+
+
+def _features(sizes: Sizes, work: Work) -> int:
+    """The bytes of a row's features."""
+    config = sizes.draft.config
+    return (config.num_aux_hidden_states + 1) * config.target_hidden_size * sizes.draft.dtype.itemsize * work.tokens
 
 
 def total(parts: Sequence[Part]) -> int:

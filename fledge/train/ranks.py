@@ -34,9 +34,14 @@ class Ranks:
     the part that it updates, and `whole` collects the updated weights. With `placement` "shard", every rank keeps and
     updates an equal part of the float32 weights and of the optimizer's moments; with "replicate", each rank keeps all.
 
-    `mesh` is the device mesh of the ranks. `host` and `saving` are gloo groups for objects in host memory: one for the
-    training loop, one for checkpoints, which are written meanwhile. `limit` is the longest that one rank waits for
-    another.
+    `target_ranks` more ranks, numbered from `size` on, hold only the target and send hidden states to those that train
+    (`fledge.train.feed`). Of this class, they use the part on agreement alone.
+
+    `mesh` is the device mesh of the ranks that train; in a rank that holds only the target, that of these ranks.
+    `training` is the group of the ranks that train, for tensors on the device and in host memory (None: of all ranks).
+    `host` and `saving` are gloo groups for objects in host memory: one of all ranks for the training loop, and one of
+    the ranks that train for checkpoints, which are written meanwhile. `feeds` has a group for each rank that holds only
+    the target, of it and those that train. `limit` is the longest that one rank waits for another.
     """
 
     rank: int = 0
@@ -46,11 +51,24 @@ class Ranks:
     host: Any = None
     saving: Any = None
     limit: timedelta = timedelta(minutes=30)
+    target_ranks: int = 0
+    training: Any = None
+    feeds: tuple[Any, ...] = ()
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which alone prints messages and writes the run's directory."""
         return self.rank == 0
+
+    @property
+    def total(self) -> int:
+        """The number of all ranks."""
+        return self.size + self.target_ranks
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains the draft; else it holds only the target."""
+        return self.rank < self.size
 
     @property
     def shards(self) -> bool:
@@ -59,8 +77,8 @@ class Ranks:
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def own_rows(self, weights: Sequence[float]) -> list[int]:
-        """The indices of a step's rows that this rank computes, ascending, given the work of each row.
+    def shares(self, weights: Sequence[float]) -> list[list[int]]:
+        """The indices of a step's rows that each rank computes, ascending, given the work of each row.
 
         Every rank gets as many rows as the others, or one less; among these ways, the heaviest rows are given first,
         each to the rank with the least work so far.
@@ -71,7 +89,7 @@ class Ranks:
             lightest = min((r for r in range(self.size) if len(own[r]) < room), key=lambda r: (work[r], len(own[r]), r))
             own[lightest].append(i)
             work[lightest] += weights[i]
-        return sorted(own[self.rank])
+        return [sorted(indices) for indices in own]
 
     # -- gradients and weights --------------------------------------------------------------------------------------
 
@@ -85,7 +103,7 @@ class Ranks:
         if self.size == 1:
             return list(sums)
         if not self.shards:
-            for waiting in [dist.all_reduce(x, async_op=True) for x in sums]:
+            for waiting in [dist.all_reduce(x, group=self.training, async_op=True) for x in sums]:
                 waiting.wait()
             return list(sums)
         parts = [DTensor.from_local(x, self.mesh, [Partial()], run_check=False) for x in sums]
@@ -97,9 +115,9 @@ class Ranks:
         return kept.full_tensor() if isinstance(kept, DTensor) else kept
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, in place, on its device or in host memory."""
+        """The sum of a tensor over the ranks that train, in place, on its device or in host memory."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.host if x.device.type == "cpu" else None)
+            dist.all_reduce(x, group=self.training)
         return x
 
     # -- agreement --------------------------------------------------------------------------------------------------
@@ -110,25 +128,29 @@ class Ranks:
         Called before the ranks communicate on the device, where a rank that does not come would leave the others
         waiting. If a rank came with a `failure`, that rank raises it, and all others a RankError that names the rank
         and the failure; if not all failed alike, the failure has a note that does so too (`error_sentence`). Raises
-        RankError, naming the rank, if one does not come within `limit`. `group` is `host` or `saving`.
+        RankError, naming the rank, if one does not come within `limit`. `group` is `host` or `saving`, which has only
+        the ranks that train.
         """
-        if self.size == 1:
+        group = group or self.host
+        size = self.size if group is self.saving else self.total
+        if size == 1:
             if failure is not None:
                 raise failure
             return [told]
-        group = group or self.host
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        named = f"rank {{}} of {self.size} failed {where}: {{}}"
+        named = f"rank {{}} of {self.total} failed {where}: {{}}"
         try:
             dist.monitored_barrier(group, self.limit, wait_all_ranks=True)
-            answers: list[Any] = [None] * self.size
+            answers: list[Any] = [None] * size
             dist.all_gather_object(answers, (message, told), group=group)
         except RuntimeError as e:
             if failure is not None:
                 failure.add_note(named.format(self.rank, message))
                 raise failure from e
             reason = str(e).partition("\n")[0].partition(". ")[0]
-            raise RankError(f"rank {self.rank} of {self.size} waited in vain for another rank {where}: {reason}") from e
+            raise RankError(
+                f"rank {self.rank} of {self.total} waited in vain for another rank {where}: {reason}"
+            ) from e
         if failure is not None:
             if {problem for problem, _ in answers} != {message}:
                 failure.add_note(named.format(self.rank, message))
@@ -150,19 +172,19 @@ class Ranks:
         self.meet(where, None, failure)
 
     def from_first(self, value: T) -> T:
-        """The value that rank 0 has."""
-        if self.size == 1:
+        """The value that rank 0 has, on all ranks."""
+        if self.total == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
     @torch.no_grad()
-    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites tensors on the device by those of rank 0."""
-        if self.size > 1:
+    def copy_from_first(self, tensors: Sequence[Tensor], *, to_all: bool = False) -> None:
+        """Overwrites tensors on the device by those of rank 0, in the ranks that train; with `to_all`, in all ranks."""
+        if (self.total if to_all else self.size) > 1:
             for x in tensors:
-                dist.broadcast(x.detach(), src=0)
+                dist.broadcast(x.detach(), src=0, group=None if to_all else self.training)
 
 
 ALONE = Ranks()
@@ -205,10 +227,11 @@ def local_rank() -> int:
 
 
 @contextmanager
-def connected(device: torch.device, placement: str, limit: timedelta) -> Iterator[Ranks]:
+def connected(device: torch.device, placement: str, limit: timedelta, target_ranks: int = 0) -> Iterator[Ranks]:
     """Context manager: joins the ranks that torchrun has started, or yields the ranks of a single process.
 
-    `device` is this rank's device: ranks on GPUs communicate through NCCL, those on CPUs through gloo.
+    `device` is this rank's device: ranks on GPUs communicate through NCCL, those on CPUs through gloo. The last
+    `target_ranks` of them hold only the target.
     """
     if not started_by_torchrun():
         yield ALONE
@@ -216,16 +239,29 @@ def connected(device: torch.device, placement: str, limit: timedelta) -> Iterato
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.set_device(device)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store, rank, total = next(dist.rendezvous("env://", timeout=limit))
     # torchrun's store outlives a restart; without a prefix, ranks would read the addresses of those that have ended
     store = dist.PrefixStore(f"restart {restart_count()}", store)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit,
+        "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=total, timeout=limit,
         device_id=device if gpu else None,
     )  # fmt: skip
     try:
-        mesh = init_device_mesh(device.type, (size,))
-        groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
-        yield Ranks(rank, size, placement, mesh, *groups, limit)
+        yield _grouped(device, placement, limit, rank, total - target_ranks, target_ranks)
     finally:
         dist.destroy_process_group()
+
+
+def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
+    """The ranks, with all their groups, each of which all ranks have to make."""
+    host = dist.new_group(backend="gloo", timeout=limit)
+    if not target_ranks:
+        mesh = init_device_mesh(device.type, (size,))
+        return Ranks(rank, size, placement, mesh, host, dist.new_group(backend="gloo", timeout=limit), limit)
+    first, others = list(range(size)), list(range(size, size + target_ranks))
+    saving = dist.new_group(first, backend="gloo", timeout=limit)
+    training, targets = (dist.new_group(members, timeout=limit) for members in (first, others))
+    # a group for each sender, since a group's sends wait for each other
+    feeds = tuple(dist.new_group([*first, sender], timeout=limit) for sender in others)
+    mesh = DeviceMesh.from_group(training if rank < size else targets, device.type)
+    return Ranks(rank, size, placement, mesh, host, saving, limit, target_ranks, training, feeds)

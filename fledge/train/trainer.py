@@ -6,13 +6,14 @@ update is that of a single process on all rows (`fledge.train.ranks`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch import Tensor
 from fledge.data.dataset import Rows
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
-from fledge.targets.source import FeatureSource, RowIterator
+from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.feed import AFTER, BEFORE, Deliveries, ReceivedFeatures, deliveries_of_step, feed
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
@@ -53,6 +55,10 @@ class Schedule:
     seed: int = 0
     eval_every: int = 0
     save_every: int = 100
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether τ is measured after a number of steps."""
+        return step == self.steps or bool(self.eval_every and step % self.eval_every == 0)
 
 
 @dataclass
@@ -97,13 +103,15 @@ def train(
 
     Of several `ranks`, each calls this with the same arguments; `evaluate` may share its prompts among them, and
     `attach` is called by all. Rank 0 alone writes and reports. All stop after the same step. An error in one of them
-    ends all of them, each with that error's reason (`Ranks.meet`).
+    ends all of them, each with that error's reason (`Ranks.meet`). Ranks that hold only the target call `feed_draft`
+    instead; `source` is then `ReceivedFeatures`.
     """
     ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
-    progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
-    if ranks.leads:
-        run.truncate_metrics(progress.step)
+    with ranks.together(BEFORE) if ranks.target_ranks else contextlib.nullcontext():
+        progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
+        if ranks.leads:
+            run.truncate_metrics(progress.step)
 
     if draft.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(draft.device)
@@ -112,21 +120,31 @@ def train(
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
     def publish(metrics: dict[str, Any]) -> None:
-        with ranks.together("while the draft was written"):
+        # the ranks that hold only the target do not meet here
+        with nullcontext() if ranks.target_ranks else ranks.together("while the draft was written"):
             more = attach(draft, metrics)
             if ranks.leads:
                 run.publish(draft, save_dtype, more)
 
-    ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
-    upcoming = with_features(ahead, source.features, draft.device, prefetch=schedule.implementation.prefetch)
-    with Interruption(say) as interruption, closing(ahead), run.saving(), _metrics_log(run, ranks) as log:
+    ranks.from_first(progress)  # for the ranks that hold only the target
+    upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks)
+    with (
+        Interruption(say) as interruption, upcoming_features as upcoming, run.saving(),
+        _metrics_log(run, ranks) as log,
+    ):  # fmt: skip
 
         def stopping() -> bool:
             return interruption.requested or stop()
 
         while progress.step < schedule.steps:
             start = time.perf_counter()
-            done = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping)
+            try:
+                done = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping)
+            except FloatingPointError as e:
+                if ranks.target_ranks:
+                    next_is_tau = bool(evaluate) and schedule.evaluates_after(progress.step + 1)
+                    _tell(e, source, progress.step, ranks, evaluates=next_is_tau)
+                raise
             seconds = time.perf_counter() - start
             progress.step += 1
             progress.seconds += seconds
@@ -135,7 +153,7 @@ def train(
             metrics |= {"seconds": seconds, "tokens_per_s": done.tokens / seconds}
             if draft.device.type == "cuda":
                 metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
-            if evaluate and (last or (schedule.eval_every and progress.step % schedule.eval_every == 0)):
+            if evaluate and schedule.evaluates_after(progress.step):
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
                 if metrics.get("eval_tau", -1.0) > progress.best_tau:
@@ -143,16 +161,19 @@ def train(
                     publish(metrics)
             log(metrics)
             report(metrics)
-            stops = done.stops or (ranks.size == 1 and stopping())
+            stops = done.stops or (ranks.total == 1 and stopping())
             if last or progress.step % schedule.save_every == 0 or stops:
                 with interruption.saving():
                     save()
                     # again, since a request may have come during the save
-                    stops = stops or (ranks.size == 1 and stopping())
+                    stops = stops or (ranks.total == 1 and stopping())
                     if last or stops:
                         run.finish_saving()
                 if stops:
                     break
+    if ranks.target_ranks:
+        source.finish(progress.step)
+        ranks.meet(AFTER, None)
     if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
         draft.eval()
         publish({"step": progress.step})
@@ -211,24 +232,45 @@ def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
     return progress
 
 
-def _step_rows(rows: Rows, address: tuple[int, int], count: int, ranks: Ranks) -> list[tuple[int, tuple[int, int]]]:
-    """This rank's rows of a step: their indices among the step's `count` rows, the first of which is at `address`, and
-    their addresses."""
-    addresses = [address]
-    for _ in range(count - 1):
-        addresses.append(rows.next(addresses[-1]))
-    own = ranks.own_rows([rows.supervised(a) for a in addresses]) if ranks.size > 1 else range(count)
-    return [(i, addresses[i]) for i in own]
+def feed_draft(
+    draft: Draft, rows: Rows, source: LiveFeatures, schedule: Schedule, ranks: Ranks, *, lockstep: bool,
+    evaluate: Callable[[Draft], dict[str, float]] | None = None,
+) -> Progress:  # fmt: skip
+    """What a rank that holds only the target does while others `train`. Returns the progress, of which it knows the
+    step. `lockstep` tells whether the target is sharded; `evaluate` gets `draft` with the weights that are trained."""
+    with ranks.together(BEFORE):
+        pass
+    progress = ranks.from_first(Progress())
+    with Interruption(lambda line: None) as interruption:
+        feed(
+            source, rows, draft, schedule, progress, ranks, lockstep=lockstep, until=schedule.steps, evaluate=evaluate,
+            stopping=lambda: interruption.requested,
+        )  # fmt: skip
+    return progress
+
+
+def _tell(error: Exception, source: ReceivedFeatures, step: int, ranks: Ranks, *, evaluates: bool) -> None:
+    """Raises an error of a step in which the ranks have met already, where the ranks that hold only the target hear of
+    it: when they meet next. Before, these send the rows of the next step, unless τ `evaluates` first."""
+    if not evaluates:
+        source.finish(step + 2)
+    ranks.meet(f"in step {step + 1}", None, error)
 
 
 def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> RowIterator:
     """The rows that this rank computes, from the progress to the end of the schedule."""
-    address, count = progress.address, schedule.rows_per_step
-    for _ in range(schedule.steps - progress.step):
-        for _, own in _step_rows(rows, address, count, ranks):
-            yield rows[own]
-        for _ in range(count):
-            address = rows.next(address)
+    return (rows[d.address] for d in Deliveries.of(rows, progress, schedule, ranks) if d.rank == ranks.rank)
+
+
+@contextmanager
+def upcoming_rows(
+    rows: Rows, progress: Progress, schedule: Schedule, source: FeatureSource, device: torch.device, ranks: Ranks
+) -> Iterator[Iterator[tuple[Packed, Features]]]:
+    """Context manager: `own_rows` with their features. Nothing is read ahead any more after the block."""
+    if ranks.target_ranks:
+        source.begin(Deliveries.of(rows, progress, schedule, ranks))
+    with closing(source.ahead(own_rows(rows, progress, schedule, ranks))) as ahead:
+        yield with_features(ahead, source.features, device, prefetch=schedule.implementation.prefetch)
 
 
 @dataclass(frozen=True)
@@ -254,20 +296,24 @@ def optimizer_step(
     rank fails.
     """
     draft.train()
-    first_row, where = progress.address, f"in step {progress.step + 1}"
-    own = _step_rows(rows, first_row, schedule.rows_per_step, ranks)
-    results, tokens, failure = [], 0, None
+    where = f"in step {progress.step + 1}"
+    shared = deliveries_of_step(rows, progress.step, progress.address, schedule.rows_per_step, ranks)
+    own = [d for d in shared if d.rank == ranks.rank]
+    results, tokens, failure, left = [], 0, None, len(own)
     try:
-        for i, _ in own:
+        for d in own:
+            left -= 1
             row, features = next(upcoming)
-            key = f"{schedule.seed} {progress.step} {i}"
+            key = f"{schedule.seed} {progress.step} {d.index}"
             result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
             results.append(result)
             del features  # frees their memory before `upcoming` starts the row after the next
             optimizer.accumulate()
     except Exception as e:  # which the other ranks must hear of
         failure = e
-    stops = any(ranks.meet(where, stopping() if ranks.size > 1 else False, failure))
+        if ranks.total > 1:
+            _drop(upcoming, left)
+    stops = any(ranks.meet(where, stopping() if ranks.total > 1 else False, failure))
     for _ in range(schedule.rows_per_step):
         tokens += rows.tokens(progress.address)
         progress.address = rows.next(progress.address)
@@ -282,30 +328,34 @@ def optimizer_step(
         total = RowSums.unpacked(ranks.sum(total.packed()))
     norm = norm.item()
     if not math.isfinite(norm):
-        cause = _nonfinite_cause([rows[a] for _, a in own], source, draft, progress.step)
-        cause = next((c for c in ranks.meet(where, cause) if c.startswith(TARGET_AT_FAULT)), cause)
+        damaged = not all([source.finite(rows[d.address]) for d in own])  # a list: sharded targets run on all rows
+        damaged = bool(ranks.sum(torch.tensor(float(damaged))))
+        cause = _nonfinite_cause(damaged, draft, progress.step)
         raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
     return StepResult(total, tokens, lr, norm, stops)
 
 
-TARGET_AT_FAULT = "the target computes NaN or infinite hidden states"
+def _drop(upcoming: Iterator[tuple[Packed, Features]], count: int) -> None:
+    """Takes the features of a step's remaining rows, for which other ranks may wait (to send them, or to compute them
+    together), after an error which counts more than another one here."""
+    with contextlib.suppress(Exception):
+        for _ in range(count):
+            next(upcoming)
 
 
-def _nonfinite_cause(rows: Sequence[Packed], source: FeatureSource, draft: Draft, steps_done: int) -> str:
-    """The probable cause of a gradient that is not finite, and the remedy. Causes are the target's hidden states, the
-    initial draft, or the learning rate."""
-    for row in rows:
-        features = source.features(row)
-        states = (features.last_TD, draft.select_states(features))
-        if not all(bool(x.isfinite().all()) for x in states):
-            return (
-                f"{TARGET_AT_FAULT} in {str(features.last_TD.dtype).split('.')[-1]}; "
-                "train with another --dtype (float32 has the widest range), or copy the target again"
-            )
+def _nonfinite_cause(damaged: bool, draft: Draft, steps_done: int) -> str:
+    """The probable cause of a gradient that is not finite, and the remedy: the target's hidden states if these are
+    `damaged`, the initial draft, or the learning rate."""
+    dtype = str(draft.dtype).split(".")[-1]
+    if damaged:
+        return (
+            f"the target computes NaN or infinite hidden states in {dtype}; train with another --dtype (float32 has "
+            "the widest range), or copy the target again"
+        )
     if steps_done == 0:
         return (
-            f"this is the first step, so the initial draft overflows in {str(draft.dtype).split('.')[-1]}; train with "
-            "--dtype float32, or start from another draft"
+            f"this is the first step, so the initial draft overflows in {dtype}; train with --dtype float32, or start "
+            "from another draft"
         )
     return (
         "train again with a lower --lr and another --out, from the last checkpoint's weights (--init-from "

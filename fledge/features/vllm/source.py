@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from fledge.features.layout import teacher_tokens
 from fledge.features.vllm.files import Captured
 from fledge.features.vllm.server import CONNECTIONS
+from fledge.targets.source import RowIterator, all_finite
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Document, Features, Packed
 
@@ -65,7 +66,11 @@ class VllmFeatures:
         """The target's logits [N, V] from final hidden states [N, D]."""
         return self.target.logits(last_ND)
 
-    def ahead(self, rows: Iterator[Packed]) -> Iterator[Packed]:
+    def finite(self, row: Packed) -> bool:
+        """See `FeatureSource.finite`."""
+        return bool(all_finite(self.features(row)))
+
+    def ahead(self, rows: RowIterator) -> RowIterator:
         """The same rows. The documents of the next ROWS_AHEAD are asked for before, many at a time."""
         self._closed.clear()
         with ThreadPoolExecutor(CONNECTIONS) as executor:

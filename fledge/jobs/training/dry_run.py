@@ -20,13 +20,13 @@ from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
 from fledge.jobs.training.data import make_rows, pack_rows, total_memory, training_data
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
-from fledge.jobs.training.launch import NOTHING_TO_SHARD, needs_processes, run_ranks, start_processes
+from fledge.jobs.training.launch import check_ranks, needs_processes, run_ranks, start_processes
 from fledge.jobs.training.plan import Machine, Plan, work_of
 from fledge.jobs.training.plan_report import print_plan, print_timing
 from fledge.jobs.training.recipe_file import check_settled
 from fledge.jobs.training.schedule import make_schedule
 from fledge.jobs.training.settle import settle
-from fledge.jobs.training.target import plan_target, prepare_target, reads_features_only
+from fledge.jobs.training.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
 from fledge.jobs.training.timing import Timing, time_steps
 from fledge.targets.size import target_bytes
 from fledge.train.checkpoint import RunDirectory
@@ -77,8 +77,9 @@ def find_machine(options: TrainOptions) -> Machine:
     """The machine that complete options name: this one, or one that is not there. Raises ValueError if they do not
     say enough about it."""
     ranks = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else options.gpus or 1
-    if options.shard_target and ranks == 1:
-        raise ValueError(NOTHING_TO_SHARD)
+    check_ranks(options, ranks)
+    if options.device_map:
+        raise ValueError("--dry-run does not plan what --device-map places; plan the run for one GPU without it")
     if options.gpu_memory is not None:
         if started_by_torchrun():
             raise ValueError("--gpu-memory plans for GPUs that are not there; start it without torchrun")
@@ -109,15 +110,18 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
             f"{recipe.features.path} is a stream, whose rows come as they are written; it cannot be planned"
         )
     target = plan_target(recipe)
-    if getattr(target.target.config, "quantization_config", None) is not None:
-        say(f"{recipe.target.name} is quantized; the plan counts its weights in {target.target.dtype}")
+    if target.target.quantization:
+        say(quantization_note(target.target))
+        say(f"the plan counts its weights in {target.target.dtype}, and they take less")
     runs = not reads_features_only(recipe)
     staged = ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0
     sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs, staged)
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
-    ranks = Ranks(size=machine.ranks, placement="replicate" if options.replicate else "shard")
-    schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, options.shard_target, say)
+    apart = options.target_gpus or 0
+    ranks = Ranks(size=machine.ranks - apart, placement="replicate" if options.replicate else "shard")
+    lockstep = options.shard_target and not apart
+    schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None
     return Plan(
         machine=machine,
@@ -125,8 +129,10 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         rows=rows,
         schedule=schedule,
         sizes=sizes,
-        work=work_of(rows, schedule, machine),
-        placed=Placement(machine.ranks if options.shard_target else 1, machine.ranks if ranks.shards else 1),
+        work=work_of(rows, schedule, machine, ranks.size),
+        placed=Placement(
+            (apart or machine.ranks) if options.shard_target else 1, ranks.size if ranks.shards else 1, apart
+        ),
         asked=tuple(implementations(recipe.compute)),
         directory=directory,
         resumed=options.resume is not None,
@@ -139,7 +145,7 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
     the run that is resumed; raises ValueError if they are others now."""
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
-        target = prepare_target(recipe, ranks.mesh if plan.placed.target > 1 else None, say)
+        target = prepare_shared_target(recipe, ranks, plan.placed.target > 1, say)
         if target.decodes != (not reads_features_only(recipe)):  # as the plan assumed; no records are held out then
             rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)

@@ -25,7 +25,8 @@ def make_evaluator(
     recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
 ) -> Callable[[Draft], dict[str, float]] | None:
     """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
-    of all prompts, which is empty if all answers ended before the first round of drafting.
+    of all prompts, which is empty if all answers ended before the first round of drafting. Where ranks hold only the
+    target, these measure, with the weights of rank 0's draft in their own.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.
@@ -46,12 +47,18 @@ def make_evaluator(
         return None
 
     def evaluate(draft: Draft) -> dict[str, float]:
-        engine = Engine(prepared.target, draft, template_kwargs=prepared.template.kwargs)
-        # the ranks of a sharded target decode together, which gives each the traces of all prompts
-        own = prompts if prepared.target.sharded else prompts[ranks.rank :: ranks.size]
+        decoders, place = ranks.size, ranks.rank
+        if ranks.target_ranks:
+            decoders, place = ranks.target_ranks, ranks.rank - ranks.size
+            ranks.meet("before τ was measured", None)  # in place of a rank that failed after it met the others
+            ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
         counts, failure = (0, 0), None
         try:
-            counts = committed_per_round(greedy_traces(engine, own, prepared.eval_tokens))
+            if place >= 0:
+                engine = Engine(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
+                # the ranks of a sharded target decode together, which gives each the traces of all prompts
+                own = prompts if prepared.target.sharded else prompts[place::decoders]
+                counts = committed_per_round(greedy_traces(engine, own, prepared.eval_tokens))
         except Exception as e:  # which the other ranks must hear of
             failure = e
         committed, rounds = map(sum, zip(*ranks.meet("while τ was measured", counts, failure), strict=True))

@@ -34,11 +34,12 @@ def choose_implementation(
     compute: ComputeRecipe, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
 ) -> Implementation:
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
+    A rank that holds only the target tries nothing.
 
     With `compute.longest_row`, it searches for the longest row that fits and prints its length instead.
     """
     asked = implementations(compute)
-    if not compute.gpu:
+    if not compute.gpu or not ranks.trains:
         return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
     _warm_up(trial, asked[-1])

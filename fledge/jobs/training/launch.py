@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
 NOTHING_TO_SHARD = "--shard-target splits the target over several GPUs; give --gpus, or start with torchrun"
+NO_OTHERS = "--target-gpus sets some of several GPUs apart for the target; give --gpus, or start with torchrun"
 
 
 def needs_processes(options: TrainOptions) -> bool:
@@ -68,8 +69,7 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
     if options.gpus not in (None, here):
         cure = f"torchrun has started {here} processes here" if started_by_torchrun() else "start it with torchrun"
         raise ValueError(f"--gpus {options.gpus} starts processes from the command line only: {cure}; leave it out")
-    if options.shard_target and not started_by_torchrun():
-        raise ValueError(NOTHING_TO_SHARD)
+    check_ranks(options, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     if started_by_torchrun():
         if device.index is not None:
             raise ValueError(
@@ -81,8 +81,32 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
             device = torch.device("cuda", local_rank())
             resolve_device(str(device))  # there may be fewer GPUs than processes
     placement = "replicate" if options.replicate else "shard"
-    with connected(device, placement, timedelta(minutes=options.rank_timeout)) as ranks:
+    limit = timedelta(minutes=options.rank_timeout)
+    with connected(device, placement, limit, options.target_gpus or 0) as ranks:
         yield ranks
+
+
+def check_ranks(options: TrainOptions, ranks: int) -> None:
+    """Raises ValueError if --target-gpus, --shard-target or --device-map do not make sense for a number of ranks."""
+    apart = options.target_gpus
+    if apart and ranks == 1:
+        raise ValueError(NO_OTHERS)
+    if apart and apart >= ranks:
+        raise ValueError(
+            f"--target-gpus {apart} of {ranks} GPUs leaves none to train the draft; give {ranks - 1} or fewer"
+        )
+    if options.device_map and ranks > 1:
+        raise ValueError(
+            "--device-map splits the target over the GPUs of one process, and several processes have a GPU each; leave "
+            "--gpus and torchrun out, or split it with --shard-target"
+        )
+    if options.shard_target and ranks == 1:
+        raise ValueError(NOTHING_TO_SHARD)
+    if options.shard_target and apart == 1:
+        raise ValueError(
+            "--shard-target splits the target, and --target-gpus 1 leaves it whole on one GPU; give --target-gpus 2 or "
+            "more, or leave one of them out"
+        )
 
 
 def restarted_options(options: TrainOptions) -> TrainOptions:

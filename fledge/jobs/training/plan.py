@@ -11,7 +11,16 @@ from pathlib import Path
 from fledge.data.dataset import Rows
 from fledge.jobs.training.recipe import Recipe
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Part, Placement, Sizes, Work, disk_parts, memory_parts, total
+from fledge.train.estimate import (
+    Part,
+    Placement,
+    Sizes,
+    Work,
+    disk_parts,
+    memory_parts,
+    target_memory_parts,
+    total,
+)
 from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
 from fledge.train.objective import Implementation
 from fledge.train.trainer import Schedule
@@ -65,8 +74,20 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> list[Part]:
-        """What takes memory on a rank."""
+        """What takes memory on a rank that trains."""
         return memory_parts(self.sizes, self.work, self.implementation, self.placed)
+
+    @functools.cached_property
+    def target_memory(self) -> list[Part]:
+        """What takes memory on a rank that holds only the target; nothing if there is none."""
+        if not self.placed.apart:
+            return []
+        return target_memory_parts(self.sizes, self.work, self.placed, self.trains)
+
+    @property
+    def trains(self) -> int:
+        """The number of ranks that train."""
+        return self.machine.ranks - self.placed.apart
 
     @functools.cached_property
     def disk(self) -> list[Part]:
@@ -81,7 +102,7 @@ class Plan:
 
     @property
     def fits_memory(self) -> bool:
-        return self._fits_memory(self.implementation)
+        return self._fits_memory(self.implementation) and total(self.target_memory) <= self.machine.usable
 
     @property
     def fits_disk(self) -> bool:
@@ -99,14 +120,27 @@ class Plan:
         ranks, gpu = self.machine.ranks, self.machine.device == "cuda"
         if not self.resumed:  # a resumed run keeps its slots and rows
             yield from self._less_work()
-        if self.placed.optimizer < ranks and replace(self, placed=replace(self.placed, optimizer=ranks)).fits_memory:
+        whole = self.placed.optimizer < self.trains
+        if whole and replace(self, placed=replace(self.placed, optimizer=self.trains)).fits_memory:
             yield "no --replicate"
+        if self.placed.apart:
+            yield from self._more_for_the_target()
+            return
         if gpu and 1 == self.placed.target < ranks and self._sharded(ranks).fits_memory:
             yield "--shard-target"
         if gpu and (ranks == 1 or not self._sharded(ranks).fits_memory):
             more = (n for n in MORE_GPUS if n > ranks and self._sharded(n).fits_memory)
             if (gpus := next(more, None)) is not None:
                 yield f"--gpus {gpus} --shard-target"
+
+    def _more_for_the_target(self) -> Iterator[str]:
+        """Those of `cures` that split the target over the ranks that hold only it, or over more of them."""
+        for apart in range(max(self.placed.apart, 2), self.machine.ranks):
+            trains = self.machine.ranks - apart
+            optimizer = 1 if 1 == self.placed.optimizer < self.trains else trains
+            if replace(self, placed=Placement(apart, optimizer, apart)).fits_memory:
+                yield f"--target-gpus {apart} --shard-target"
+                return
 
     def _less_work(self) -> Iterator[str]:
         """Those of `cures` that change what a rank computes at a time."""
@@ -132,8 +166,9 @@ class Plan:
         return None
 
 
-def work_of(rows: Rows, schedule: Schedule, machine: Machine) -> Work:
-    """What a rank computes in a step, by the rows of the first epoch that need the most memory."""
+def work_of(rows: Rows, schedule: Schedule, machine: Machine, trains: int) -> Work:
+    """What one of a number of ranks that train computes in a step, by the rows of the first epoch that need the most
+    memory."""
     objective, heaviest = schedule.objective, rows.heaviest()
     trained = []
     for row in heaviest:
@@ -144,6 +179,6 @@ def work_of(rows: Rows, schedule: Schedule, machine: Machine) -> Work:
         tokens=rows.row_length,
         slots=max(trained, key=sum),
         document=rows.longest(),
-        rows=-(-schedule.rows_per_step // machine.ranks),
+        rows=-(-schedule.rows_per_step // trains),
         device=machine.device,
     )

@@ -16,11 +16,12 @@ def print_plan(plan: Plan, printer: ResultPrinter) -> None:
     """Prints what would run where, its memory and disk, whether they suffice, and the steps."""
     printer.print(_placement(plan))
     _print_parts(f"memory of {_each(plan)}", plan.memory, printer)
+    if plan.target_memory:
+        _print_parts("memory of each rank that holds only the target", plan.target_memory, printer)
     printer.print(_memory_verdict(plan))
     if plan.placed.target > 1:
-        printer.print(
-            f"Rank 0 reads the whole target into host memory before it is split: {_size(plan.sizes.weights.whole)}."
-        )
+        reader, size = plan.trains if plan.placed.apart else 0, _size(plan.sizes.weights.whole)
+        printer.print(f"Rank {reader} reads the whole target into host memory before it is split: {size}.")
     _print_parts("disk", plan.disk, printer)
     printer.print(_disk_verdict(plan))
     printer.print(_steps(plan))
@@ -43,25 +44,35 @@ def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
 
 
 def _placement(plan: Plan) -> str:
-    n, placed, sizes = plan.machine.ranks, plan.placed, plan.sizes
-    layers = f"the target's {sizes.weights.n} layers"
-    target = "the whole target" if sizes.runs else "the target's embedding, head and last layer"
+    trains, placed, sizes = plan.trains, plan.placed, plan.sizes
+    held = "the whole target"
     if placed.target > 1:
-        target = f"1/{n} of {layers}, its whole embedding and head"
-    state = "the whole optimizer state" if placed.optimizer == 1 else f"1/{n} of the optimizer's state"
+        held = f"1/{placed.target} of the target's {sizes.weights.n} layers, its whole embedding and head"
+    target = held if sizes.runs and not placed.apart else "the target's embedding, head and last layer"
+    state = "the whole optimizer state" if placed.optimizer == 1 else f"1/{trains} of the optimizer's state"
     parameters = sum(p.numel() for p in sizes.draft.parameters())
     dtype = str(sizes.target.dtype).removeprefix("torch.")
-    each = f"{n} GPUs with a rank each, and each rank has" if plan.machine.device == "cuda" and n > 1 else _has(plan)
     frozen = f", of which {sizes.trained:,} are trained" if sizes.trained < parameters else ""
-    return f"{each} {target}, the whole draft and {state}. The draft has {parameters:,} parameters{frozen}, in {dtype}."
+    others = f"{_have(plan, placed.apart)} {held}, and no part in the training. " if placed.apart else ""
+    return (
+        f"{_have(plan, trains)} {target}, the whole draft and {state}. {others}The draft has {parameters:,} parameters"
+        f"{frozen}, in {dtype}."
+    )
 
 
-def _has(plan: Plan) -> str:
-    gpu, n = plan.machine.device == "cuda", plan.machine.ranks
-    return f"{n} ranks on CPUs, and each has" if n > 1 else f"One {'GPU' if gpu else 'process on CPUs'} has"
+def _have(plan: Plan, n: int) -> str:
+    """The beginning of a sentence about what n of the ranks have."""
+    gpu = plan.machine.device == "cuda"
+    if plan.machine.ranks == 1:
+        return f"One {'GPU' if gpu else 'process on CPUs'} has"
+    if n == 1:
+        return f"One rank on {'a GPU' if gpu else 'CPUs'} has"
+    return f"{n} GPUs with a rank each, and each rank has" if gpu else f"{n} ranks on CPUs, and each has"
 
 
 def _each(plan: Plan) -> str:
+    if plan.placed.apart:
+        return "each rank that trains"
     if plan.machine.ranks > 1:
         return "each rank"
     return "the GPU" if plan.machine.device == "cuda" else "the process"
@@ -73,7 +84,10 @@ def _memory_verdict(plan: Plan) -> str:
         ", recomputing the MLP's activations" if impl.recompute else ""
     )
     reserve = f" ({1 - USABLE_FRACTION:.0%} must stay free)" if machine.usable < machine.memory else ""
-    text = f"with {how}, {_size(total(plan.memory))} of {_size(machine.memory)}{reserve}"
+    taken = _size(total(plan.memory))
+    if plan.target_memory:
+        taken += f", and {_size(total(plan.target_memory))} with the target,"
+    text = f"with {how}, {taken} of {_size(machine.memory)}{reserve}"
     if plan.fits_memory:
         return f"Memory: fits {text}."
     cures = list(plan.cures())
@@ -89,7 +103,7 @@ def _disk_verdict(plan: Plan) -> str:
 
 
 def _steps(plan: Plan) -> str:
-    rows, schedule, n = plan.rows, plan.schedule, plan.machine.ranks
+    rows, schedule, n = plan.rows, plan.schedule, plan.trains
     count, tokens = len(rows.epoch(0)), _tokens(plan)
     each = f", {-(-schedule.rows_per_step // n)} on each rank" if n > 1 else ""
     left = f"; {plan.left:,} of them are left" if plan.done else ""

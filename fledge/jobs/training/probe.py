@@ -54,6 +54,10 @@ def make_probe(
     The probe's hidden states are computed, or read from the disk, now. They are those of one training document, and its
     prompts are the beginnings of others. Only rank 0 needs them, but the ranks of a sharded target compute together.
     """
+    if ranks.target_ranks:
+        if ranks.leads:
+            say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
+        return nothing
     if not ranks.leads and not prepared.target.sharded:
         return nothing
     if (index := _document(recipe, rows)) is None:

@@ -28,7 +28,8 @@ SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", 
 SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 # options that are already decided by the features on disk
 FEATURE_OPTIONS = (
-    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "shard_target",
+    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "target_gpus",
+    "shard_target", "device_map",
 )  # fmt: skip
 # options that need the target to run in the training process
 SERVED_OPTIONS = ("compile_target", "shard_target", "eval_prompts", "eval_every", "eval_tokens")
@@ -42,12 +43,13 @@ WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape
 @dataclass(frozen=True)
 class TargetRecipe:
     """The target (a directory or hub id) and how to load it. With `dtype` None, it is float32 on a CPU and the target's
-    own dtype elsewhere."""
+    own dtype elsewhere. `device_map` is as in `load_target`."""
 
     name: str
     trust_remote_code: bool
     dtype: str | None
     compile: bool
+    device_map: str | None = None
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,11 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
 
 def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:
     name = options.target or features.manifest.target
-    return TargetRecipe(name, options.trust_remote_code, options.dtype, options.compile_target)
+    if options.device_map is not None:
+        from fledge.targets.loading import DEVICE_MAPS
+
+        _check_known("device_map", options.device_map, DEVICE_MAPS)
+    return TargetRecipe(name, options.trust_remote_code, options.dtype, options.compile_target, options.device_map)
 
 
 def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:

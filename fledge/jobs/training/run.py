@@ -16,7 +16,7 @@ from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.ranks import Ranks
-from fledge.train.trainer import Progress, Schedule, train
+from fledge.train.trainer import Progress, Schedule, feed_draft, train
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
 
@@ -46,6 +46,8 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
     ValueError, with a remedy, if the GPU runs out of memory.
     """
+    if not run.ranks.trains:
+        return _feed(run)
     say(_start_message(run))
     metrics: dict[str, Any] = {}
     report = _reporter(run, metrics, progress) if run.ranks.leads else metrics.update
@@ -72,6 +74,17 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     return metrics
 
 
+def _feed(run: TrainingRun) -> dict[str, Any]:
+    """`run_training` in a rank that holds only the target."""
+    lockstep = run.source.target.sharded
+    state = feed_draft(
+        run.draft, run.rows, run.source, run.schedule, run.ranks, lockstep=lockstep, evaluate=run.evaluate
+    )
+    if state.step < run.schedule.steps:
+        raise KeyboardInterrupt
+    return {}
+
+
 def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Callable[[dict[str, Any]], None]:
     """A function that displays and logs the metrics of a step, and stores them in `metrics`."""
     log = make_logger(run.recipe.log, run.directory.path)
@@ -87,7 +100,10 @@ def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Calla
 def _start_message(run: TrainingRun) -> str:
     trained = sum(p.numel() for p in run.draft.parameters() if p.requires_grad)
     schedule = run.schedule
-    devices = run.recipe.compute.device if run.ranks.size == 1 else f"{run.ranks.size} ranks"
+    ranks = run.ranks
+    devices = run.recipe.compute.device if ranks.total == 1 else f"{ranks.size} rank{'s' * (ranks.size > 1)}"
+    if ranks.target_ranks:
+        devices += f", fed by {ranks.target_ranks} with the target"
     return (
         f"training {trained:,} parameters on {devices}, {schedule.steps:,} steps of "
         f"{schedule.rows_per_step} x {run.rows.row_length:,} tokens, lr {schedule.lr:.2g}"

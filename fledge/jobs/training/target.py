@@ -18,12 +18,16 @@ from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
+from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
+from fledge.train.feed import ReceivedFeatures
 from fledge.train.heap import retain_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fledge.train.ranks import Ranks
 
 EVAL_TOKENS = 64  # default of --eval-tokens
 
@@ -93,6 +97,42 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
 
 
+def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Callable[[str], None]) -> PreparedTarget:
+    """`prepare_target` in one of several ranks, which all call it; `shards` tells whether the target's layers are
+    sharded over those that hold it. Without ranks that hold only the target, these are all.
+
+    With such ranks, they load and check it, and the others get its embedding, head and last layer from the first of
+    them, and expect the hidden states of all rows from them. Raises RankError if another rank fails."""
+    mesh = ranks.mesh if shards else None
+    if not ranks.target_ranks:
+        return prepare_target(recipe, mesh, say)
+    prepared, parts, failure, lines = None, {}, None, []
+    try:
+        if ranks.trains:
+            set_up_process(recipe.compute.device)
+        else:
+            prepared = prepare_target(recipe, mesh, lines.append)
+            parts = parts_of(prepared.target)
+    except Exception as e:  # which the other ranks must hear of
+        failure = e
+    told = (lines, prepared and prepared.decodes, layout_of(parts))
+    lines, decodes, layout = ranks.meet("while the target was loaded", told, failure)[ranks.size]
+    if not ranks.trains:
+        if ranks.rank == ranks.size:
+            send_parts(parts, ranks.size, ranks.feeds[0])
+        return prepared
+    for line in lines:
+        say(line)
+    parts = receive_parts(layout, ranks.size, ranks.feeds[0], torch.device(recipe.compute.device))
+    target = target_of_parts(
+        recipe.target.name, parts, max_length=recipe.data.longest, trust_remote_code=recipe.target.trust_remote_code
+    )
+    layers = resolve_layers(_layers(recipe), target)
+    return PreparedTarget(
+        **_known(recipe, target, layers, decodes), source=ReceivedFeatures(target, len(layers), ranks)
+    )
+
+
 def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
     """The fields of `PlannedTarget`."""
     return dict(
@@ -112,7 +152,7 @@ def open_target(
     may be longer than its context."""
     target = load_target(
         requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code, mesh=mesh,
+        trust_remote_code=requested.trust_remote_code, mesh=mesh, device_map=requested.device_map,
         implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
     )  # fmt: skip
     check_length(data, target)
@@ -150,9 +190,19 @@ def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget
 def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
+    if target.quantization:
+        say(quantization_note(target))
     if not target.packs:
         say("this target cannot process packed documents together, so it processes them one at a time")
     return source
+
+
+def quantization_note(target: TransformersTarget) -> str:
+    """What to know about the hidden states of a quantized target."""
+    return (
+        f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
+        "full-precision model, so serve the draft with this checkpoint, not with another precision"
+    )
 
 
 def _stored_features(

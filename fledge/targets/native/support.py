@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fledge.targets.linear import forward as few_row_forward
+from fledge.targets.quantized import quantization_of
 
 # transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. They
 # may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3), sliding windows, and mixtures of such
@@ -28,6 +29,8 @@ def native_problem(model: nn.Module, config: Any) -> str:
     if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers.models."):
         known = ", ".join(name.removesuffix("ForCausalLM") for name in CLASSES)
         return f"{kind.__name__} is not one of the supported architectures ({known})"
+    if quantization := quantization_of(model.config):
+        return f"its weights are quantized by {quantization}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, and the native MLP computes silu"
     parameters = list(model.parameters())

@@ -1,0 +1,83 @@
+"""Targets whose weights are quantized: what they are, and the weights that their layers compute with.
+
+transformers loads them with the packages of their formats (bitsandbytes, compressed-tensors, AWQ, GPTQ, fp8, ..), which
+replace linear layers by modules of their own. Such a module may hold its weight packed, scaled, or in 8 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+ROWS = 1024  # of the identity matrix at a time
+TOLERANCE = 0.2  # relative, of a product with the weight and the module's own, whose inputs may have 4 bits
+
+
+def quantization_of(config: Any) -> str:
+    """The name of a model's quantization, such as "bitsandbytes (4 bits)", by its config; empty if it has none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return ""
+    known = found if isinstance(found, dict) else found.to_dict()
+    method = str(getattr(known.get("quant_method"), "value", known.get("quant_method") or "an unknown method"))
+    if method == "bitsandbytes":
+        return f"bitsandbytes ({8 if known.get('load_in_8bit') else 4} bits)"
+    detail = known.get("format") or (f"{known['bits']} bits" if known.get("bits") else "")
+    return f"{method} ({detail})" if detail else method
+
+
+@torch.no_grad()
+def run_once(model: nn.Module) -> None:
+    """Runs a model on one token: compressed-tensors decompresses the weights in the first pass of the whole model, and
+    fledge may run the decoder alone."""
+    device = model.get_input_embeddings().weight.device
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+
+
+def is_plain(weight: Any) -> bool:
+    """Whether a weight is a tensor of the numbers that a layer computes with: not packed, scaled or of a subclass."""
+    plain = isinstance(weight, DTensor) or type(weight) in (Tensor, nn.Parameter)
+    return plain and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
+
+
+@torch.no_grad()
+def weight_of(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The weight [out, in] of a linear layer or [V, D] of an embedding: the module's own, or in `dtype` the one that a
+    quantized linear layer computes with. A weight that ranks share is gathered by all of them. None if the module has
+    no weight. Raises ValueError for a quantized embedding, and for a layer whose products differ from those with the
+    weight found.
+    """
+    weight = getattr(module, "weight", None)
+    if is_plain(weight):
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    if isinstance(module, nn.Embedding):
+        raise ValueError(
+            f"its embedding is quantized ({weight.dtype}), and a draft reads it as numbers of 16 or 32 bits"
+        )
+    width = getattr(module, "in_features", None)
+    return None if width is None else _products_with_identity(module, width, dtype)
+
+
+def _products_with_identity(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
+    """The weight of a linear layer as its products with the rows of the identity matrix. With one number in a row,
+    formats that quantize a layer's inputs round nothing: a scale of the layer's own is that number."""
+    device = next(x.device for x in (*module.parameters(), *module.buffers()))
+    scale = getattr(module, "input_scale", None)
+    one = float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 else 1.0
+    bias = getattr(module, "bias", None)
+    columns = []
+    for start in range(0, width, ROWS):
+        rows = torch.arange(start, min(start + ROWS, width), device=device)
+        x = F.one_hot(rows, width).to(dtype) * one
+        y = module(x)
+        columns.append((y if bias is None else y - bias).to(dtype) / one)
+    weight = torch.cat(columns).T.contiguous()
+    x = torch.randn(16, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    expected, found = module(x).float(), F.linear(x, weight, bias).float()
+    if not bool((found - expected).norm() <= TOLERANCE * expected.norm()):
+        raise ValueError(f"the weight of a {type(module).__name__} cannot be read: its products are not linear")
+    return weight

@@ -1,0 +1,248 @@
+"""Ranks that hold only the target, and send the hidden states of training rows to the ranks that train the draft.
+
+All ranks know all rows, so that only hidden states are sent, each by one message from the rank that computed them to
+the rank that trains on the row. `Deliveries` is their order. Row after row goes to the ranks that hold the target in
+turn: with n of them, n rows in a row are a round, in which each computes one. A sharded target computes a round in
+lockstep.
+
+Before the ranks meet in a step (`Ranks.meet`), all rounds up to `Deliveries.sent` are sent: those with the step's rows,
+those with the first row of each rank in the next step, which it may already receive, and AHEAD more. The target thus
+computes rows while the drafts train on earlier ones, and nothing is waited for that a rank would send only after the
+meeting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fledge.data.dataset import Rows
+from fledge.targets.source import LiveFeatures, RowIterator, all_finite
+from fledge.train.ranks import RankError, Ranks
+from fledge.types import Features, Packed
+
+if TYPE_CHECKING:
+    from fledge.models.draft import Draft
+    from fledge.targets.interface import TrainingTarget
+    from fledge.train.trainer import Progress, Schedule
+
+AHEAD = 1  # rounds that are computed beyond those that the drafts may ask for
+BEFORE, AFTER = "before the first step", "after the last step"  # where the ranks meet
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A row of a step, by its address: the rank that trains on it, and its index among the step's rows."""
+
+    step: int
+    index: int
+    address: tuple[int, int]
+    rank: int
+
+
+@dataclass(frozen=True)
+class Deliveries:
+    """The rows of all steps from `first` on, at `address`, in the order in which they are computed: step by step, and
+    in each step the first row of every rank, then the second one, and so on."""
+
+    rows: Rows
+    first: int
+    address: tuple[int, int]
+    steps: int
+    rows_per_step: int
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Deliveries:
+        """Those that are left of a schedule."""
+        return cls(rows, progress.step, progress.address, schedule.steps, schedule.rows_per_step, ranks)
+
+    def __iter__(self) -> Iterator[Delivery]:
+        address = self.address
+        for step in range(self.first, self.steps):
+            yield from deliveries_of_step(self.rows, step, address, self.rows_per_step, self.ranks)
+            for _ in range(self.rows_per_step):
+                address = self.rows.next(address)
+
+    def rounds(self) -> Iterator[tuple[Delivery, ...]]:
+        """The deliveries that are computed at the same time, by one rank each; the last round may be incomplete."""
+        upcoming = iter(self)
+        return iter(lambda: tuple(itertools.islice(upcoming, self.ranks.target_ranks)), ())
+
+    def sent(self, step: int) -> int:
+        """The number of rounds that are sent before the ranks meet in a step."""
+        asked = (step + 1 - self.first) * self.rows_per_step + min(self.rows_per_step, self.ranks.size)
+        total = (self.steps - self.first) * self.rows_per_step
+        return min(-(-asked // self.ranks.target_ranks) + AHEAD, -(-total // self.ranks.target_ranks))
+
+
+def deliveries_of_step(rows: Rows, step: int, address: tuple[int, int], count: int, ranks: Ranks) -> Iterator[Delivery]:
+    """The deliveries of a step of `count` rows, the first of which is at an address."""
+    addresses = [address]
+    for _ in range(count - 1):
+        addresses.append(rows.next(addresses[-1]))
+    shares = ranks.shares([rows.supervised(a) for a in addresses]) if ranks.size > 1 else [range(count)]
+    for round_ in itertools.zip_longest(*shares):
+        for rank, index in enumerate(round_):
+            if index is not None:
+                yield Delivery(step, index, addresses[index], rank)
+
+
+class ReceivedFeatures:
+    """Features that other ranks compute, which is a `FeatureSource` of a rank that trains. `target` has the head, with
+    which `logits` computes the teacher's logits, and `layers` is the number of layers that the draft reads.
+
+    `begin` is called before the first row. Rows are then asked for in the order of the deliveries. A row without
+    sources, as it is used to measure the memory of a training step, gets zeros.
+    """
+
+    def __init__(self, target: TrainingTarget, layers: int, ranks: Ranks):
+        self.target, self.layers, self.ranks = target, layers, ranks
+        self._deliveries: Deliveries | None = None
+        self._expected: Iterator[int] = iter(())
+        self._finite = torch.ones((), dtype=torch.bool, device=target.device)
+
+    def begin(self, deliveries: Deliveries) -> None:
+        """Expects these deliveries, of which it receives those to this rank."""
+        self._deliveries = deliveries
+        self._expected = (place for place, d in enumerate(deliveries) if d.rank == self.ranks.rank)
+
+    def features(self, row: Packed) -> Features:
+        """The features of the next row of this rank. Raises RankError if they do not come."""
+        if not row.sources:
+            return self._features(self._memory(row.token_T.numel()).zero_())
+        found = self._receive(next(self._expected), row.token_T.numel())
+        self._finite = self._finite & all_finite(found)
+        return found
+
+    def logits(self, last_ND: Tensor) -> Tensor:
+        return self.target.logits(last_ND)
+
+    def ahead(self, rows: RowIterator) -> RowIterator:
+        return rows
+
+    def finite(self, row: Packed) -> bool:
+        """Whether all features that were received are finite: those of a single row are not kept."""
+        if self._finite.is_cuda:
+            torch.cuda.synchronize(self._finite.device)  # the next row may have been received on another stream
+        return bool(self._finite)
+
+    def finish(self, steps_done: int) -> None:
+        """Receives what was sent for later steps, after a stop, so that no message is left on its way."""
+        sent = self._deliveries.sent(steps_done - 1) * self.ranks.target_ranks
+        for place in itertools.takewhile(lambda place: place < sent, self._expected):
+            self._receive(place, self._deliveries.rows.row_length)
+
+    def _receive(self, place: int, tokens: int) -> Features:
+        sender = place % self.ranks.target_ranks
+        states = self._memory(tokens)
+        try:
+            dist.irecv(states, src=self.ranks.size + sender, group=self.ranks.feeds[sender]).wait()
+        except RuntimeError as e:
+            ranks = self.ranks
+            raise RankError(
+                f"rank {ranks.rank} of {ranks.total} waited in vain for hidden states of rank {ranks.size + sender}, "
+                f"which holds the target: {str(e).splitlines()[0]}"
+            ) from e
+        return self._features(states)
+
+    def _memory(self, tokens: int) -> Tensor:
+        """The memory of a row's features: the states of the captured layers of all tokens, then the final ones."""
+        width = self.target.embedding.shape[1]
+        return torch.empty(tokens * (self.layers + 1) * width, dtype=self.target.dtype, device=self.target.device).view(
+            -1, width
+        )
+
+    def _features(self, states: Tensor) -> Features:
+        tokens = states.shape[0] // (self.layers + 1)
+        return Features(states[:-tokens].view(tokens, self.layers, states.shape[1]), states[-tokens:])
+
+
+class Sender:
+    """Computes and sends the features of this rank's deliveries, which holds the target."""
+
+    def __init__(self, source: LiveFeatures, deliveries: Deliveries, ranks: Ranks, *, lockstep: bool):
+        self.source, self.deliveries, self.ranks, self.lockstep = source, deliveries, ranks, lockstep
+        self.failure: Exception | None = None
+        self._rounds, self._done = deliveries.rounds(), 0
+        self._sending: deque[tuple[int, Tensor, Any]] = deque()  # the step, what is sent, and the work
+
+    def send(self, step: int) -> None:
+        """Sends what has to be sent before the ranks meet in a step.
+
+        If a row fails, this and all later ones are sent as zeros, for which the other ranks may wait already;
+        `failure` is what they must hear of when they meet.
+        """
+        while self._done < self.deliveries.sent(step):
+            self._send_round(next(self._rounds), step)
+            self._done += 1
+
+    def _send_round(self, round_: tuple[Delivery, ...], step: int) -> None:
+        place = self.ranks.rank - self.ranks.size
+        own = round_[place] if place < len(round_) else None
+        if own is None and not self.lockstep:
+            return
+        while len(self._sending) > AHEAD and self._sending[0][0] <= step:
+            self._wait_for_oldest()
+        states = self._compute(self.deliveries.rows[(own or round_[0]).address])
+        if own is not None:
+            group = self.ranks.feeds[place]
+            self._sending.append((own.step, states, dist.isend(states, dst=own.rank, group=group)))
+
+    def _compute(self, row: Packed) -> Tensor:
+        target = self.source.target
+        if self.failure is None:
+            try:
+                found = self.source.features(row)
+                parts = (found.aux_TAD.flatten(0, 1), found.last_TD)
+                return torch.cat([x.to(target.device, target.dtype) for x in parts])
+            except Exception as e:
+                self.failure = e
+        states, width = row.token_T.numel() * (len(self.source.layers) + 1), target.embedding.shape[1]
+        return torch.zeros(states, width, dtype=target.dtype, device=target.device)
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is received."""
+        while self._sending:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        _, _, work = self._sending.popleft()
+        try:
+            work.wait()
+        except RuntimeError as e:
+            ranks, reason = self.ranks, str(e).splitlines()[0]
+            raise RankError(
+                f"rank {ranks.rank} of {ranks.total}, which holds the target, could not send hidden states: {reason}"
+            ) from e
+
+
+def feed(
+    source: LiveFeatures, rows: Rows, draft: Draft, schedule: Schedule, progress: Progress, ranks: Ranks, *,
+    lockstep: bool, until: int, evaluate: Callable[[Draft], Any] | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """The loop of a rank that holds only the target, from the progress of the ranks that train on: `trainer.train` in
+    these does the other half. Advances `progress.step` until it is `until`, or until a rank asks to stop.
+
+    `lockstep` tells whether the target is sharded. `evaluate` gets `draft`, whose weights it overwrites by those that
+    are trained. Raises the error of this rank's target, and RankError if another rank fails.
+    """
+    sender = Sender(source, Deliveries.of(rows, progress, schedule, ranks), ranks, lockstep=lockstep)
+    while progress.step < until:
+        sender.send(progress.step)
+        stops = any(ranks.meet(f"in step {progress.step + 1}", stopping(), sender.failure))
+        progress.step += 1
+        if evaluate and schedule.evaluates_after(progress.step):
+            evaluate(draft)
+        if stops:
+            break
+    sender.finish()
+    ranks.meet(AFTER, None)

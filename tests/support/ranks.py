@@ -1,0 +1,76 @@
+"""Processes of a test that communicate through gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing import start_processes
+
+from fledge.train.ranks import Ranks, connected
+
+# imported once, by the process that all others are forked from
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "fledge.targets.loading", "fledge.train.trainer"]
+
+
+def spawn(work: Callable[..., None], world: int, directory: Path, *given: Any) -> None:
+    """Runs work(ranks, directory, *given) in `world` processes."""
+    start(_work_connected, world, world, *free_ports(1), work, directory, *given)
+
+
+def start(work: Callable[..., None], processes: int, *given: Any) -> None:
+    """Runs work(number, *given) in processes that `connect` may connect."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    start_processes(work, given, nprocs=processes, start_method="forkserver")
+
+
+@contextlib.contextmanager
+def connect(
+    rank: int, world: int, port: int, *, target_ranks: int = 0, limit: timedelta = timedelta(minutes=2)
+) -> Iterator[Ranks]:
+    """Context manager: connects the first `world` processes."""
+    become(rank, world, port)
+    with connected(torch.device("cpu"), "shard", limit, target_ranks) as ranks:
+        yield ranks
+
+
+def become(rank: int, world: int, port: int) -> None:
+    """Makes this process a rank, as torchrun does for the processes that it starts."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the ranks that a torchrun has started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    return sorted(pid for pid, parent in parents.items() if parent == torchrun.pid)
+
+
+def _work_connected(rank: int, world: int, port: int, work: Callable[..., None], directory: Path, *given: Any) -> None:
+    with connect(rank, world, port) as ranks:
+        work(ranks, directory, *given)
