@@ -122,11 +122,10 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
         indices = {r: index for index, r in enumerate(requests)}
         for updated in self._decode(requests, batch or BATCH, speculate):
-            updated.hand_out()
+            updated.take_over()
             if updated.over:
+                updated.close()
                 answered(indices[updated])
-        for r in requests:
-            r.close()
         self._warn_at_chance(requests)
         return [r.done for r in requests]
 
@@ -193,7 +192,8 @@ class Engine:
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([request], 1, speculate):
-            if piece := request.hand_out():
+            request.take_over()
+            if piece := request.text.take():
                 yield piece
         rest = request.close()
         self._warn_at_chance([request])
@@ -252,7 +252,7 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
         """Decodes requests, and yields a request each time that tokens were committed to it, until it is complete. The
-        consumer must call `Request.hand_out` each time, which determines completion."""
+        consumer must call `Request.take_over` each time, which determines completion."""
         if not requests:
             return
         drafts = speculate and self.draft is not None

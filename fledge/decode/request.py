@@ -1,4 +1,4 @@
-"""A request: a prompt, the tokens committed after it, and the text handed out so far."""
+"""A request: a prompt, the tokens committed after it, and their text."""
 
 from __future__ import annotations
 
@@ -46,19 +46,18 @@ class Request:
         self.prefix.extend(tokens)
         self.fresh = tokens
 
-    def hand_out(self) -> str:
-        """The text that the last committed tokens add, cut at a stop token, stop string or the limit."""
+    def take_over(self) -> None:
+        """Takes the last committed tokens over into the answer, up to a stop token, a stop string or the limit."""
         done = self.done
         tokens = self.fresh[: self.limit - len(done.tokens)]
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         seen = len(self.text.tokens)
-        piece = self.text.add(tokens[:end])
+        self.text.append(tokens[:end])
         done.tokens += self.text.tokens[seen:]
         if end < len(tokens) and not self.text.stopped:
             done.tokens.append(tokens[end])  # the stop token counts as generated, but adds no text
             done.finish = "stop"
         done.trace.t_total = time.perf_counter() - self.began
-        return piece
 
     def is_last(self) -> Callable[[int], bool]:
         """Returns a predicate for the tokens that may be committed next. Called with them in order, it returns True at
@@ -66,7 +65,7 @@ class Request:
         text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
 
         def ends(token: int) -> bool:
-            text.add([] if token in self.stop_ids else [token])
+            text.append([] if token in self.stop_ids else [token])
             return next(left) <= 0 or token in self.stop_ids or text.stopped
 
         return ends
