@@ -81,6 +81,8 @@ def one_by_one(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str]) -> tu
     stop=st.lists(st.text("abcEND .X你", min_size=1, max_size=3), max_size=2),
 )
 @example(tokens=[0, 0, 7, 0, 3], spread=1, sizes=[(9, False)], stop=["b"])
+@example(tokens=[1, 2, 4, 1], spread=1, sizes=[(9, False)], stop=[])
+@example(tokens=[2, 7, 1, 7], spread=1, sizes=[(9, True)], stop=[])
 def test_any_groups(
     kind: str, tokens: list[int], spread: int, sizes: list[tuple[int, bool]], stop: list[str]
 ) -> None:  # fmt: skip
