@@ -122,10 +122,9 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
         indices = {r: index for index, r in enumerate(requests)}
         for updated in self._decode(requests, batch or BATCH, speculate):
-            updated.take_over()
-            if updated.over:
-                updated.close()
-                answered(indices[updated])
+            for complete in (r for r in updated if r.over):
+                complete.close()
+                answered(indices[complete])
         self._warn_at_chance(requests)
         return [r.done for r in requests]
 
@@ -192,7 +191,6 @@ class Engine:
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([request], 1, speculate):
-            request.take_over()
             if piece := request.text.take():
                 yield piece
         rest = request.close()
@@ -250,9 +248,9 @@ class Engine:
         reserved = self.drafting.deepest if self.draft is not None and not self.target.rotary else 0
         return self.target.context - reserved
 
-    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
-        """Decodes requests, and yields a request each time that tokens were committed to it, until it is complete. The
-        consumer must call `Request.take_over` each time, which determines completion."""
+    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[list[Request]]:
+        """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
+        others."""
         if not requests:
             return
         drafts = speculate and self.draft is not None
@@ -270,7 +268,7 @@ class Engine:
         while waiting:
             yield from self._run(waiting, batch, drafts)
 
-    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[Request]:
+    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[list[Request]]:
         """Decodes waiting requests with or without the draft: all of them, or some where the chooser has drafting rest
         for a number of requests."""
         chooser = self.chooser if drafts else None
