@@ -26,7 +26,7 @@ from fledge.types import Round, Tree
 
 HELD, SETTLED = 6, 24  # rounds before another amount may be drafted: while costs are measured, and later
 WARM_UP = 2  # of them, those that are not timed
-PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass
+PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
 
 
 class NoDrafter:
@@ -155,11 +155,14 @@ class Batch:
             yield list(requests[:count])
             requests = requests[count:]
 
-    @staticmethod
-    def _prefill_count(requests: Sequence[Request]) -> int:
-        """The number of requests, from the first on, whose padded prompts fit in a prefill pass; at least one."""
-        longest = itertools.accumulate((len(r.prefix) for r in requests), max)
-        return max(1, sum(n * length <= PREFILL_TOKENS for n, length in enumerate(longest, start=1)))
+    def _prefill_count(self, requests: Sequence[Request]) -> int:
+        """The number of requests, from the first on, whose prompts fit in a prefill pass; at least one."""
+        lengths = [len(r.prefix) for r in requests]
+        if self.target.pads:
+            passes = (n * longest for n, longest in enumerate(itertools.accumulate(lengths, max), start=1))
+        else:
+            passes = itertools.accumulate(lengths)
+        return max(1, sum(tokens <= PREFILL_TOKENS for tokens in passes))
 
     def _join(self, joining: Joining) -> None:
         """Adds prefilled requests that are not complete."""
