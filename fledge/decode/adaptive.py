@@ -83,23 +83,32 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
+        self.means: dict[int, dict[Amount, float]] = defaultdict(dict)  # of the amounts with enough of them
+        self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float) -> None:
         """Adds a round of so many requests."""
-        self.times[graph_size(requests)].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
+        size = graph_size(requests)
+        times = self.times[size].setdefault(amount, deque(maxlen=LATEST))
+        times.append(seconds)
+        if len(times) >= TIMED:
+            self.means[size][amount] = _mean(times)
+            self._known.clear()
 
     def forget_all_but(self, amount: Amount) -> None:
         """Forgets the rounds of all other amounts."""
-        for size, of_size in self.times.items():
-            self.times[size] = {a: times for a, times in of_size.items() if a == amount}
+        for values in (self.times, self.means):
+            for size, of_size in values.items():
+                values[size] = {a: of_amount for a, of_amount in of_size.items() if a == amount}
+        self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
         """Whether enough rounds of this amount were timed, for any number of requests."""
-        return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
+        return any(amount in of_size for of_size in self.means.values())
 
     def seconds(self, requests: int, amount: Amount) -> float:
         """The seconds of a round, interpolated between other amounts if no such round was timed."""
-        known = self._known(graph_size(requests))
+        known = self._known_at(graph_size(requests))
         if amount in known:
             return known[amount]
         places = sorted(known, key=_place)
@@ -110,19 +119,18 @@ class RoundCosts:
         slope = (known[high] - known[low]) / (_place(high) - _place(low))
         return known[high] + max(slope, 0.0) * (_place(amount) - _place(high))
 
-    def _known(self, size: int) -> dict[Amount, float]:
+    def _known_at(self, size: int) -> dict[Amount, float]:
         """The mean seconds of amounts at a number of requests. Amounts that were timed only at other numbers have the
         time at the nearest one, scaled by what both have in common."""
-        means = {
-            s: {a: _mean(times) for a, times in of_size.items() if len(times) >= TIMED}
-            for s, of_size in self.times.items()
-        }
-        here = dict(means.get(size, {}))
-        for other in sorted(means, key=lambda s: abs(s - size)):
-            common = [here[a] / means[other][a] for a in here if a in means[other]]
-            scale = statistics.median(common) if common else 1.0
-            here = {a: scale * t for a, t in means[other].items()} | here
-        return here
+        if size not in self._known:
+            here = dict(self.means.get(size, {}))
+            for other in sorted(self.means, key=lambda s: abs(s - size)):
+                there = self.means[other]
+                common = [here[a] / there[a] for a in here if a in there]
+                scale = statistics.median(common) if common else 1.0
+                here = {a: scale * t for a, t in there.items()} | here
+            self._known[size] = here
+        return self._known[size]
 
 
 class AmountChooser:
@@ -222,7 +230,8 @@ class AmountChooser:
 def _mean(times: Iterable[float]) -> float:
     """The mean without the longest quarter, which something else may have delayed."""
     ordered = sorted(times)
-    return statistics.fmean(ordered[: len(ordered) - len(ordered) // 4])
+    counted = ordered[: len(ordered) - len(ordered) // 4]
+    return sum(counted) / len(counted)
 
 
 def _place(amount: Amount) -> int:
