@@ -4,7 +4,8 @@ The best amount is the one with the most tokens per second: the tokens that a ro
 acceptance measured lately, divided by the seconds that such a round takes. Nothing at all is one of the amounts: where
 drafting does not pay, speculation pauses. The draft then reads the committed tokens now and then, and its guesses for
 them tell when drafting would pay again. Where it does not pay when new requests begin, these rest: they are decoded as
-without a draft to the end, until others try again.
+without a draft to the end. The draft then guesses one complete answer in many (`decode/probe.py`), and requests are
+decoded with it again when that tells that it would pay, or after a number of them, to measure what rounds take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
-REST, MOST_REST = 4, 64  # batches of requests that rest while the draft does not pay: at first, and at most
+REST, MOST_REST = 32, 128  # batches of requests that rest while the draft does not pay: at first, and at most
+PROBE = 8  # batches of resting requests of which the draft guesses one answer
+WORTH = 4  # batches of requests that must wait to let the running ones end first, so that others rest, or no longer
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth never drafted, relative to that at the depth above it
 AGAIN, SELDOM = 256, 2048  # rounds until the costs are measured again, doubled each time up to the second number
@@ -144,6 +147,7 @@ class AmountChooser:
         self.costs = RoundCosts()
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
         self.resting, self.rested = REST, 0  # batches of requests that rest in a row, and requests that have rested
+        self.probed = 0  # how many had rested when the draft guessed the last answer
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
         self.nodes = float(start.nodes)  # of the trees that `rates` were measured with
         smaller = [a for a in self.amounts[1:] if a < start]
@@ -169,16 +173,26 @@ class AmountChooser:
         """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
         not pay. After some that rest, others are decoded with it; the longer it has not paid, the more rest."""
         if not self._pauses(batch):
-            self.resting, self.rested = REST, 0
+            self.resting, self.rested, self.probed = REST, 0, 0
             return False
         if self.rested < self.resting * batch:
             return True
-        self.resting, self.rested = min(2 * self.resting, MOST_REST), 0
+        self.resting, self.rested, self.probed = min(2 * self.resting, MOST_REST), 0, 0
         return False
 
-    def changes(self, rests: bool, batch: int) -> bool:
-        """Whether requests should start to rest, or no longer, once the running ones are complete."""
-        return self.rested >= self.resting * batch if rests else self._pauses(batch)
+    def changes(self, rests: bool, batch: int, waiting: int) -> bool:
+        """Whether requests should start to rest, or no longer, once the running ones are complete. Not if few are
+        waiting, since the places of the running ones are then empty one after the other."""
+        if waiting < WORTH * batch:
+            return False
+        pauses = self._pauses(batch)
+        return self.rested >= self.resting * batch or not pauses if rests else pauses
+
+    def probes(self, batch: int) -> bool:
+        """Whether the draft should guess the next complete answer of those that rest."""
+        if due := self.rested - self.probed >= PROBE * batch:
+            self.probed = self.rested
+        return due
 
     def _pauses(self, batch: int) -> bool:
         measured = self.costs.timed(NOTHING) and self.costs.timed(self.smaller)

@@ -19,8 +19,9 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
+from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import Drafting
+from fledge.decode.propose import Drafting, Proposer
 from fledge.decode.request import Completion, Request
 from fledge.decode.scheduler import BatchScheduler
 from fledge.decode.text import TextStream
@@ -283,18 +284,31 @@ class Engine:
         try:
             while waiting or scheduler.running:
                 free = min(batch - scheduler.running, len(waiting))
-                if free and chooser is not None and scheduler.batches and chooser.changes(rests, batch):
+                if free and scheduler.batches and chooser and chooser.changes(rests, batch, len(waiting)):
                     free = 0
                     if not scheduler.running:
                         return
                 if rests:
                     chooser.rested += free
                 yield from scheduler.add([waiting.popleft() for _ in range(free)])
-                yield from scheduler.round()
+                for updated in scheduler.round():
+                    yield updated
+                    if rests and (complete := [r for r in updated if r.over]) and chooser.probes(batch):
+                        self._probe(complete[0])
         finally:  # also if the consumer stops early
             for used in scheduler.batches:
                 used.close()
                 self.put_back(used)
+
+    @functools.cached_property
+    def _prober(self) -> Proposer:
+        """A proposer for `probe`, whose cache no graphs read."""
+        return self.drafting.proposer(self.draft)
+
+    def _probe(self, complete: Request) -> None:
+        """Lets the chooser know how well the draft guesses an answer that was decoded without it."""
+        right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
+        self.chooser.add_guesses(right, made, made)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
