@@ -294,9 +294,8 @@ class Batch:
             tree = self.rounds.draft_trees(rows)
             timer.mark()
             results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
-        host = results
-        if results.is_cuda:
-            host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True).copy_(results, non_blocking=True)
+        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
+        host.copy_(results, non_blocking=True)
         timer.mark()
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
 
