@@ -3,13 +3,15 @@
     python bench/prompt_sets.py --target DIR --draft DIR --prompts SETS/*.jsonl --out bench/results/prompt_sets.json
 
 Graphs are captured first. Every way then decodes each set twice without being counted, so that `auto` has its
-measurements.
-Then the ways with and without the draft take turns, `--repeats` times, and the median of each counts. `tokens_per_s`
-has prefill and host in it. `speedup` is that over decoding without the draft, and `paused` the share of rounds that
-drafted nothing.
+measurements. Then the ways with and without the draft take turns, and each goes first as often as the other: one of
+`--repeats` measurements decodes the set several times with each, until `--seconds` have passed. `tokens_per_s` is the
+median, with prefill and host in it. `speedup` is the median over the measurements of the speed with the draft over that
+without it, `speedup_iqr` its lower and upper quartile, and `passes` how often a measurement decodes the set with each.
+`paused` is the share of rounds that drafted nothing, in all that was measured.
 """
 
 import argparse
+import math
 import statistics
 import time
 from pathlib import Path
@@ -44,7 +46,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--limit", type=int, default=8, help="prompts of each set, times the batch up to 4")
     parser.add_argument("--new", type=int, default=128, help="the most new tokens of a prompt")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each row")
+    parser.add_argument("--seconds", type=float, default=1.0, help="the least seconds of a measurement")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     options = parser.parse_args()
@@ -60,26 +63,46 @@ def main() -> None:
                     prompts = [first_prompt(p) for p in read_prompts(str(file), options.limit * min(batch, 4))]
                     asked = dict(batch=batch, max_new_tokens=options.new, temperature=temperature)
                     row = {"way": way, "batch": batch, "temperature": temperature, "set": file.stem}
-                    record["rows"].append(row | measure(engine, prompts, asked, options.repeats))
-                    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record["rows"][-1].items()}
-                    print(shown, flush=True)
+                    record["rows"].append(row | measure(engine, prompts, asked, options.repeats, options.seconds))
+                    print({k: rounded(v) for k, v in record["rows"][-1].items()}, flush=True)
                     write_record(options.out, record)
 
 
-def measure(engine: Engine, prompts: list[Any], options: dict[str, Any], repeats: int) -> dict[str, Any]:
+def rounded(value: Any) -> Any:
+    """A number with three digits after the point; a list of them likewise."""
+    if isinstance(value, list):
+        return [rounded(x) for x in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def measure(
+    engine: Engine, prompts: list[Any], options: dict[str, Any], repeats: int, seconds: float
+) -> dict[str, Any]:  # fmt: skip
     """The row of a set of prompts."""
     tokens = max(len(engine.template.prompt_ids(p)) for p in prompts) + options["max_new_tokens"]
     sampling = Sampling(temperature=options["temperature"])
     prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):
         decode(engine, prompts, options, True)
-    decode(engine, prompts, options, False)
-    pairs = [[decode(engine, prompts, options, speculate) for speculate in (True, False)] for _ in range(repeats)]
-    fast, plain = (statistics.median(speed for speed, _ in of_arm) for of_arm in zip(*pairs, strict=True))
-    traces = [c.trace for c in pairs[-1][0][1]]
+    took, _ = decode(engine, prompts, options, False)
+    passes = max(1, math.ceil(seconds / (2 * took)))
+    fast, plain, traces = [], [], []
+    for n in range(repeats):
+        times, counts = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+        for i in range(passes):
+            for speculate in (True, False) if (n + i) % 2 else (False, True):
+                took, done = decode(engine, prompts, options, speculate)
+                times[speculate] += took
+                counts[speculate] += sum(len(c.tokens) for c in done)
+                traces += [c.trace for c in done if speculate]
+        fast.append(counts[True] / times[True])
+        plain.append(counts[False] / times[False])
+    ratios = [a / b for a, b in zip(fast, plain, strict=True)]
+    quartiles = statistics.quantiles(ratios, method="inclusive") if repeats > 1 else ratios * 3
     return {
-        "prompts": len(prompts), "tokens_per_s": fast, "plain_tokens_per_s": plain, "speedup": fast / plain,
-        "tau": tau(traces), "paused": paused(traces),
+        "prompts": len(prompts), "passes": passes, "tokens_per_s": statistics.median(fast),
+        "plain_tokens_per_s": statistics.median(plain), "speedup": quartiles[1],
+        "speedup_iqr": [quartiles[0], quartiles[2]], "tau": tau(traces), "paused": paused(traces),
         "reason": engine.chooser.reason(options["batch"]) if engine.chooser else "",
     }  # fmt: skip
 
@@ -87,10 +110,10 @@ def measure(engine: Engine, prompts: list[Any], options: dict[str, Any], repeats
 def decode(
     engine: Engine, prompts: list[Any], options: dict[str, Any], speculate: bool
 ) -> tuple[float, list[Completion]]:
-    """The tokens per second of decoding the prompts, and the completions."""
+    """The seconds of decoding the prompts, and the completions."""
     start = time.perf_counter()
     done = engine.generate_all(prompts, speculate=speculate, **options)
-    return sum(len(c.tokens) for c in done) / (time.perf_counter() - start), done
+    return time.perf_counter() - start, done
 
 
 if __name__ == "__main__":

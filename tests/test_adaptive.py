@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from fledge.decode import adaptive, propose
 from fledge.decode import batch as batches
-from fledge.decode import propose
 from fledge.decode.adaptive import NOTHING, AcceptanceRates, Amount, AmountChooser, RoundCosts
 from fledge.decode.engine import Engine
+from fledge.decode.probe import probe
 from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
 from fledge.types import Sampling
 from support.amounts import RandomAmounts
@@ -94,13 +95,34 @@ def test_requests_rest() -> None:
         for _ in range(5):
             chooser.add(amount, [0, 0], seconds)
     resting = []
-    for _ in range(200):
+    for _ in range(400):
         resting.append(chooser.rests(2))
         chooser.rested += 2 * resting[-1]
-    assert [i for i, rests in enumerate(resting) if not rests] == [4, 13, 30, 63, 128, 193]
+    assert [i for i, rests in enumerate(resting) if not rests] == [32, 97, 226, 355]
     for _ in range(200):
         chooser.add(CHAINS[1], [2, 2], 2.0)
     assert not any(chooser.rests(2) for _ in range(5))
+
+
+def test_requests_rest_no_longer() -> None:
+    """Guesses for answers that were decoded without the draft end the rest. Few waiting requests change nothing."""
+    chooser, many = AmountChooser(CHAINS, CHAINS[3], False), 10
+    for amount, seconds in ((NOTHING, 1.0), (CHAINS[1], 1.5)):
+        for _ in range(5):
+            chooser.add(amount, [0, 0], seconds)
+    assert chooser.changes(False, 2, many) and not chooser.changes(False, 2, 7)
+    probed = []
+    assert chooser.rests(2)
+    for rested in range(48):
+        chooser.rested = rested
+        if chooser.probes(2):
+            probed.append(rested)
+            chooser.add_guesses(2, 40, 40)
+            assert not chooser.changes(True, 2, many)
+    assert probed == [16, 32]
+    chooser.add_guesses(38, 40, 40)
+    assert chooser.changes(True, 2, many) and not chooser.changes(True, 2, 7)
+    assert not chooser.rests(2)
 
 
 def test_a_slower_machine_is_noticed() -> None:
@@ -223,6 +245,47 @@ def test_after_a_pause_the_draft_goes_on(way: str, short: None) -> None:
         assert guessed or not hits
         if way == "chain":
             assert sum(right for right, _ in amounts.guesses) == sum(hits[:guessed])
+
+
+@pytest.mark.parametrize("options", [{}, P_EAGLE], ids=["eagle3", "peagle"])
+def test_guesses_for_a_complete_answer(options: dict[str, Any]) -> None:
+    """They are those of the draft with an empty cache, for the tokens that it has the target's states of."""
+    target, draft, asked = good_pair(native=True)
+    draft = tiny_draft(target, **options) if options else draft
+    engine = Engine(target, draft, depth=1)
+    prompt = asked[0]
+    done = engine.generate(prompt, max_new_tokens=20, speculate=False)
+    text = prompt + done.tokens
+    states = draft.select_states(read_alone(target, text, engine.layers)[1])
+    right = []
+    for end in range(2, len(text)):
+        proposer = engine.drafting.proposer(draft)
+        paths = paths_of(propose_one(proposer, torch.tensor(text[1:end]), states[: end - 1], 256))
+        right.append(any(path[0] == text[end] for path in paths if path))
+    prober = engine.drafting.proposer(draft)
+    for new in (1, 7, 20, 500):
+        made = min(new, len(text) - 2)
+        assert probe(target, prober, engine.layers, text, new) == (sum(right[-made:]), made)
+    assert 0 < sum(right) < len(right) or options
+    assert probe(target, prober, engine.layers, text[:2], 1) == (0, 0)
+    assert prober.source.pool.slots == target.pool.slots == 0
+
+
+def test_resting_requests_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose draft does not pay asks it for guesses of one answer in many, and changes no token."""
+    target, draft, asked = good_pair(native=True)
+    engine = Engine(target, draft, depth="auto")
+    for amount, seconds in ((NOTHING, 1.0), (engine.chooser.smaller, 9.0)):
+        for _ in range(5):
+            engine.chooser.add(amount, [0], seconds)
+    monkeypatch.setattr(adaptive, "PROBE", 2)
+    guesses: list[int] = []
+    monkeypatch.setattr(engine.chooser, "add_guesses", lambda right, made, rounds: guesses.append(made))
+    done = engine.generate_all(asked[:7], batch=2, max_new_tokens=9)
+    plain = engine.generate_all(asked[:7], batch=2, max_new_tokens=9, speculate=False)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert not any(r.drafted for c in done for r in c.trace.rounds) and guesses and max(guesses) == 9
+    assert engine.chooser.rested == 7 and target.pool.slots == 0
 
 
 def test_a_pause_needs_the_stable_cache() -> None:

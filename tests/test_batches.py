@@ -197,6 +197,19 @@ def test_prompts_are_read_together_and_apart(most: int, native: bool, monkeypatc
     assert all(len(c.tokens) == 1 for c in engine.generate_all(asked, batch=5, max_new_tokens=1))
 
 
+@pytest.mark.parametrize(("native", "passes"), [(True, [[30, 2, 3, 4], [30]]), (False, [[30], [2, 3, 4], [30]])])
+def test_the_tokens_of_a_prefill_pass(native: bool, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted over all prompts, with padding where a target pads."""
+    target, _, _ = good_pair(native=native)
+    engine, seen = Engine(target), []
+    engine.generate_all([[5], [6]], max_new_tokens=1)  # the first call checks what the target supports
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 40)
+    prefill = target.prefill
+    monkeypatch.setattr(target, "prefill", lambda p, *more: seen.append([*map(len, p)]) or prefill(p, *more))
+    engine.generate_all([[5] * n for n in (30, 2, 3, 4, 30)], batch=5, max_new_tokens=2)
+    assert seen == passes
+
+
 def watch_after_dismissals(monkeypatch: pytest.MonkeyPatch, watch: Callable[[Batch], int]) -> list[int]:
     """Returns a list to which `watch` of a batch is added when complete requests have left it."""
     seen, dismiss = [], Batch._dismiss

@@ -231,11 +231,13 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo, prompts = BENCH.parent / "demo", tmp_path / "code.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
-    words = "--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--new", 12, "--repeats", 1
-    rows = record(tmp_path, monkeypatch, "prompt_sets", *words, "--batch", 1, 2, "--temperature", 0)["rows"]
+    words = "--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--new", 12, "--repeats", 2
+    words = *words, "--seconds", 0.05, "--batch", 1, 2, "--temperature", 0
+    rows = record(tmp_path, monkeypatch, "prompt_sets", *words)["rows"]
     assert [(r["way"], r["batch"]) for r in rows] == [(way, b) for way in ("as trained", "auto") for b in (1, 2)]
     assert all(r["tokens_per_s"] > 0 and r["prompts"] == 2 and 1 <= r["tau"] < 6 for r in rows)
-    assert all(0 <= r["paused"] <= 1 and r["set"] == "code" for r in rows)
+    assert all(0 <= r["paused"] <= 1 and r["set"] == "code" and r["passes"] > 0 for r in rows)
+    assert all(r["speedup_iqr"][0] <= r["speedup"] <= r["speedup_iqr"][1] for r in rows)
 
 
 def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

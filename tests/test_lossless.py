@@ -353,7 +353,8 @@ def stream_in_groups(
     stream, pieces, at, turn = TextStream(tiny_tokenizer(), stop), [], 0, 0
     while at < len(tokens) and not stream.stopped:
         size = sizes[turn % len(sizes)]
-        pieces.append(stream.add(tokens[at : at + size]))
+        stream.append(tokens[at : at + size])
+        pieces.append(stream.take())
         at, turn = at + size, turn + 1
     return [*pieces, stream.finish()], stream
 
@@ -412,7 +413,8 @@ class ByteTokenizer:
 def test_a_stop_string_before_half_a_character() -> None:
     """A stop string is found even if the token that completes it also begins a character that is never completed."""
     stream = TextStream(ByteTokenizer(b"some EN", b"D\xf0\x9f"), ("END",))
-    assert stream.add([0, 1]) == "some "
+    stream.append([0, 1])
+    assert stream.take() == "some "
     assert stream.finish() == ""
     assert stream.text == "some "
     assert stream.stopped
@@ -421,7 +423,8 @@ def test_a_stop_string_before_half_a_character() -> None:
 def test_the_first_of_several_stop_strings() -> None:
     """If two stop strings appear, the text ends before the one that begins first."""
     stream = TextStream(ByteTokenizer(b"abc", b"def", b"ghi"), ("ef", "bcde"))
-    assert stream.add([0, 1, 2]) == "a"
+    stream.append([0, 1, 2])
+    assert stream.take() == "a"
     assert stream.stopped
     assert stream.tokens == [0, 1]
 

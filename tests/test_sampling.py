@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.kernels import sampling as sampling_kernels
-from fledge.kernels.sampling import gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.kernels import sampling_cpu
+from fledge.kernels.sampling import TOKEN, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree
@@ -284,3 +285,49 @@ def test_a_default_device_on_a_gpu() -> None:
         found = BatchSampling.of([Sampling(temperature=0.5, top_k=3)], [7], "cuda")
         (moved,) = to_device([torch.arange(3)], torch.device("cuda"))
     assert found.top_k_B.tolist() == [3] and found.temperature_B.is_cuda and moved.tolist() == [0, 1, 2]
+
+
+FILTERS = [(0, 0.9), (0, 0.3), (5, 1.0), (50, 0.9), (1, 0.5), (300, 0.7), (0, 0.999), (5000, 1.0), (9999, 0.8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("V", [3, 64, 1500, 5001])
+@pytest.mark.parametrize("sharpness", [0.5, 4.0])
+def test_filters_without_sorting(sharpness: float, V: int, rounded: bool, dtype: torch.dtype) -> None:
+    """The tokens that are kept, equal scores included, and what is drawn from them are those of the definition. Where
+    rounding could matter, the definition draws."""
+    scores_MV = sharpness * torch.randn(len(FILTERS), V, generator=torch.Generator().manual_seed(V), dtype=dtype)
+    if rounded:
+        scores_MV = scores_MV.round()
+    sampling = BatchSampling.of([Sampling(temperature=1.0, top_k=k, top_p=p) for k, p in FILTERS], range(9), "cpu")
+    kept_MV = sampling.process(scores_MV[:, None])[:, 0].isfinite()
+    for scores_V, kept_V, (k, p) in zip(scores_MV.numpy(), kept_MV, FILTERS, strict=True):
+        k = k if k < V else 0
+        if (k or p < 1) and (level := sampling_cpu._level(scores_V, k or 256)) is not None:
+            assert (scores_V >= level).sum() >= (k or 256)
+            if found := sampling_cpu._kept(scores_V, level, k, p):
+                assert sorted(found[0]) == kept_V.nonzero()[:, 0].tolist()
+    for seed in range(20):
+        state_M = hash_keys(torch.tensor(seed), torch.arange(9), torch.tensor(3), TOKEN)
+        expected = gumbel_argmax(sampling.process(scores_MV[:, None])[:, 0], state_M, impl="definition").tolist()
+        assert sampling.draw(scores_MV, state_M) == expected
+
+
+def test_what_is_found_without_sorting() -> None:
+    """Peaked distributions of a large vocabulary, as language models have, need no sorting."""
+    scores_MV = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
+    scores_MV[:, :40] += 12
+    state_M = torch.arange(3)
+    assert None not in filtered_argmax(scores_MV, [0, 40, 20], [0.9, 1.0, 0.9], state_M)
+    assert filtered_argmax(scores_MV, [0, 0, 40_000], [1.0, 0.99999, 1.0], state_M) == [None] * 3
+    scores_MV[0, 5], scores_MV[1, 7], scores_MV[2] = torch.nan, torch.inf, -torch.inf
+    assert filtered_argmax(scores_MV, [0, 40, 20], [0.9, 1.0, 0.9], state_M) == [None] * 3
+
+
+def test_a_threshold_within_rounding() -> None:
+    """Whether a token goes whose sum is the threshold of top-p is left to the definition."""
+    scores_MV = torch.full((1, 4096), -80.0)
+    scores_MV[0, 100:104] = 0
+    assert filtered_argmax(scores_MV, [0], [0.5], torch.tensor([1])) == [None]
+    assert filtered_argmax(scores_MV, [0], [0.6], torch.tensor([1])) != [None]

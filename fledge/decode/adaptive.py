@@ -4,7 +4,8 @@ The best amount is the one with the most tokens per second: the tokens that a ro
 acceptance measured lately, divided by the seconds that such a round takes. Nothing at all is one of the amounts: where
 drafting does not pay, speculation pauses. The draft then reads the committed tokens now and then, and its guesses for
 them tell when drafting would pay again. Where it does not pay when new requests begin, these rest: they are decoded as
-without a draft to the end, until others try again.
+without a draft to the end. The draft then guesses one complete answer in many (`decode/probe.py`), and requests are
+decoded with it again when that tells that it would pay, or after a number of them, to measure what rounds take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
-REST, MOST_REST = 4, 64  # batches of requests that rest while the draft does not pay: at first, and at most
+REST, MOST_REST = 32, 128  # batches of requests that rest while the draft does not pay: at first, and at most
+PROBE = 8  # batches of resting requests of which the draft guesses one answer
+WORTH = 4  # batches of requests that must wait to let the running ones end first, so that others rest, or no longer
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth never drafted, relative to that at the depth above it
 AGAIN, SELDOM = 256, 2048  # rounds until the costs are measured again, doubled each time up to the second number
@@ -83,23 +86,32 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
+        self.means: dict[int, dict[Amount, float]] = defaultdict(dict)  # of the amounts with enough of them
+        self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float) -> None:
         """Adds a round of so many requests."""
-        self.times[graph_size(requests)].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
+        size = graph_size(requests)
+        times = self.times[size].setdefault(amount, deque(maxlen=LATEST))
+        times.append(seconds)
+        if len(times) >= TIMED:
+            self.means[size][amount] = _mean(times)
+            self._known.clear()
 
     def forget_all_but(self, amount: Amount) -> None:
         """Forgets the rounds of all other amounts."""
-        for size, of_size in self.times.items():
-            self.times[size] = {a: times for a, times in of_size.items() if a == amount}
+        for values in (self.times, self.means):
+            for size, of_size in values.items():
+                values[size] = {a: of_amount for a, of_amount in of_size.items() if a == amount}
+        self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
         """Whether enough rounds of this amount were timed, for any number of requests."""
-        return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
+        return any(amount in of_size for of_size in self.means.values())
 
     def seconds(self, requests: int, amount: Amount) -> float:
         """The seconds of a round, interpolated between other amounts if no such round was timed."""
-        known = self._known(graph_size(requests))
+        known = self._known_at(graph_size(requests))
         if amount in known:
             return known[amount]
         places = sorted(known, key=_place)
@@ -110,19 +122,18 @@ class RoundCosts:
         slope = (known[high] - known[low]) / (_place(high) - _place(low))
         return known[high] + max(slope, 0.0) * (_place(amount) - _place(high))
 
-    def _known(self, size: int) -> dict[Amount, float]:
+    def _known_at(self, size: int) -> dict[Amount, float]:
         """The mean seconds of amounts at a number of requests. Amounts that were timed only at other numbers have the
         time at the nearest one, scaled by what both have in common."""
-        means = {
-            s: {a: _mean(times) for a, times in of_size.items() if len(times) >= TIMED}
-            for s, of_size in self.times.items()
-        }
-        here = dict(means.get(size, {}))
-        for other in sorted(means, key=lambda s: abs(s - size)):
-            common = [here[a] / means[other][a] for a in here if a in means[other]]
-            scale = statistics.median(common) if common else 1.0
-            here = {a: scale * t for a, t in means[other].items()} | here
-        return here
+        if size not in self._known:
+            here = dict(self.means.get(size, {}))
+            for other in sorted(self.means, key=lambda s: abs(s - size)):
+                there = self.means[other]
+                common = [here[a] / there[a] for a in here if a in there]
+                scale = statistics.median(common) if common else 1.0
+                here = {a: scale * t for a, t in there.items()} | here
+            self._known[size] = here
+        return self._known[size]
 
 
 class AmountChooser:
@@ -136,6 +147,7 @@ class AmountChooser:
         self.costs = RoundCosts()
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
         self.resting, self.rested = REST, 0  # batches of requests that rest in a row, and requests that have rested
+        self.probed = 0  # how many had rested when the draft guessed the last answer
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
         self.nodes = float(start.nodes)  # of the trees that `rates` were measured with
         smaller = [a for a in self.amounts[1:] if a < start]
@@ -161,16 +173,26 @@ class AmountChooser:
         """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
         not pay. After some that rest, others are decoded with it; the longer it has not paid, the more rest."""
         if not self._pauses(batch):
-            self.resting, self.rested = REST, 0
+            self.resting, self.rested, self.probed = REST, 0, 0
             return False
         if self.rested < self.resting * batch:
             return True
-        self.resting, self.rested = min(2 * self.resting, MOST_REST), 0
+        self.resting, self.rested, self.probed = min(2 * self.resting, MOST_REST), 0, 0
         return False
 
-    def changes(self, rests: bool, batch: int) -> bool:
-        """Whether requests should start to rest, or no longer, once the running ones are complete."""
-        return self.rested >= self.resting * batch if rests else self._pauses(batch)
+    def changes(self, rests: bool, batch: int, waiting: int) -> bool:
+        """Whether requests should start to rest, or no longer, once the running ones are complete. Not if few are
+        waiting, since the places of the running ones are then empty one after the other."""
+        if waiting < WORTH * batch:
+            return False
+        pauses = self._pauses(batch)
+        return self.rested >= self.resting * batch or not pauses if rests else pauses
+
+    def probes(self, batch: int) -> bool:
+        """Whether the draft should guess the next complete answer of those that rest."""
+        if due := self.rested - self.probed >= PROBE * batch:
+            self.probed = self.rested
+        return due
 
     def _pauses(self, batch: int) -> bool:
         measured = self.costs.timed(NOTHING) and self.costs.timed(self.smaller)
@@ -222,7 +244,8 @@ class AmountChooser:
 def _mean(times: Iterable[float]) -> float:
     """The mean without the longest quarter, which something else may have delayed."""
     ordered = sorted(times)
-    return statistics.fmean(ordered[: len(ordered) - len(ordered) // 4])
+    counted = ordered[: len(ordered) - len(ordered) // 4]
+    return sum(counted) / len(counted)
 
 
 def _place(amount: Amount) -> int:

@@ -26,7 +26,7 @@ from fledge.types import Round, Tree
 
 HELD, SETTLED = 6, 24  # rounds before another amount may be drafted: while costs are measured, and later
 WARM_UP = 2  # of them, those that are not timed
-PREFILL_TOKENS = 8192  # maximum tokens, padding included, of a prefill pass
+PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
 
 
 class NoDrafter:
@@ -141,29 +141,28 @@ class Batch:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Prefills requests, several in a pass, and yields each with its first token committed. Adds those that are not
-        complete to the running ones. The first token does not count as a round."""
+    def add(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Prefills requests, several in a pass, and adds those that are not complete after their first token to the
+        running ones. Yields the requests that tokens were committed to. The first token does not count as a round."""
         if requests:
-            yield from self._finish_launched()
+            updated = self._finish_launched()
             self._dismiss()
             self.committed_at = None
+            yield updated
         while requests:
             count = self._prefill_count(requests)
-            joining = Joining(self, requests[:count])
-            try:
-                yield from joining.requests
-            except BaseException:  # the consumer stopped
-                joining.free()
-                raise
-            self._join(joining)
+            self._join(Joining(self, requests[:count]))
+            yield list(requests[:count])
             requests = requests[count:]
 
-    @staticmethod
-    def _prefill_count(requests: Sequence[Request]) -> int:
-        """The number of requests, from the first on, whose padded prompts fit in a prefill pass; at least one."""
-        longest = itertools.accumulate((len(r.prefix) for r in requests), max)
-        return max(1, sum(n * length <= PREFILL_TOKENS for n, length in enumerate(longest, start=1)))
+    def _prefill_count(self, requests: Sequence[Request]) -> int:
+        """The number of requests, from the first on, whose prompts fit in a prefill pass; at least one."""
+        lengths = [len(r.prefix) for r in requests]
+        if self.target.pads:
+            passes = (n * longest for n, longest in enumerate(itertools.accumulate(lengths, max), start=1))
+        else:
+            passes = itertools.accumulate(lengths)
+        return max(1, sum(tokens <= PREFILL_TOKENS for tokens in passes))
 
     def _join(self, joining: Joining) -> None:
         """Adds prefilled requests that are not complete."""
@@ -217,36 +216,40 @@ class Batch:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def round(self) -> Iterator[Request]:
-        """Runs a round, and yields the requests that tokens were committed to. Then removes complete requests."""
+    def round(self) -> list[Request]:
+        """Runs a round, and removes complete requests. Returns those that tokens were committed to."""
+        updated: dict[Request, None] = {}  # in order, without repetition
         if self.chooser is not None:
-            yield from self._adapt()
-            if not self.running:
-                return
-        ahead = 2 if self._replays() else 1
-        while len(self.launched) < ahead and self._needs_rounds():
-            self._launch()
-        yield from self._commit()
-        if all(request.over for request in self.running):
-            self.launched.clear()
-        elif any(request.over for request in self.running):
-            yield from self._finish_launched()
-        self._dismiss()
+            updated.update(dict.fromkeys(self._adapt()))
+        if self.running:
+            ahead = 2 if self._replays() else 1
+            while len(self.launched) < ahead and self._needs_rounds():
+                self._launch()
+            updated.update(dict.fromkeys(self._commit()))
+            complete = [request.over for request in self.running]
+            if all(complete):
+                self.launched.clear()
+            elif any(complete):
+                updated.update(dict.fromkeys(self._finish_launched()))
+            if any(complete):
+                self._dismiss()
+        return list(updated)
 
-    def _adapt(self) -> Iterator[Request]:
-        """Changes how much is drafted if that is faster, and has the draft read what was committed without it."""
+    def _adapt(self) -> list[Request]:
+        """Changes how much is drafted if that is faster, and has the draft read what was committed without it. Returns
+        the requests that tokens were committed to."""
         amount = self.proposer.amount
         if self.held >= self.due:
             amount = self.chooser.next(len(self.running), amount)
             self.due = self.held + (SETTLED if amount == self.proposer.amount and self.chooser.settled else HELD)
         # a round may be launched ahead, which commits one token more
         if amount == self.proposer.amount and self.unread < UNREAD - 1:
-            return
-        yield from self._finish_launched()
+            return []
+        updated = self._finish_launched()
         self._dismiss()
         self.committed_at = None
         if not self.running:
-            return
+            return updated
         self._unload()
         state = self.rounds.state
         if self.unread > 1:
@@ -255,6 +258,7 @@ class Batch:
             self.proposer.use(amount)
             self.held, self.due = 0, HELD
         self.rounds.state = state.rows(self.proposer.rows)
+        return updated
 
     def _read_along(self, state: RoundState) -> RoundState:
         """Has the draft read all tokens of a state but the last of each request. Returns the state after that."""
@@ -330,29 +334,36 @@ class Batch:
             self.loaded.store(self.rounds)
             self.loaded = None
 
-    def _commit(self) -> Iterator[Request]:
-        """Commits the results of the oldest launched round, and yields its requests that were not complete before."""
+    def _commit(self) -> list[Request]:
+        """Commits the results of the oldest launched round. Returns its requests that were not complete before."""
         launched = self.launched.pop(0)
         times = launched.timer.seconds()  # waits for the device
+        results = launched.results.tolist()
         if self.chooser is not None:
-            accepted = [count - 1 for *_, count, _ in launched.results.tolist()]
             now = time.perf_counter()
             alone = launched.typical and self.committed_at is not None  # nothing but this round was between
+            accepted = [row[-2] - 1 for row in results]
             self.chooser.add(launched.amount, accepted, now - self.committed_at if alone else None)
             self.committed_at = now
-        for request, row in zip(launched.requests, launched.results.tolist(), strict=True):
+        updated, rounds = [], {}  # requests that draft and accept as much share a record
+        for request, row in zip(launched.requests, results, strict=True):
             if request.over:
                 continue
-            *tokens, count, drafted = row
-            request.commit(tokens[:count])
+            count, drafted = row[-2:]
+            request.commit(row[:count])
             if self.records:
-                request.done.trace.rounds.append(Round(drafted, count - 1, *times, launched.copied_bytes))
-            yield request
+                if (key := (drafted, count)) not in rounds:
+                    rounds[key] = Round(drafted, count - 1, *times, launched.copied_bytes)
+                request.done.trace.rounds.append(rounds[key])
+            updated.append(request)
+        return updated
 
-    def _finish_launched(self) -> Iterator[Request]:
-        """Commits the results of all launched rounds."""
+    def _finish_launched(self) -> list[Request]:
+        """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""
+        updated: dict[Request, None] = {}
         while self.launched:
-            yield from self._commit()
+            updated.update(dict.fromkeys(self._commit()))
+        return list(updated)
 
 
 class Joining:

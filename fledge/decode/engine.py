@@ -19,8 +19,9 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
+from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import Drafting
+from fledge.decode.propose import Drafting, Proposer
 from fledge.decode.request import Completion, Request
 from fledge.decode.scheduler import BatchScheduler
 from fledge.decode.text import TextStream
@@ -122,11 +123,9 @@ class Engine:
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
         indices = {r: index for index, r in enumerate(requests)}
         for updated in self._decode(requests, batch or BATCH, speculate):
-            updated.hand_out()
-            if updated.over:
-                answered(indices[updated])
-        for r in requests:
-            r.close()
+            for complete in (r for r in updated if r.over):
+                complete.close()
+                answered(indices[complete])
         self._warn_at_chance(requests)
         return [r.done for r in requests]
 
@@ -193,7 +192,7 @@ class Engine:
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
         for _ in self._decode([request], 1, speculate):
-            if piece := request.hand_out():
+            if piece := request.text.take():
                 yield piece
         rest = request.close()
         self._warn_at_chance([request])
@@ -250,9 +249,9 @@ class Engine:
         reserved = self.drafting.deepest if self.draft is not None and not self.target.rotary else 0
         return self.target.context - reserved
 
-    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[Request]:
-        """Decodes requests, and yields a request each time that tokens were committed to it, until it is complete. The
-        consumer must call `Request.hand_out` each time, which determines completion."""
+    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[list[Request]]:
+        """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
+        others."""
         if not requests:
             return
         drafts = speculate and self.draft is not None
@@ -270,7 +269,7 @@ class Engine:
         while waiting:
             yield from self._run(waiting, batch, drafts)
 
-    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[Request]:
+    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[list[Request]]:
         """Decodes waiting requests with or without the draft: all of them, or some where the chooser has drafting rest
         for a number of requests."""
         chooser = self.chooser if drafts else None
@@ -285,18 +284,31 @@ class Engine:
         try:
             while waiting or scheduler.running:
                 free = min(batch - scheduler.running, len(waiting))
-                if free and chooser is not None and scheduler.batches and chooser.changes(rests, batch):
+                if free and scheduler.batches and chooser and chooser.changes(rests, batch, len(waiting)):
                     free = 0
                     if not scheduler.running:
                         return
                 if rests:
                     chooser.rested += free
                 yield from scheduler.add([waiting.popleft() for _ in range(free)])
-                yield from scheduler.round()
+                for updated in scheduler.round():
+                    yield updated
+                    if rests and (complete := [r for r in updated if r.over]) and chooser.probes(batch):
+                        self._probe(complete[0])
         finally:  # also if the consumer stops early
             for used in scheduler.batches:
                 used.close()
                 self.put_back(used)
+
+    @functools.cached_property
+    def _prober(self) -> Proposer:
+        """A proposer for `probe`, whose cache no graphs read."""
+        return self.drafting.proposer(self.draft)
+
+    def _probe(self, complete: Request) -> None:
+        """Lets the chooser know how well the draft guesses an answer that was decoded without it."""
+        right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
+        self.chooser.add_guesses(right, made, made)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

@@ -25,7 +25,7 @@ MODES = ("chain", "tree", "parallel")
 DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
 AUTO = "auto"
 UNREAD = 64  # the most tokens of a request that are committed without the draft before it reads them
-GUESSED = 8  # of them, those for which its guesses are compared
+GUESSED = 8  # of them, the last ones for which its guesses are compared
 DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained one
 FAR = 10
 NODES = (8, 16, 32, 60)  # the same for the nodes of trees
@@ -138,15 +138,15 @@ class Proposer:
         return tree
 
     @torch.inference_mode()
-    def read_along(self, state: RoundState) -> tuple[RoundState, Tensor, Tensor]:
+    def read_along(self, state: RoundState, guesses: int = GUESSED) -> tuple[RoundState, Tensor, Tensor]:
         """Adds all fresh slots but the last of each request to the draft's cache.
 
-        Returns the state with the last tokens only, and of the draft's guesses for up to GUESSED of each request's
-        fresh tokens the number that were right, and the number made, int64 [B] each.
+        Returns the state with the last tokens only, and of the draft's guesses for the last fresh tokens of each
+        request, at most `guesses`, the number that were right, and the number made, int64 [B] each.
         """
         device = self.draft.device
         given = state.to(device)
-        at_BS = given.count_B[:, None] - 2 - torch.arange(GUESSED, device=device)
+        at_BS = given.count_B[:, None] - 2 - torch.arange(guesses, device=device)
         read = replace(given, count_B=given.count_B - 1)
         guess_BS = self.source.read_along(read, at_BS.clamp_min(0))
         made_BS = at_BS >= 0

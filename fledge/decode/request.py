@@ -1,4 +1,4 @@
-"""A request: a prompt, the tokens committed after it, and the text handed out so far."""
+"""A request: a prompt, the tokens committed after it, and their text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     """A prompt that is being answered.
 
     `prefix` is the prompt and every committed token. `fresh` are the tokens that were committed last. `limit` is the
-    most tokens to generate. Results go to `done`.
+    most tokens to generate. Results go to `done`. `over`: whether the answer is complete.
     """
 
     number: int
@@ -40,25 +40,24 @@ class Request:
     done: Completion
     fresh: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
+    over: bool = False
 
     def commit(self, tokens: list[int]) -> None:
-        """Adds the tokens that verification chose."""
+        """Adds the tokens that verification chose: all to the prefix, and to the answer those up to a stop token, a
+        stop string or the limit."""
         self.prefix.extend(tokens)
-        self.fresh = tokens
-
-    def hand_out(self) -> str:
-        """The text that the last committed tokens add, cut at a stop token, stop string or the limit."""
-        done = self.done
-        tokens = self.fresh[: self.limit - len(done.tokens)]
+        self.fresh, done, text = tokens, self.done, self.text
+        if len(tokens) > (left := self.limit - len(done.tokens)):
+            tokens = tokens[:left]
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        seen = len(self.text.tokens)
-        piece = self.text.add(tokens[:end])
-        done.tokens += self.text.tokens[seen:]
-        if end < len(tokens) and not self.text.stopped:
+        seen = len(text.tokens)
+        text.append(tokens[:end])
+        done.tokens += text.tokens[seen:]
+        if end < len(tokens) and not text.stopped:
             done.tokens.append(tokens[end])  # the stop token counts as generated, but adds no text
             done.finish = "stop"
+        self.over = text.stopped or done.finish == "stop" or len(done.tokens) >= self.limit
         done.trace.t_total = time.perf_counter() - self.began
-        return piece
 
     def is_last(self) -> Callable[[int], bool]:
         """Returns a predicate for the tokens that may be committed next. Called with them in order, it returns True at
@@ -66,7 +65,7 @@ class Request:
         text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
 
         def ends(token: int) -> bool:
-            text.add([] if token in self.stop_ids else [token])
+            text.append([] if token in self.stop_ids else [token])
             return next(left) <= 0 or token in self.stop_ids or text.stopped
 
         return ends
@@ -81,11 +80,6 @@ class Request:
     def longest(self) -> int:
         """The most tokens that prompt and answer can have together."""
         return len(self.prefix) + self.limit - len(self.done.tokens)
-
-    @property
-    def over(self) -> bool:
-        """Whether the answer is complete."""
-        return self.text.stopped or self.done.finish == "stop" or len(self.done.tokens) >= self.limit
 
     def close(self) -> str:
         """Finishes the text and returns what of it was not handed out."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fledge.kernels.sampling import hash_keys
+from fledge.kernels.sampling import filtered_argmax, gumbel_argmax, hash_keys
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree, Verdict
@@ -119,6 +119,21 @@ class BatchSampling:
     def temper(self, scores: Tensor) -> Tensor:
         """Scores [B, .., V] divided by the temperatures; those of greedy requests as they are."""
         return scores / _column(self.temperature_B.where(self.temperature_B > 0, 1.0), scores)
+
+    def draw(self, scores_BV: Tensor, state_B: Tensor) -> list[int]:
+        """The tokens that the states draw from penalized scores on a CPU; as `gumbel_argmax` of `settle` of `warp`, but
+        sorts no vocabulary where the filters leave few tokens."""
+        scores_BV = self.temper(at_least_float32(scores_BV))
+        if not self.filters:
+            return gumbel_argmax(self.settle(scores_BV), state_B).tolist()
+        drawn = filtered_argmax(scores_BV, self.top_k_B.tolist(), self.top_p_B.tolist(), state_B)
+        if left := [b for b, token in enumerate(drawn) if token is None]:
+            index_b = torch.tensor(left)
+            own = self.select(index_b)
+            scores_bV = own.settle(filter_top(scores_BV[index_b][:, None], own.top_k_B, own.top_p_B))[:, 0]
+            for b, token in zip(left, gumbel_argmax(scores_bV, state_B[index_b]).tolist(), strict=True):
+                drawn[b] = token
+        return drawn
 
     def settle(self, scores: Tensor) -> Tensor:
         """Scores [B, .., V] in which greedy requests have -inf but at their argmax, so that drawing takes that."""

@@ -27,7 +27,7 @@ class BatchScheduler:
         """The number of requests that are not complete."""
         return sum(len(batch.running) for batch in self.batches)
 
-    def add(self, requests: Sequence[Request]) -> Iterator[Request]:
+    def add(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
         assigned: list[tuple[Batch, list[Request]]] = [(batch, []) for batch in self.batches]
         for request in requests:
@@ -40,12 +40,12 @@ class BatchScheduler:
         for batch, new in assigned:
             yield from batch.add(new)
 
-    def round(self) -> Iterator[Request]:
+    def round(self) -> Iterator[list[Request]]:
         """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete
         ones."""
         for batch in self.batches:
             if batch.running:
-                yield from batch.round()
+                yield batch.round()
         self.batches = self.batches[:1] + [batch for batch in self.batches[1:] if batch.running]
 
     def _fit(self, requests: Sequence[Request]) -> bool:

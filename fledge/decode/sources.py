@@ -11,6 +11,7 @@ All shapes are static, and nothing but `read` synchronizes the device, so that a
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -67,12 +68,11 @@ class Source:
         if not sum(counts):
             return
         rows = PromptRows(cache, counts)
-        position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
-        flat, count_B = torch.tensor([token for each in tokens for token in each]), torch.tensor(counts)
-        flat, position, count_B = to_device([flat, position, count_B], draft.device)
+        flat, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
+        flat, count_B = to_device([flat, count_B], draft.device)
         state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        self.decoder.read(flat, state, self.decoder.rotation(position), rows)
-        cache.keep(None, count_B)
+        self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
+        rows.commit(count_B)
 
     def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:
         """Adds each request's fresh slots to the cache, and returns the draft's target ids after S of them, at these

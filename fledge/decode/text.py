@@ -1,22 +1,39 @@
-"""Incremental detokenization: hands out complete characters only, and no text that may still become a stop string."""
+"""Incremental detokenization: hands out complete characters only, and no text that may still become a stop string.
+
+The text is a function of the tokens alone, however they come in groups and whenever it is read. Tokens are decoded when
+the text is asked for, or at once if there are stop strings. By definition (Hugging Face's text-generation-inference,
+`decode_token`) one token after the other is decoded in the context of those before it. Where that must give the same
+text, all tokens that wait are decoded in one call.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+REPLACEMENT = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
+CHARACTER = 4  # the most bytes of a character, of which an incomplete one is up to three REPLACEMENTs
+# decoders of the tokenizers library that give each token the same text in every context, but for incomplete characters
+# and for the first token
+JOINING = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse"}
 
 
 class TextStream:
     """Incremental detokenization with stop strings; a stop string ends the text before itself."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self.tokenizer, self.stop = tokenizer, tuple(s for s in stop if s)
+        self.stop = tuple(s for s in stop if s)
         self.tokens: list[int] = []
         self.text = ""  # decoded so far
         self.given = 0  # number of characters handed out
         self.stopped = False
+        self._decode_ids, self._joins = _decoding(tokenizer)
         self._start = self._end = 0  # tokens[start:end] are decoded already, and again as context of later ones
+        self._read = 0  # tokens before this one were decoded; those from `_end` on have given no text yet
 
     def copy(self) -> TextStream:
         """An independent copy."""
@@ -24,35 +41,66 @@ class TextStream:
         other.tokens = list(self.tokens)
         return other
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """Adds tokens and returns the text that is now certain. Sets `stopped` at a stop string."""
-        for token in tokens:
-            self.tokens.append(token)
-            before = self._decode(self._start, self._end)
-            after = self._decode(self._start, len(self.tokens))
-            if len(after) > len(before) and not after.endswith("\ufffd"):
-                self.text += after[len(before) :]
-                self._start, self._end = self._end, len(self.tokens)
-                if self._find_stop():
-                    break
+    def append(self, tokens: Sequence[int]) -> None:
+        """Adds tokens. Sets `stopped` at a stop string, and leaves out what follows the token that completes it."""
+        self.tokens += tokens
+        if self.stop:
+            self._read_to(len(self.tokens))
+
+    def take(self) -> str:
+        """The text that is certain by now and was not handed out."""
+        self._read_to(len(self.tokens))
         return self._hand_out(len(self.text) - self._held_back())
 
     def finish(self) -> str:
         """The remaining text, after the last token."""
+        self._read_to(len(self.tokens))
         if not self.stopped:
-            before = self._decode(self._start, self._end)
-            self.text += self._decode(self._start, len(self.tokens))[len(before) :]
-            self._find_stop()  # the stop string may precede an incomplete character
+            before = self._decode(self._end)
+            self._add(self._decode(len(self.tokens))[len(before) :])  # may have a stop string, then half a character
         return self._hand_out(len(self.text))
 
-    def _decode(self, a: int, b: int) -> str:
-        return self.tokenizer.decode(self.tokens[a:b], skip_special_tokens=True) if b > a else ""
+    def _read_to(self, end: int) -> None:
+        """Decodes the tokens before `end`."""
+        if self.stopped or self._read == end:
+            return
+        if (part := self._decode_to(end)) < end:
+            self._read_to(part)
+            self._read_to(end)
 
-    def _find_stop(self) -> bool:
-        found = [i for i in (self.text.find(s) for s in self.stop) if i >= 0]
+    def _decode_to(self, end: int) -> int:
+        """Decodes the tokens before `end` in one call, and returns `end`. If it are several, and their text might
+        depend on how they are grouped, or has a stop string, changes nothing and returns an end to try before."""
+        several, half = end - self._read > 1, (self._read + end) // 2
+        if several and not self._joins:
+            return half
+        before, after = self._decode(self._end), self._decode(end)
+        new = after[len(before) :]
+        if several and (REPLACEMENT in after or self._stops(new)):
+            complete = after.rstrip(REPLACEMENT)
+            cut = REPLACEMENT not in complete and 0 < len(after) - len(complete) < CHARACTER
+            return end - 1 if cut else half  # the last character may be complete before
+        self._read = end
+        if new and not after.endswith(REPLACEMENT):
+            self._start, self._end = self._end, end
+            self._add(new)
+        return end
+
+    def _decode(self, end: int) -> str:
+        return self._decode_ids(self.tokens[self._start : end]) if end > self._start else ""
+
+    def _add(self, new: str) -> None:
+        found = self._stops(new)
+        self.text += new
         if found:
             self.text, self.stopped = self.text[: min(found)], True
-        return self.stopped
+            del self.tokens[self._read :]
+
+    def _stops(self, new: str) -> list[int]:
+        """Where stop strings begin that are complete with further text."""
+        first = max(0, len(self.text) + 1 - max((len(s) for s in self.stop), default=1))
+        found = ((self.text[first:] + new).find(s) for s in self.stop)
+        return [first + at for at in found if at >= 0]
 
     def _held_back(self) -> int:
         """Length of the longest tail that may still become a stop string."""
@@ -65,3 +113,37 @@ class TextStream:
     def _hand_out(self, end: int) -> str:
         piece, self.given = self.text[self.given : end], max(self.given, end)
         return piece
+
+
+def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
+    """A tokenizer's decoding without special tokens, and whether texts of tokens without REPLACEMENT can be joined."""
+    kind = type(tokenizer)
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    if plain and not _cleans_up(tokenizer):  # nothing but the tokenizers library's decoding
+        backend = tokenizer.backend_tokenizer
+        return lambda ids: backend.decode(ids, skip_special_tokens=True), _joins(backend.decoder)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), False
+
+
+def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether transformers removes spaces before punctuation. Newer versions don't with BPE, whatever is asked for."""
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return tokenizer.clean_up_tokenization_spaces and (forced or not bpe)
+
+
+def _joins(decoder: Any) -> bool:
+    """Whether a decoder of the tokenizers library joins its tokens' texts; it may change the first token's start."""
+    if decoder is None:  # a space between tokens
+        return True
+    state = json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if "Fuse" in kinds:  # what follows sees the whole text
+        after = steps[kinds.index("Fuse") + 1 :]
+        if any(step["type"] != "Strip" or step["stop"] for step in after):
+            return False
+        kinds = kinds[: kinds.index("Fuse")]
+    return JOINING.issuperset(kinds)

@@ -119,13 +119,13 @@ def draw_along_the_path(
     going = list(range(B))
     while going:
         level, nodes = len(tokens[going[0]]), [paths[b][-1] for b in going]
-        if B == 1:  # without copies
+        if len(going) == B and len({*nodes}) == 1:  # without copies
             own, at = sampling, (slice(None), slice(nodes[0], nodes[0] + 1))
         else:
             index_b = torch.tensor(going)
             own, at = sampling.select(index_b), (index_b[:, None], torch.tensor(nodes)[:, None])
-        scores_b1V = own.settle(own.process(logits_BNV[at], None if seen_BNV is None else seen_BNV[at]))
-        drawn = gumbel_argmax(scores_b1V[:, 0], state_BR[going, level]).tolist()
+        scores_b1V = own.penalize(logits_BNV[at], None if seen_BNV is None else seen_BNV[at])
+        drawn = own.draw(scores_b1V[:, 0], state_BR[going, level])
         still = []
         for b, token in zip(going, drawn, strict=True):
             node = paths[b][-1]

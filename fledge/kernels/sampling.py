@@ -11,6 +11,8 @@ those of the "definition".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -96,6 +98,16 @@ def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> 
         with current_device(scores.device):
             return gumbel_argmax_triton(scores, state)
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
+
+
+def filtered_argmax(
+    scores_MV: Tensor, top_k: Sequence[int], top_p: Sequence[float], state_M: Tensor
+) -> list[int | None]:
+    """`gumbel_argmax` of rows of scores on a CPU among the tokens that top-k (0 keeps all), then top-p (1 keeps all)
+    leave, where these are few; None for other rows, and where rounding could decide which tokens stay."""
+    from fledge.kernels.sampling_cpu import filtered_argmax_cpu
+
+    return filtered_argmax_cpu(scores_MV, top_k, top_p, state_M)
 
 
 def _by_numpy(scores: Tensor, state: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """`hash_keys` and `gumbel_argmax` on a CPU, with NumPy: noise is computed only for the tokens that can win.
 
+Where top-k or top-p leaves few tokens, `filtered_argmax_cpu` finds and draws among them without sorting all.
+
 A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). If L is the value of the
 token with the highest score, v wins only if E_v <= exp(s_v - L). Since 1 - u_v <= E_v, so must 1 - u_v be: a comparison
 of the upper bits of v's random number with a threshold, without logarithms. The few tokens that remain are compared by
@@ -24,6 +26,9 @@ MOST = 4096.0  # scores beyond this are left to the definition, as `SLACK` cover
 SLACK = 1.001  # more than the relative error of exp(s - L) in float32
 LAST = 512  # more than the error of a threshold in float32, in units of 2^-32
 CLOSE = 1e-9  # values that differ by less are left to the definition
+CANDIDATES = (256, 2048)  # the likeliest tokens that top-p is applied to, or more; at first, and where these are few
+MOST_CANDIDATES = 16384  # rows with more of them, by top-k or equal scores, are left to the definition
+MARGIN = 2e-5  # more than the relative error of a sum of probabilities in float32
 ALL = 2**64 - 1
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -33,14 +38,18 @@ _UPPER = 1 if sys.byteorder == "little" else 0  # of the two halves of a 64-bit 
 
 def hash_keys_cpu(parts: Sequence[Tensor], purpose: int) -> Tensor:
     """`hash_keys` of seed, request and position."""
-    keys = np.broadcast_arrays(*(x.numpy() for x in parts))
+    seed, request, position = torch.broadcast_tensors(*parts)
     states = []
-    for key in zip(*(x.ravel().tolist() for x in keys), strict=True):
-        state = 0
-        for part in (*key, purpose):
-            state = _mix_one(state + GOLDEN + part)
+    for *of_request, place in zip(*(x.flatten().tolist() for x in (seed, request, position)), strict=True):
+        state = _mix_one(_mix_one(_request_state(*of_request) + GOLDEN + place) + GOLDEN + purpose)
         states.append(state - (state >> 63 << 64))
-    return torch.tensor(states, dtype=torch.int64).view(keys[0].shape)
+    return torch.tensor(states, dtype=torch.int64).view(position.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _request_state(seed: int, request: int) -> int:
+    """The state after the parts of a key that all of a request's positions have in common."""
+    return _mix_one(_mix_one(GOLDEN + seed) + GOLDEN + request)
 
 
 def gumbel_argmax_cpu(scores_MV: Tensor, state_M: Tensor) -> list[int | None]:
@@ -93,6 +102,86 @@ def _can_win(score_MV: NDArray, states: Sequence[int], levels: Sequence[float]) 
         np.fmax(threshold, 0, out=threshold)  # 0 for NaN
         found += (np.flatnonzero(x.view(np.uint32)[:, _UPPER::2] >= threshold.astype(np.uint32)) + first).tolist()
     return found
+
+
+def filtered_argmax_cpu(
+    scores_MV: Tensor, top_k: Sequence[int], top_p: Sequence[float], state_M: Tensor
+) -> list[int | None]:
+    """The argmax of scores (float32 or float64) plus Gumbel noise among the tokens that top-k (0 keeps all) and then
+    top-p (1 keeps all) leave in each row; None where the definition has to decide, and for rows without either."""
+    rows = zip(scores_MV.numpy(), top_k, top_p, state_M.tolist(), strict=True)
+    return [_filtered_winner(*row) for row in rows]
+
+
+def _filtered_winner(score_V: NDArray, top_k: int, top_p: float, state: int) -> int | None:
+    limited, kept = 0 < top_k < score_V.size, None
+    if (not limited and top_p == 1) or not math.isfinite(score_V.max()):  # without filters; or NaN
+        return None
+    for likeliest in (top_k,) if limited else CANDIDATES:
+        if (level := _level(score_V, likeliest)) is None:
+            break
+        kept = _kept(score_V, level, top_k if limited else 0, top_p)
+        if kept is not None:
+            break
+    if kept is None:
+        return None
+    ids, values = kept
+    drawn = values + _noises(ids, state)
+    at = int(drawn.argmax())
+    unsure = drawn.size > 1 and drawn[at] - np.partition(drawn, -2)[-2] <= CLOSE
+    return None if unsure else int(ids[at])
+
+
+def _kept(score_V: NDArray, level: float, top_k: int, top_p: float) -> tuple[NDArray, NDArray] | None:
+    """The ids and scores (float64) of the tokens that the filters leave, if these have scores of at least `level`; None
+    where they may not, or where rounding could decide. With `top_k`, as many scores reach the level."""
+    ids = np.flatnonzero(score_V >= level)  # ascending
+    if ids.size > MOST_CANDIDATES:
+        return None
+    values = score_V[ids].astype(np.float64)
+    order = np.argsort(values, kind="stable")  # of equal scores, those with lower ids go first
+    if top_k:
+        order = order[values[order] >= values[order[-top_k]]]
+    if top_p < 1:
+        best = values[order[-1]]
+        weights, others = np.exp(values[order] - best), 0.0
+        if not top_k:
+            every = np.exp(score_V - score_V.dtype.type(best))
+            every[ids] = 0
+            others = float(every.sum(dtype=np.float64))
+        sums = others + weights.cumsum()
+        removed = (1 - top_p) * sums[-1]
+        unsure = MARGIN * removed
+        if others > removed - unsure or (abs(sums[:-1] - removed) <= unsure).any():
+            return None
+        order = order[(sums[:-1] <= removed).sum() :]  # the likeliest stays
+    return ids[order], values[order]
+
+
+def _level(score_V: NDArray, k: int) -> float | None:
+    """A score that at least k of the scores reach, and not many more; None if k is too large to look for one.
+
+    The scores are dealt to several times k groups. At least k scores reach the k-th highest of the groups' maxima.
+    """
+    groups = min(4 * k, score_V.size)
+    rows = score_V.size // groups
+    if 4 * k > MOST_CANDIDATES or k >= groups:
+        return None
+    tops = score_V[: rows * groups].reshape(rows, groups).max(0)
+    rest = score_V[rows * groups :]
+    np.maximum(tops[: rest.size], rest, out=tops[: rest.size])
+    return np.partition(tops, -k)[-k]
+
+
+def _noises(places: NDArray, state: int) -> NDArray:
+    """`_noise` at several places."""
+    x = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN) + np.uint64(state & ALL)
+    x ^= x >> _30
+    x *= _FIRST
+    x ^= x >> _27
+    x *= _SECOND
+    x ^= x >> np.uint64(31)
+    return -np.log(-np.log(((x >> np.uint64(12)) + 0.5) * 2.0**-52))
 
 
 def _noise(place: int, state: int) -> float:

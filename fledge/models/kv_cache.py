@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.kernels.attention import causal_attention
 from fledge.kernels.implementations import use_triton
+from fledge.kernels.packed_attention import PackedAttention
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, tree_attention
 from fledge.kernels.tree_attention.definition import attend_to_slots, slots_and_masks
 
@@ -117,11 +117,12 @@ class KVCache:
         device = pool.buffer.device
         self.start_B = torch.tensor([first for first, _ in self.segments], dtype=torch.int64).to(device)
         self.length_B = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
+        self.known_lengths: list[int] | None = [0] * len(self.segments)  # `lengths`, where the host knows them
 
     @property
     def lengths(self) -> list[int]:
-        """The number of committed tokens of each sequence. Synchronizes the device."""
-        return self.length_B.tolist()
+        """The number of committed tokens of each sequence. Synchronizes the device unless the host knows them."""
+        return self.length_B.tolist() if self.known_lengths is None else self.known_lengths
 
     def next_slots(self, n: int) -> Tensor:
         """The n slots after the committed tokens of each sequence, int64 [B, n]."""
@@ -139,6 +140,7 @@ class KVCache:
             moved = self.pool.buffer.index_select(3, (first + path_BR).flatten())
             self.pool.buffer.index_copy_(3, to_BR.flatten(), moved)
         self.length_B += count_B
+        self.known_lengths = None
 
     @torch.inference_mode()
     def select(self, sequences: Sequence[int]) -> None:
@@ -148,11 +150,14 @@ class KVCache:
         self.segments = [self.segments[b] for b in sequences]
         index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
         self.start_B, self.length_B = self.start_B[index], self.length_B[index]
+        if self.known_lengths is not None:
+            self.known_lengths = [self.known_lengths[b] for b in sequences]
 
     def repeated(self, times: int) -> KVCache:
         """A cache of as many sequences that all have the segment of this one's only sequence, which keeps it."""
         other = KVCache(self.pool)
         other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
+        other.known_lengths = None
         return other
 
     def tensors(self) -> list[Tensor]:
@@ -165,6 +170,7 @@ class KVCache:
         self.segments = [*self.segments, *other.segments]
         self.start_B = torch.cat([self.start_B, other.start_B])
         self.length_B = torch.cat([self.length_B, other.length_B])
+        self.known_lengths = None
 
 
 class CacheRows:
@@ -242,21 +248,22 @@ class TreeRows(CacheRows):
 
 class PromptRows(CacheRows):
     """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other; some may have none. Each
-    row sees all tokens of its sequence up to its own. Synchronizes once."""
+    row sees all tokens of its sequence up to its own. `position_M` are the rows' positions. Synchronizes unless the
+    host knows the cache's lengths, as it does while nothing but prompts was added."""
 
     def __init__(self, cache: KVCache, counts: Sequence[int]):
         self.cache, self.counts, self.lengths = cache, list(counts), cache.lengths
-        starts = [first + length for (first, _), length in zip(cache.segments, self.lengths, strict=True)]
-        slots = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        self.slot_M = torch.cat(slots).to(cache.start_B.device)
+        starts = [first for first, _ in cache.segments]
+        self.attention = PackedAttention(self.counts, self.lengths, starts, cache.start_B.device)
+        self.slot_M, self.position_M = self.attention.slot_M, self.attention.position_M
 
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
         """See `CacheRows.read`. All rows are queries."""
-        out = []
-        for q, (first, _), length in zip(q_QHd.split(self.counts), self.cache.segments, self.lengths, strict=True):
-            if q.shape[0]:
-                keys, values = self.cache.pool.buffer[layer, :, :, first : first + length + q.shape[0]]
-                out.append(causal_attention(q, keys, values, scale, window))
-        return torch.cat(out)
+        return self.attention(q_QHd, *self.cache.pool.layers[layer], scale, window)
+
+    def commit(self, count_B: Tensor) -> None:
+        """Commits all rows; `count_B` are the `counts` on the cache's device."""
+        self.cache.keep(None, count_B)
+        self.cache.known_lengths = [n + count for n, count in zip(self.lengths, self.counts, strict=True)]

@@ -25,8 +25,11 @@ class RandomAmounts:
     def rests(self, batch: int) -> bool:
         return self.draw.random() < self.rest
 
-    def changes(self, rests: bool, batch: int) -> bool:
+    def changes(self, rests: bool, batch: int, waiting: int) -> bool:
         return self.draw.random() < self.rest
+
+    def probes(self, batch: int) -> bool:
+        return self.draw.random() < 0.5
 
     def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class NativeTarget(TransformersTarget):
     def _run_documents(
         self, token_T: Tensor, position_T: Tensor, documents: Sequence[tuple[int, int]], layers: Sequence[int]
     ) -> Features:
-        return self.native(token_T, position_T, PackedRows(documents), layers)
+        return self.native(token_T, position_T, PackedRows(documents, self.device), layers)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
@@ -74,15 +75,15 @@ class NativeTarget(TransformersTarget):
         """See `DecodingTarget.prefill`. One pass over all tokens, without padding."""
         counts = [len(p) for p in prompts]
         rows = PromptRows(cache, counts)
-        position = torch.cat([torch.arange(n, n + count) for n, count in zip(rows.lengths, counts, strict=True)])
-        token, count_B = torch.tensor([token for p in prompts for token in p]), torch.tensor(counts)
-        token, position, count_B = to_device([token, position, count_B], self.device)
+        token, count_B = torch.tensor([*itertools.chain(*prompts)]), torch.tensor(counts)
+        token, count_B = to_device([token, count_B], self.device)
+        position = rows.position_M
         last_B = count_B.cumsum(0) - 1
         if layers is None:
             features = self.native(token, position, CachedRows(rows), (), last_B)
         else:
             features = self.native(token, position, CachedRows(rows), layers)
-        cache.keep(None, count_B)
+        rows.commit(count_B)
         if layers is None:
             return self.logits(features.last_TD), []
         parts = zip(features.aux_TAD.split(counts), features.last_TD.split(counts), strict=True)

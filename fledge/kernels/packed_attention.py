@@ -1,0 +1,112 @@
+"""Causal attention of several sequences whose rows are packed one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.kernels.attention import causal_attention
+from fledge.kernels.sdpa import without_cudnn_sdpa
+from fledge.kernels.transfer import to_device
+
+SHORT = 64  # rows; sequences of at most so many attend together, whatever their lengths
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences that attend in one call, as rows of equal length N. int64: `row_BN` are their rows and `slot_BN` the
+    slots of their keys, both padded with a sequence's last; `kept_R` the places of the R rows among B N, and `row_R`
+    the rows."""
+
+    row_BN: Tensor
+    slot_BN: Tensor
+    kept_R: Tensor
+    row_R: Tensor
+
+
+class PackedAttention:
+    """Attention of M rows, `counts[b]` of each sequence after its first `lengths[b]` tokens, to all tokens of their
+    sequence up to their own.
+
+    Sequence b has the slots from `starts[b]` on. `slot_M` are those of the rows, and `position_M` their places in their
+    sequences, int64 on the device. By definition each sequence attends by itself (`causal_attention`). With `grouped`,
+    those without earlier tokens attend in groups of similar lengths, with one call of torch's attention for each: they
+    are padded at the end, which no other row sees, so that no mask is needed. None: on a GPU, where a call takes as
+    long as its launch; a CPU computes the padding too.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device,
+        grouped: bool | None = None,
+    ):  # fmt: skip
+        self.counts, self.lengths, self.starts = list(counts), list(lengths), list(starts)
+        self.firsts = [0, *itertools.accumulate(counts)]  # each sequence's first row
+        rows = torch.arange(self.firsts.pop())
+        place_B3 = torch.tensor([self.starts, self.lengths, self.firsts]).T
+        place_M3 = place_B3.repeat_interleave(torch.tensor(self.counts), dim=0)
+        position_M = rows + place_M3[:, 1] - place_M3[:, 2]
+        groups = self._groups() if grouped or (grouped is None and device.type != "cpu") else []
+        indices = [position_M, position_M + place_M3[:, 0], *(x for group in groups for x in self._indices(group))]
+        self.position_M, self.slot_M, *indices = to_device(indices, device)
+        self.groups = [_Group(*indices[i : i + 4]) for i in range(0, len(indices), 4)]
+        members = {b for group in groups for b in group}
+        self.alone = [b for b, count in enumerate(self.counts) if count and b not in members]
+        self.longest = max((self.counts[b] for b in members), default=0)
+
+    def _groups(self) -> list[list[int]]:
+        """The sequences of each group of two or more, with at most half of each one's rows as padding where they are
+        not SHORT."""
+        fresh = [b for b, count in enumerate(self.counts) if count and not self.lengths[b]]
+        groups: list[list[int]] = []
+        for b in sorted(fresh, key=lambda b: -self.counts[b]):
+            longest = self.counts[groups[-1][0]] if groups else 0
+            if groups and (longest <= SHORT or 2 * self.counts[b] >= longest):
+                groups[-1].append(b)
+            else:
+                groups.append([b])
+        return [group for group in groups if len(group) > 1]
+
+    def _indices(self, group: Sequence[int]) -> list[Tensor]:
+        """The tensors of a `_Group`."""
+        count_B1, start_B1, first_B1 = (
+            torch.tensor([x[b] for b in group])[:, None] for x in (self.counts, self.starts, self.firsts)
+        )
+        place_N = torch.arange(self.counts[group[0]])
+        place_BN = torch.minimum(place_N, count_B1 - 1)
+        kept_BN = place_N < count_B1
+        row_BN = first_B1 + place_BN
+        return [row_BN, start_B1 + place_BN, kept_BN.flatten().nonzero()[:, 0], row_BN[kept_BN]]
+
+    def __call__(
+        self, q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """The heads' outputs [M, H, d]. `scale` None is d^-1/2. With a window, rows see the last `window` tokens."""
+        if window is not None and window < self.longest:
+            groups, alone = [], [b for b, count in enumerate(self.counts) if count]
+        else:
+            groups, alone = self.groups, self.alone
+        out_MHd = torch.empty_like(q_MHd)
+        for group in groups:
+            found_BNHd = _attend(q_MHd, keys_GPd, values_GPd, group, scale)
+            out_MHd[group.row_R] = found_BNHd.flatten(0, 1)[group.kept_R]
+        for b in alone:
+            rows = slice(self.firsts[b], self.firsts[b] + self.counts[b])
+            slots = slice(self.starts[b], self.starts[b] + self.lengths[b] + self.counts[b])
+            out_MHd[rows] = causal_attention(q_MHd[rows], keys_GPd[:, slots], values_GPd[:, slots], scale, window)
+        return out_MHd
+
+
+def _attend(q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, group: _Group, scale: float | None) -> Tensor:
+    q_BHNd = q_MHd[group.row_BN].transpose(1, 2)
+    keys_BGNd, values_BGNd = (x[:, group.slot_BN].transpose(0, 1) for x in (keys_GPd, values_GPd))
+    shared = q_BHNd.shape[1] != keys_BGNd.shape[1]
+    with without_cudnn_sdpa(q_MHd.device):
+        out_BHNd = F.scaled_dot_product_attention(
+            q_BHNd, keys_BGNd, values_BGNd, is_causal=True, scale=scale, enable_gqa=shared
+        )
+    return out_BHNd.transpose(1, 2)
