@@ -7,12 +7,16 @@ import json
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fledge.engines import command as command_module
+from fledge.jobs import serve
+from fledge.models.weights import save_draft
 from support.drafts_on_disk import saved
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 E3, E1 = dict(method="eagle3"), dict(method="eagle1", W=120, num_aux_hidden_states=0)
 PARALLEL = dict(method="peagle", mask_token_id=7)
@@ -107,10 +111,31 @@ def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch
     ran: list[Any] = []
     monkeypatch.setattr(os, "execvp", lambda file, words: ran.append((file, words)))
     monkeypatch.setattr(command_module, "available", lambda engine: True)
-    went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", "--depth", 2, "--", "--port", 1)
+    words = ["serve", "--target", "t", "--draft", tmp_path / "draft", "--depth", 2, "--skip-check", "--", "--port", 1]
+    went = fledge(*words)
     ((file, words),) = ran
     assert went.code == 0 and file == words[0] and words[-2:] == ["--port", "1"] and not went.out
     assert "starting vllm serve t --speculative-config" in went.err
+
+
+def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypatch):
+    """By the real command, here in this process: what it says of a draft of random weights keeps the engine from
+    starting."""
+    target, ran, codes = tiny_target_directory(tmp_path), [], []
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), tmp_path / "draft")
+
+    def run(words: list[str]) -> SimpleNamespace:
+        codes.append(fledge(*words[3:]).code)
+        return SimpleNamespace(returncode=codes[-1])
+
+    monkeypatch.setattr(serve.subprocess, "run", run)
+    monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
+    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    words = ["serve", "--target", target, "--draft", tmp_path / "draft", "--trust-remote-code"]
+    went = fledge(*words)
+    assert codes == [1] and not ran and went.code == 2 and "fledge check failed; correct what it names" in went.err
+    monkeypatch.setattr(serve.subprocess, "run", lambda words: SimpleNamespace(returncode=0))
+    assert fledge(*words).code == 0 and ran[0][1][-1] == "--trust-remote-code"
 
 
 def test_vllm_without_its_script_is_started_as_a_module(monkeypatch, tmp_path: Path):

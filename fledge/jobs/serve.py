@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fledge.jobs.options import Options, opt
+from fledge.jobs.options import Options, opt, trust_remote_code_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class ServeOptions(Options):
     """Start vLLM or SGLang with a draft. Words after -- are passed on, e.g. -- --port 8001 --max-model-len 8192."""
 
     target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
+    trust_remote_code: bool = trust_remote_code_option()
     draft: str = opt("draft of the target: a directory or hub id")
     engine: str = opt("vllm or sglang", "vllm")
     depth: int | None = opt("tokens drafted in a round (default: as the draft was trained)", None, minimum=1)
@@ -27,13 +29,15 @@ class ServeOptions(Options):
         minimum=2, maximum=64,
     )  # fmt: skip
     dry_run: bool = opt("print the command instead of running it", False)
+    skip_check: bool = opt("start without `fledge check`, which loads the target here first", False)
     arguments: list[str] = opt("arguments of the engine, after --", repeatable=True, flag="argument")
 
 
 def run(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Prints the command that starts the engine, or replaces this process by it.
+    """Prints the command that starts the engine; or checks the draft, and replaces this process by the engine.
 
-    Raises ValueError for drafts that the engine cannot serve, and if the engine is not installed.
+    Raises ValueError for drafts that the engine cannot serve or that `fledge check` finds damaged, and if the engine is
+    not installed.
     """
     from fledge.engines.command import available
 
@@ -45,10 +49,23 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
         raise ValueError(
             f"{options.engine} is not installed here; install it, or take the command of --dry-run to where it is"
         )
+    if not options.skip_check:
+        check(options)
     say(f"starting {shlex.join(command)}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)
+
+
+def check(options: ServeOptions) -> None:
+    """Runs `fledge check`, in a process of its own, whose end frees the GPU's memory for the engine. Raises ValueError
+    if it finds a problem."""
+    words = ["check", "--target", options.target, "--draft", options.draft, "--engine", options.engine]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    if subprocess.run([sys.executable, "-m", "fledge", *words]).returncode:
+        raise ValueError(
+            f"{options.draft} is not served, as fledge check failed; correct what it names, or start with --skip-check"
+        )
 
 
 def command_of(options: ServeOptions) -> list[str]:
@@ -67,4 +84,5 @@ def command_of(options: ServeOptions) -> list[str]:
         options.target, options.draft, config, options.depth or trained_depth(config), options.tree_nodes,
         options.tree_width,
     )  # fmt: skip
-    return serve_command(options.engine, serving, options.arguments)
+    trust = ["--trust-remote-code"] if options.trust_remote_code else []  # both engines have this flag
+    return serve_command(options.engine, serving, [*trust, *options.arguments])
