@@ -29,7 +29,7 @@ from fledge.hub import split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
-from fledge.targets.quantized import quantization_of, run_once
+from fledge.targets.quantized import loading_alone, quantization_of, run_once
 from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
@@ -83,9 +83,12 @@ def load_target(
             place = {"device_map": device_map} if device_map else {}
             if quantization and device.type != "cpu":
                 place = {"device_map": device_map or {"": device}}
-            model, info = AutoModelForCausalLM.from_pretrained(
-                name, dtype=wanted, output_loading_info=True, **place, **options
-            )
+            with loading_alone(quantization):
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=wanted, output_loading_info=True, **place, **options
+                )
+                if quantization:
+                    run_once(model)
         else:
             info = {"missing_keys": ()}
             model = _empty_model(name, config, config.dtype if wanted == "auto" else wanted, options)
@@ -103,8 +106,6 @@ def load_target(
         return TransformersTarget(model, tokenizer, **options)
     if device_map:
         _check_placed(model, path)
-    if quantization:
-        run_once(model)
     target = _make_target(
         model if quantization or device_map else model.to(device), tokenizer, implementation, **options
     )

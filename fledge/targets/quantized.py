@@ -6,6 +6,7 @@ replace linear layers by modules of their own. Such a module may hold its weight
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,18 @@ def quantization_of(config: Any) -> str:
         return f"bitsandbytes ({8 if known.get('load_in_8bit') else 4} bits)"
     detail = known.get("format") or (f"{known['bits']} bits" if known.get("bits") else "")
     return f"{method} ({detail})" if detail else method
+
+
+def loading_alone(quantization: str) -> AbstractContextManager[None]:
+    """Context manager for a rank that loads a quantized model by itself: compressed-tensors otherwise divides the work
+    among all ranks, of which some may not load it."""
+    if not quantization.startswith("compressed-tensors"):
+        return nullcontext()
+    try:
+        from compressed_tensors.offload import as_single_threaded
+    except ImportError:  # transformers says what to install; versions without it load alone
+        return nullcontext()
+    return as_single_threaded()
 
 
 @torch.no_grad()
