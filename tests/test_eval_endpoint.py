@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL", 0.01)
-    monkeypatch.setattr(endpoint, "SETTLING", 1.0)
+    monkeypatch.setattr(endpoint, "SETTLING", {"vllm": 1.0, "sglang": 1.0})
 
 
 Evaluate = Callable[..., Ran]

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.data.pack import make_row
+from fledge.features.layout import needed_tokens
 from fledge.features.vllm.command import serve_words
 from fledge.features.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
 from fledge.features.vllm.server import Patience, VllmServer
-from fledge.features.vllm.source import VllmFeatures, needed_tokens
+from fledge.features.vllm.source import VllmFeatures
 from fledge.jobs.training.target import target_fingerprint
 from fledge.models.weights import load_draft
 from fledge.targets.loading import load_head, load_target

@@ -317,7 +317,7 @@ class Batch:
         """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
         and the buffers of the caches."""
         buffers = self.cache.pool.buffer, *self.proposer.buffers()
-        return size, self.proposer.amount, self.rounds.sampling.flags, tuple(x.data_ptr() for x in buffers)
+        return size, self.proposer.amount, self.rounds.sampling.flags, tuple((x.data_ptr(), x.shape) for x in buffers)
 
     def _capture(self, size: int) -> None:
         """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -306,9 +307,11 @@ class Engine:
         return self.drafting.proposer(self.draft)
 
     def _probe(self, complete: Request) -> None:
-        """Lets the chooser know how well the draft guesses an answer that was decoded without it."""
-        right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
-        self.chooser.add_guesses(right, made, made)
+        """Lets the chooser know how well the draft guesses an answer that was decoded without it, if there is memory
+        for that beside the running requests."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
+            self.chooser.add_guesses(right, made, made)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

@@ -28,8 +28,9 @@ def probe(
     fresh = min(new + 1, UNREAD, len(text) - 1)
     if fresh < 2:
         return 0, 0
-    cache, draft_cache = target.new_cache([len(text)]), proposer.new_cache([len(text) + proposer.scratch])
+    cache, draft_cache = target.new_cache([len(text)]), None
     try:
+        draft_cache = proposer.new_cache([len(text) + proposer.scratch])
         with current_device(target.device):
             _, [features] = target.prefill([text[:-1]], cache, layers)
             aux_RAD = proposer.draft.select_states(features)
@@ -46,5 +47,5 @@ def probe(
         cache.select([])
         if proposer.source.cache.segments:
             proposer.select([])
-        else:
+        elif draft_cache is not None:
             draft_cache.select([])

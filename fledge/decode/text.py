@@ -62,11 +62,12 @@ class TextStream:
 
     def _read_to(self, end: int) -> None:
         """Decodes the tokens before `end`."""
-        if self.stopped or self._read == end:
-            return
-        if (part := self._decode_to(end)) < end:
-            self._read_to(part)
-            self._read_to(end)
+        ends = [end]
+        while ends and not self.stopped:
+            if self._read >= ends[-1]:
+                ends.pop()
+            elif (part := self._decode_to(ends[-1])) < ends[-1]:
+                ends.append(part)
 
     def _decode_to(self, end: int) -> int:
         """Decodes the tokens before `end` in one call, and returns `end`. If it are several, and their text might

@@ -78,7 +78,13 @@ def _sglang(serving: Serving) -> list[str]:
     target, revision = split_revision(serving.target)
     draft, draft_revision = split_revision(serving.draft)
     width = serving.width or (1 if serving.nodes is None else 10)
-    nodes = serving.nodes or (serving.depth + 1 if width == 1 else 60)
+    most = 1 + width + (serving.depth - 1) * width**2  # that it scores: each level's nodes have `width` children
+    nodes = serving.nodes or (serving.depth + 1 if width == 1 else min(60, most))
+    if width > 1 and nodes > most:
+        raise ValueError(
+            f"a tree of {serving.depth} levels, {width} wide, has at most {most} nodes; give --tree-nodes {most} or "
+            "fewer, a larger --tree-width or more --depth"
+        )
     if width == 1 and nodes != serving.depth + 1:
         raise ValueError(
             f"a tree with one child per node is a chain: for {serving.depth} tokens it has {serving.depth + 1} nodes, "

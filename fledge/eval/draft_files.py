@@ -33,7 +33,7 @@ from fledge.models.weights import (
     vocabulary_sha256,
 )
 from fledge.targets.compatibility import layers_of, mismatch
-from fledge.targets.interface import Target
+from fledge.targets.interface import UNLIMITED, Target
 
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
 MOST_NAMES = 3  # of tensors in a sentence
@@ -327,7 +327,7 @@ def config_findings(
     if "sglang" not in engines:
         return found
     limit, context = config.max_position_embeddings, target.context
-    if limit < min(context, 2**40):
+    if limit < context < UNLIMITED:
         found.append(
             Finding("config", f"max_position_embeddings is {limit:,}, and the target's context is {context:,}",
                     "SGLang refuses to start with this draft", f"set max_position_embeddings to {context:,}")

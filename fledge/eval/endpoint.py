@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
 WARM_UP_TOKENS = 8
-SETTLING = 5.0  # seconds after which the counters of a server without requests must have been updated
+# seconds after which the counters of a server without requests must have been updated; an idle SGLang updates the
+# number of its requests every 30 s
+SETTLING = {"vllm": 5.0, "sglang": 35.0}
 POLL = 0.1  # seconds between two readings of the counters
 
 
@@ -157,9 +159,8 @@ async def measure(
         acceptance = None
     mean = await _since_start(client) if acceptance is None else None
     mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
-    return Measurement(
-        asked, seconds, concurrency, acceptance, mean, "" if acceptance else _why_unknown(client, spent), mismatched
-    )
+    note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
+    return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
 
 
 def _shorter(decoding: Decoding) -> Decoding:
@@ -227,11 +228,11 @@ class _Asking:
 
 async def settled_counters(client: Client, expected: float | None) -> Counters:
     """The server's counters, once they have reached `expected` generated tokens or do not change any more, at most
-    SETTLING seconds later. Empty for servers without counters."""
+    SETTLING later. Empty for servers without counters."""
     read = {"vllm": vllm_counters, "sglang": sglang_counters}.get(client.server.engine)
     if read is None:
         return Counters()
-    latest, end = None, time.monotonic() + SETTLING
+    latest, end = None, time.monotonic() + SETTLING[client.server.engine]
     while True:
         try:
             counters = read(await client.text("/metrics"))
@@ -239,7 +240,8 @@ async def settled_counters(client: Client, expected: float | None) -> Counters:
             return Counters()
         unchanged = latest is not None and counters == latest
         reached = expected is None or counters.tokens is None or counters.tokens >= expected
-        if (unchanged and reached and not counters.running) or time.monotonic() > end:
+        idle = expected is not None or not counters.running  # after our requests, nothing can be running but others
+        if (unchanged and reached and idle) or time.monotonic() > end:
             return counters
         latest = counters
         await asyncio.sleep(POLL)
@@ -270,10 +272,14 @@ async def _since_start(client: Client) -> float | None:
         return None
 
 
-def _why_unknown(client: Client, spent: Counters) -> str:
-    """Why there are no figures of acceptance."""
+def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
+    """Why there are no figures of acceptance. `by_ids` tells whether SGLang was asked by token ids."""
+    if client.server.engine == "vllm" and spent.tokens is None:
+        return "vLLM's /metrics has no counters; start it without --disable-log-stats"
     if client.server.engine == "vllm":
         return "vLLM counted no drafts: it was started without a draft"
+    if client.server.engine == "sglang" and by_ids:
+        return "SGLang's answers count no verifications: it was started without a draft"
     if client.server.engine == "sglang" and spent.requests is None:
         return (
             "SGLang was started without --enable-metrics, so acceptance is known by request only; give --target, so "
@@ -304,7 +310,7 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     shown, possible = [], []
     if prompts := mismatch_sentence(record):
         shown.append(prompts)
-    if record["depth"] and abs(record["depth"] - own["depth"]) > 0.05:
+    if record["depth"] and own["mode"] != "tree" and abs(record["depth"] - own["depth"]) > 0.05:
         shown.append(f"The server drafts {record['depth']:.2f} tokens a round and fledge {own['depth']}: give --depth.")
     if record["sampling"]["temperature"] > 0:
         shown.append("At this temperature both draw other texts: compare greedily, or over many more prompts.")

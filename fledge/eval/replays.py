@@ -90,10 +90,8 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
     fine = [error <= match.tolerance for error in match.errors]
     shown = ", ".join(f"{error:.1%}" for error in match.errors)
     if all(fine):
-        if (
-            target_sha256(target.embedding, target.head_weight, target.last_layer_weights())
-            == probe.record.target_sha256
-        ):
+        known = probe.record.target_sha256  # empty where another program ran the target
+        if known in ("", target_sha256(target.embedding, target.head_weight, target.last_layer_weights())):
             return [], []
         return [], [
             f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "

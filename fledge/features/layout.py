@@ -29,6 +29,11 @@ def teacher_tokens(document: Document) -> Tensor:
     return ((span[1:-1] >= 0) & (span[1:-1] == span[2:])).nonzero().squeeze(-1) + 1
 
 
+def needed_tokens(document: Document) -> int:
+    """The number of a document's first tokens whose states the loss needs: all up to the last teacher token."""
+    return int(teacher_tokens(document).max()) + 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """What is stored of each token: the states of `layers` (ids as in `TrainingTarget.features`), each of `width`

@@ -89,6 +89,12 @@ def run(
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
+    for flag, values in (
+        ("--draft", options.draft), ("--draft-mode", options.draft_mode),
+        ("--prompts", [Path(p).stem for p in options.prompts]),
+    ):  # fmt: skip
+        if len(set(values)) < len(values):
+            raise ValueError(f"{flag} has {', '.join(values)}: two of them would have the same name in the table")
     if options.endpoint:
         from fledge.jobs.evaluate_endpoint import run as run_endpoint
 
@@ -100,12 +106,6 @@ def run(
     if options.out:
         check_record_path(options.out, "--out")
     modes, sampling = options.draft_mode or [None], options.sampling()
-    for flag, values in (
-        ("--draft", options.draft), ("--draft-mode", options.draft_mode),
-        ("--prompts", [Path(p).stem for p in options.prompts]),
-    ):  # fmt: skip
-        if len(set(values)) < len(values):
-            raise ValueError(f"{flag} has {', '.join(values)}: two of them would have the same name in the table")
     drafting = {mode: Drafting(**options.drafting(mode)) for mode in modes}
     for drafting_options in drafting.values():
         drafting_options.check_sampling(sampling)

@@ -17,7 +17,7 @@ from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
 from fledge.eval.prompts import EvalPrompt, read_prompts
 from fledge.eval.record import check_record_path, write_record
-from fledge.jobs.options import parse_template_kwargs
+from fledge.jobs.options import AUTO, parse_template_kwargs
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fledge.jobs.evaluate import EvalOptions
 
 NEW_TOKENS = 128
+MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
 
 
 def run(
@@ -72,6 +73,8 @@ def _check(options: EvalOptions) -> list[int]:
         raise ValueError(
             "a server has one draft and one way of drafting; with --endpoint give --draft and --draft-mode once"
         )
+    if AUTO in (options.depth, options.tree_nodes):
+        raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
     if options.draft and not options.target:
         raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if options.out:
@@ -160,10 +163,8 @@ def _add_own(
     another, and adds τ, α and the share of equal answers."""
     from fledge.eval.own import decode_own
 
-    depths = [found.measurement.acceptance.depth for found in measured.values() if found.measurement.acceptance]
-    known = [round(depth) for depth in depths if depth]
-    depth = options.depth or (known[0] if known else trained_depth(config))
     mode = options.draft_mode[0] if options.draft_mode else None
+    depth = options.depth or _depth_of(measured, trained_depth(config), mode)
     engine = dataclasses.replace(options, depth=depth).load_engine(options.draft[0], mode, progress.say)
     done: dict[str, Any] = {}
     for (name, _), found in measured.items():
@@ -178,6 +179,23 @@ def _add_own(
         greedy = options.temperature == 0
         same = sum(ours.text == asked.answer.text for ours, asked in zip(done["completions"], requests, strict=True))
         found.own = done["figures"] | {"identical": same if greedy else None, "depth": depth}
+
+
+def _depth_of(measured: dict[tuple[str, int], _Found], trained: int, mode: str | None) -> int:
+    """The server's number of drafted tokens in a round, if it drafts chains and says so, else the draft's own. Of a
+    tree, SGLang counts all nodes. Raises ValueError if the number can only be that of a tree, and a chain is asked
+    for."""
+    depths = [found.measurement.acceptance.depth for found in measured.values() if found.measurement.acceptance]
+    known = [round(depth) for depth in depths if depth]
+    if mode == "tree" or not known:
+        return trained
+    engine = next(iter(measured.values())).server.engine
+    if engine == "sglang" and known[0] > max(trained, MOST_LIKELY_CHAIN):
+        raise ValueError(
+            f"the server drafts {known[0]} tokens a round, which is probably a tree; give --draft-mode tree with "
+            "--depth, --tree-nodes and --tree-width as the server has them, or --depth for a chain"
+        )
+    return known[0]
 
 
 def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:

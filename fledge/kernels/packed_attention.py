@@ -86,7 +86,9 @@ class PackedAttention:
         self, q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """The heads' outputs [M, H, d]. `scale` None is d^-1/2. With a window, rows see the last `window` tokens."""
-        if window is not None and window < self.longest:
+        # torch's fast attention on a GPU has no 32 bits; without it, padded groups would need the more memory
+        slow = q_MHd.is_cuda and q_MHd.dtype in (torch.float32, torch.float64)
+        if slow or (window is not None and window < self.longest):
             groups, alone = [], [b for b, count in enumerate(self.counts) if count]
         else:
             groups, alone = self.groups, self.alone

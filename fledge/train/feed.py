@@ -107,6 +107,7 @@ class ReceivedFeatures:
         self.target, self.layers, self.ranks = target, layers, ranks
         self._deliveries: Deliveries | None = None
         self._expected: Iterator[int] = iter(())
+        self._early: deque[Features] = deque()  # received before they were asked for
         self._finite = torch.ones((), dtype=torch.bool, device=target.device)
 
     def begin(self, deliveries: Deliveries) -> None:
@@ -118,7 +119,7 @@ class ReceivedFeatures:
         """The features of the next row of this rank. Raises RankError if they do not come."""
         if not row.sources:
             return self._features(self._memory(row.token_T.numel()).zero_())
-        found = self._receive(next(self._expected), row.token_T.numel())
+        found = self._early.popleft() if self._early else self._receive(next(self._expected), row.token_T.numel())
         self._finite = self._finite & all_finite(found)
         return found
 
@@ -134,11 +135,20 @@ class ReceivedFeatures:
             torch.cuda.synchronize(self._finite.device)  # the next row may have been received on another stream
         return bool(self._finite)
 
+    def receive_sent(self, steps_done: int) -> None:
+        """Receives all that was sent so far, before the ranks with the target decode: waiting for their device, they
+        would wait for what they have sent."""
+        sent = self._deliveries.sent(steps_done - 1) * self.ranks.target_ranks
+        for place in self._expected:
+            if place >= sent:
+                self._expected = itertools.chain([place], self._expected)
+                break
+            self._early.append(self._receive(place, self._deliveries.rows.row_length))
+
     def finish(self, steps_done: int) -> None:
         """Receives what was sent for later steps, after a stop, so that no message is left on its way."""
-        sent = self._deliveries.sent(steps_done - 1) * self.ranks.target_ranks
-        for place in itertools.takewhile(lambda place: place < sent, self._expected):
-            self._receive(place, self._deliveries.rows.row_length)
+        self.receive_sent(steps_done)
+        self._early.clear()
 
     def _receive(self, place: int, tokens: int) -> Features:
         sender = place % self.ranks.target_ranks

@@ -145,14 +145,15 @@ class Ranks:
             dist.all_gather_object(answers, (message, told), group=group)
         except RuntimeError as e:
             if failure is not None:
-                failure.add_note(named.format(self.rank, message))
+                if not isinstance(failure, RankError):  # which names a rank already
+                    failure.add_note(named.format(self.rank, message))
                 raise failure from e
             reason = str(e).partition("\n")[0].partition(". ")[0]
             raise RankError(
                 f"rank {self.rank} of {self.total} waited in vain for another rank {where}: {reason}"
             ) from e
         if failure is not None:
-            if {problem for problem, _ in answers} != {message}:
+            if not isinstance(failure, RankError) and {problem for problem, _ in answers} != {message}:
                 failure.add_note(named.format(self.rank, message))
             raise failure
         for rank, (problem, _) in enumerate(answers):

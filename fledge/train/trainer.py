@@ -154,6 +154,8 @@ def train(
             if draft.device.type == "cuda":
                 metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
             if evaluate and schedule.evaluates_after(progress.step):
+                if ranks.target_ranks:
+                    source.receive_sent(progress.step)
                 draft.eval()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
                 if metrics.get("eval_tau", -1.0) > progress.best_tau:
@@ -311,7 +313,7 @@ def optimizer_step(
             optimizer.accumulate()
     except Exception as e:  # which the other ranks must hear of
         failure = e
-        if ranks.total > 1:
+        if ranks.target_ranks or (isinstance(source, LiveFeatures) and source.target.sharded):
             _drop(upcoming, left)
     stops = any(ranks.meet(where, stopping() if ranks.total > 1 else False, failure))
     for _ in range(schedule.rows_per_step):

@@ -20,6 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from fledge.features.layout import needed_tokens
+from fledge.types import Document
+
 STATES, TOKENS = "hidden_states", "token_ids"  # vLLM's names of the tensors
 ID_BYTES = 4  # of a token id as it is compared; big-endian, so that the order of bytes is the order of ids
 
@@ -113,9 +116,9 @@ class StatesFolder:
         at = bisect.bisect_left(self._files, (key,))
         return self._files[at][1] if at < len(self._files) and self._files[at][0].startswith(key) else None
 
-    def check(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Raises ValueError unless there is a file for each document (its tokens and the number that is needed)."""
-        missing = [len(tokens) for tokens, needed in documents if self.find(tokens[:needed]) is None]
+    def check(self, documents: Sequence[Document]) -> None:
+        """Raises ValueError unless there is a file for each document."""
+        missing = [d.tokens.numel() for d in documents if self.find(d.tokens[: needed_tokens(d)].tolist()) is None]
         if missing:
             raise ValueError(
                 f"{self.path} lacks the hidden states of {len(missing):,} of {len(documents):,} documents, such as one "

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
+from fledge.types import Document
 
 CONNECTIONS = 32  # requests in flight
 CONNECT_SECONDS = 10.0
@@ -67,10 +68,10 @@ class VllmServer:
         self._remove(file)  # only now: a server may have named any file
         return captured
 
-    def check(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
+    def check(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if a document is too long for the server: vLLM stores no states of a step in which a text
         reaches its maximum length."""
-        longest = max(len(tokens) for tokens, _ in documents)
+        longest = max(d.tokens.numel() for d in documents)
         if self.max_model_len is not None and longest >= self.max_model_len:
             raise ValueError(
                 f"the longest document has {longest:,} tokens, and {self.root} gives the hidden states of up to "

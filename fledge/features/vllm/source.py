@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.features.layout import teacher_tokens
+from fledge.features.layout import needed_tokens
 from fledge.features.vllm.files import Captured
 from fledge.features.vllm.server import CONNECTIONS
 from fledge.targets.source import RowIterator, all_finite
@@ -31,7 +31,7 @@ class States(Protocol):
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
         """The states of a document, of its first `needed` tokens at least. Ends waiting when `closed` is set."""
 
-    def check(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
+    def check(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if there are none for one of these documents, as far as that is known."""
 
 
@@ -60,7 +60,7 @@ class VllmFeatures:
 
     def check(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if it is known that states of one of these documents are not available."""
-        self.states.check([(d.tokens.tolist(), needed_tokens(d)) for d in documents])
+        self.states.check(documents)
 
     def logits(self, last_ND: Tensor) -> Tensor:
         """The target's logits [N, V] from final hidden states [N, D]."""
@@ -147,8 +147,3 @@ class VllmFeatures:
                 "serve another model, capture other layers than --features-layers says, or serve longer requests of "
                 "others at the same time"
             )
-
-
-def needed_tokens(document: Document) -> int:
-    """The number of a document's first tokens whose states the loss needs: all up to the last teacher token."""
-    return int(teacher_tokens(document).max()) + 1

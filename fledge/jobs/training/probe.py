@@ -74,7 +74,8 @@ def make_probe(
         precision=_precision(recipe, prepared),
         steps=steps,
         spacings=spacings(excerpt, prepared.max_length),
-        target_sha256=target_fingerprint(prepared.target),
+        # of a target that vLLM runs, quantized weights are not loaded here
+        target_sha256="" if recipe.served else target_fingerprint(prepared.target),
         chats=render_chats(prepared.template),
     )
     measure = _decoder(recipe, prepared, rows.documents) if prepared.decodes else None
@@ -110,6 +111,8 @@ def _document(recipe: Recipe, rows: Rows) -> int | None:
 
 def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
     """The name in PRECISIONS, or of the dtype, of the hidden states that the draft reads."""
+    if recipe.served:
+        return "bfloat16"  # as vLLM computes most targets; the dtype here is only that of the head
     if not recipe.features:
         return str(prepared.target.dtype).removeprefix("torch.")
     name = recipe.features.manifest.precision

@@ -32,7 +32,9 @@ FEATURE_OPTIONS = (
     "shard_target", "device_map",
 )  # fmt: skip
 # options that need the target to run in the training process
-SERVED_OPTIONS = ("compile_target", "shard_target", "eval_prompts", "eval_every", "eval_tokens")
+SERVED_OPTIONS = (
+    "compile_target", "target_gpus", "shard_target", "device_map", "eval_prompts", "eval_every", "eval_tokens",
+)  # fmt: skip
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
 WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"

@@ -91,6 +91,9 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
 
     paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features", "features_from")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
+    if options.features_map:
+        there, _, here = options.features_map.partition("=")
+        existing["features_map"] = f"{there}={os.path.abspath(here)}"
     prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
     return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
 
@@ -180,6 +183,11 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
                 "out"
             )
         values |= moved
+    for source, names, reason in (
+        ("features", FEATURE_OPTIONS, WITH_FEATURES), ("features_from", SERVED_OPTIONS, WITH_SERVED),
+    ):  # fmt: skip
+        if values.get(source):
+            asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], reason)
     values["out"] = asked.resume
     try:
         return TrainOptions(**values, given=frozenset()), settled

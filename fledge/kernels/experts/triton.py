@@ -86,7 +86,9 @@ def route_triton(logits_MX: Tensor, chosen: int, normalized: bool) -> Routing:
     S = min(X, M * chosen)
     order, end, slot = (torch.empty(n, dtype=torch.int32, device=device) for n in (M * chosen, X, S))
     if M:
-        BM, BX = triton.next_power_of_2(M), triton.next_power_of_2(X)
+        BX = triton.next_power_of_2(X)
+        # a block whose layout, and with it the order of its sums, does not depend on the number of rows
+        BM = max(triton.next_power_of_2(M), triton.cdiv(256, BX))
         _route[(1,)](
             logits, weight, order, end, slot, M, logits.stride(0), X=X, C=chosen, S=S, NORMALIZED=normalized,
             BM=BM, BX=BX, num_warps=min(max(BM * BX // 512, 1), 16), **dependent_launch(device),
