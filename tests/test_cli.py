@@ -470,7 +470,7 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
     for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
         monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("τ was computed without any round"))
         with monkeypatch.context() as m:
-            m.setattr("fledge.decode.request.Request.over", property(lambda self: True))
+            m.setattr("fledge.decode.request.Request.over", property(lambda self: True, lambda self, over: None))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
         assert went.code == 0 and reason in went.err and "τ 0.0" not in went.err, went.err
         lines = metrics_of(tmp_path / name)

@@ -78,7 +78,7 @@ def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monk
         found = features(self, row, layers)
         if not any(row is seen for seen in rows):
             rows.append(row)
-        if row is rows[0]:
+        if any(row is seen for seen in rows[:2]):  # the probe's, and that of the first step
             return found
         return Features(found.aux_TAD * float("nan"), found.last_TD)
 

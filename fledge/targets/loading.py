@@ -122,7 +122,8 @@ def load_head(
     trust_remote_code: bool = False,
     partial_layer: bool = False,
 ) -> TransformersTarget | None:
-    """A target of which only the embedding, the head, the last decoder layer and the final norm are loaded.
+    """A target of which only the embedding, the head, the last decoder layer (without its experts) and the final norm
+    are loaded.
 
     It has the properties and `logits` of the whole target, which is all that training from stored features needs; the
     other layers are on the meta device, so that it cannot run. Arguments and errors are those of `load_target`. Returns
@@ -145,8 +146,11 @@ def load_head(
         layers, norm = layers_and_norm(find_decoder(model, n), n)
         shapes = {id(p): (key, p.shape) for key, p in model.named_parameters()}
         ends = model.get_input_embeddings(), model.get_output_embeddings(), norm
+        # experts have other names in the files, and a draft is not initialized from them
+        mixture = {id(p) for m in layers[-1].modules() if hasattr(m, "experts") for p in m.parameters()}
         needed, layer = (
-            dict(shapes[id(p)] for part in parts for p in part.parameters()) for parts in (ends, layers[-1:])
+            dict(shapes[id(p)] for part in parts for p in part.parameters() if id(p) not in mixture)
+            for parts in (ends, layers[-1:])
         )
         weights = _read_weights(name, needed if partial_layer else needed | layer, options)
         if weights is None:
