@@ -2,7 +2,7 @@
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
-# make kills  kill training by several processes at 20 random moments and check that nothing is lost (some minutes)
+# make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)
 # make lint   check style and formatting with ruff
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
@@ -23,7 +23,7 @@ lossless: $(VENV)/installed
 	LOSSLESS_CASES=1000 $(BIN)/python -m pytest -q tests/test_random_settings.py --numprocesses auto --maxprocesses 8
 
 kills: $(VENV)/installed
-	KILLS=20 $(BIN)/python -m pytest -q tests/test_ranks_killed.py
+	KILLS=20 $(BIN)/python -m pytest -q tests/test_ranks_killed.py tests/test_resume.py -k random_moments
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.data.pack import make_row
+from fledge.engines.support import ENGINES
 from fledge.eval import replays
 from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe
 from fledge.jobs import check as check_job
@@ -79,6 +80,16 @@ def damaged(made, tmp_path):
         return tmp_path / "draft", tmp_path / "target"
 
     return copy
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_export_is_as_sound_as_the_draft(made, check, fledge, tmp_path, engine):
+    """It has the draft's probe, which is replayed."""
+    draft = made / "eagle3" / "draft"
+    words = ["--target", made / "target"] if engine == "speculators" else []
+    assert fledge("export", "--draft", draft, "--to", engine, "--out", tmp_path / "out", *words).code == 0
+    code, result = check(tmp_path / "out")
+    assert code == 0 and "logits" in {p["check"] for p in result["passed"]}, result
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -161,7 +161,8 @@ def test_prompts_that_the_server_renders_otherwise_are_named(evaluate, made):
 
 def test_causes_that_the_record_shows_come_first():
     record = {
-        "tau": 2.0, "own": {"tau": 2.5, "depth": 5, "identical": None}, "depth": 3.0, "concurrency": 4, "requests": 8,
+        "tau": 2.0, "own": {"tau": 2.5, "depth": 5, "mode": "chain", "identical": None}, "depth": 3.0,
+        "concurrency": 4, "requests": 8,
         "sampling": {"temperature": 1.0}, "mismatched_prompts": ["31 tokens on the server, 27 by the template"],
     }  # fmt: skip
     found = causes(record, "vllm", "0.22")

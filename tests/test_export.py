@@ -99,6 +99,32 @@ def test_an_export_is_read_as_the_same_draft(c, dtype):
                 assert second.config == draft.config and equal(second.tensors, draft.tensors)
 
 
+SPELLINGS: dict[str, dict] = {  # of files that vLLM loads as it loads fledge's own
+    "no bias": dict(bias=None),
+    "other class": dict(architectures=["LlamaForCausalLM"]),
+    "vLLM's class": dict(architectures=["Eagle3LlamaForCausalLM"]),
+    "no head_dim": dict(head_dim=None),
+    "RoPE of transformers 5 alone": dict(rope_theta=None, rope_scaling=None),
+    "numbered layers, no t2d": {},
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_vllm_needs_no_export_of_another_spelling(name, tmp_path):
+    draft = saved(tmp_path / "d", provenance=Provenance(), head_dim=D // HEADS)
+    if not SPELLINGS[name]:
+        tensors = {n.replace("midlayer.", "layers.0."): x for n, x in draft.state_dict().items()}
+        save_file(tensors, tmp_path / "d" / "model.safetensors")
+    reconfigure(tmp_path / "d", fledge=None, **SPELLINGS[name])
+    assert export(open_draft(tmp_path / "d"), "vllm").differences == ()
+
+
+def test_vllm_needs_an_export_of_what_it_would_read_otherwise(tmp_path):
+    saved(tmp_path / "d", rope=ROPES[0], norm_before_residual=True)
+    reconfigure(tmp_path / "d", architectures=["LlamaForCausalLMEagle", "X"])
+    assert "architectures" in " ".join(export(open_draft(tmp_path / "d"), "vllm").differences)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_export_of_foreign_files_is_complete(tmp_path, engine):
     """AutoModel's names, the target's number of layers, and its architecture: all of it is replaced."""

@@ -6,13 +6,13 @@ single engines need in addition is in `LAYOUTS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fledge.config import DraftConfig
+from fledge.config import DraftConfig, RopeConfig
 from fledge.engines.support import unsupported
 from fledge.fields import CONFIG as FLAT_FIELDS
 from fledge.formats.layer_ids import to_engine
@@ -29,6 +29,12 @@ NOT_COMPARED = {
 }  # fmt: skip
 # Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
 DEFAULTS = {"num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None}
+ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
+# vLLM's names of one class, by whether the draft reads hidden states of layers (EAGLE-3) or the final ones (EAGLE-1)
+VLLM_CLASSES = {
+    True: {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"},
+    False: {"LlamaForCausalLM", "EagleLlamaForCausalLM"},
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,9 @@ def export(draft: DraftFiles, engine: str, target: TargetName | None = None) -> 
         raise ValueError(reason)
     hf, tensors = LAYOUTS[engine](draft, target)
     if engine == "vllm" and is_speculators(draft.hf) and not unsupported(draft.config, "speculators"):
-        readable = _differences(draft, *_speculators(draft, _recorded(draft)))  # vLLM reads this format too
-        return Export(readable and _differences(draft, hf, tensors), hf, tensors)
-    return Export(_differences(draft, hf, tensors), hf, tensors)
+        readable = _differences(draft, engine, *_speculators(draft, _recorded(draft)))  # vLLM reads this format too
+        return Export(readable and _differences(draft, engine, hf, tensors), hf, tensors)
+    return Export(_differences(draft, engine, hf, tensors), hf, tensors)
 
 
 def needs_export(draft: DraftFiles, engine: str) -> bool:
@@ -141,18 +147,53 @@ def _flat(draft: DraftFiles) -> dict[str, Any]:
 # -- comparison -----------------------------------------------------------------------------------------------------
 
 
-def _differences(draft: DraftFiles, hf: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """How files with the given content differ from a draft's own."""
-    found = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"]
+def _differences(
+    draft: DraftFiles, engine: str, hf: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[str, ...]:  # fmt: skip
+    """How files with the given content differ from a draft's own, in what the engine reads."""
+    found, fields = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"], []
     if is_speculators(draft.hf) != is_speculators(hf):
         found.append("config.json in " + ("speculators' format" if is_speculators(hf) else "the flat layout"))
-    elif fields := _changed(draft.hf, hf) + _changed(_layer(draft.hf), _layer(hf)):
+    elif is_speculators(hf):
+        fields = _changed(draft.hf, hf) + _changed(_layer(draft.hf), _layer(hf))
+    else:
+        fields = _changed(*(_as_read(x, engine, draft.config) for x in (draft.hf, hf)))
+    if fields:
         found.append(f"config.json: {', '.join(fields)}")
+    if _tensors_read(draft.names, engine, draft.config) == _tensors_read(tensors.keys(), engine, draft.config):
+        return tuple(found)
     added, removed = sorted(tensors.keys() - draft.names), sorted(draft.names - tensors.keys())
     if added or removed:
         instead = f" instead of {_listed(removed)}" if removed else ""
         found.append(f"tensors {_listed(added)}{instead}" if added else f"without the tensors {_listed(removed)}")
     return tuple(found)
+
+
+def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, Any]:
+    """A flat config with what the engine takes for missing fields, and one spelling of what has several."""
+    heads = config.num_attention_heads
+    defaults = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
+    if engine != "safeailab" and config.family.reads_layers:  # others have a bias in fc without this field
+        defaults["bias"] = False
+    if engine == "vllm":
+        defaults["draft_vocab_size"] = config.vocab_size
+    read = hf | {name: value for name, value in defaults.items() if hf.get(name) is None}
+    if engine != "safeailab":  # whose code reads the older fields alone
+        read = {name: value for name, value in read.items() if name not in ROPE_FIELDS}
+        read["rope_parameters"] = RopeConfig.from_hf(hf)
+    classes, given = VLLM_CLASSES[config.family.reads_layers], set(hf.get("architectures") or ())
+    if engine == "vllm" and given & classes and (given <= classes or not config.family.reads_layers):
+        read["architectures"] = sorted(classes)
+    return read
+
+
+def _tensors_read(names: Iterable[str], engine: str, config: DraftConfig) -> set[str]:
+    """Names of tensors, in one spelling where an engine takes several, without those that it skips."""
+    if engine not in ("vllm", "sglang"):
+        return set(names)
+    skipped = {"t2d", *(["fc.bias"] if engine == "vllm" else [])}
+    found = {name for name in names if name not in skipped and not name.endswith("rotary_emb.inv_freq")}
+    return {n.replace("layers.0.", "midlayer.", 1) for n in found} if config.family.reads_layers else found
 
 
 def _layer(hf: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +204,7 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The fields of config.json that are new or have another value, and those of the flat layout that are gone."""
     skipped = NOT_COMPARED | ({"architectures"} if is_speculators(new) else set())  # vLLM ignores speculators' classes
     if "rope_theta" in old and "rope_parameters" not in old:
-        skipped |= {"rope_parameters"}  # the older fields say the same
+        skipped |= {"rope_parameters"}  # SafeAILab's code reads the older fields
     names = {*new, *(name for name in old if name in FLAT_FIELDS)} - skipped
     return sorted(name for name in names if _value(name, old) != _value(name, new))
 

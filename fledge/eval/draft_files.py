@@ -82,13 +82,15 @@ class DraftOnDisk:
     """The files of a draft, read without checking that they fit together.
 
     `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
-    `tensors` have the names of `Draft`'s state dict; `t2d` is None if there is none.
+    `tensors` have the names of `Draft`'s state dict; `t2d` is None if there is none. `speculators` tells whether
+    config.json is in speculators' format, which SGLang does not read.
     """
 
     hf: dict[str, Any]
     config: DraftConfig
     tensors: dict[str, Tensor]
     t2d: Tensor | None
+    speculators: bool
 
 
 def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding | None]:
@@ -113,7 +115,8 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
     if config.draft_vocab_size == config.vocab_size and "d2t" in tensors and not tensors["d2t"].any():
         del tensors["d2t"]  # as `open_draft` does
     t2d = next((x for name, x in raw.items() if name.removeprefix("model.") == "t2d"), None)
-    return DraftOnDisk(flat_config(hf) if is_speculators(hf) else hf, config, tensors, t2d)
+    speculators = is_speculators(hf)
+    return DraftOnDisk(flat_config(hf) if speculators else hf, config, tensors, t2d, speculators)
 
 
 def _read_probe(directory: Path) -> Probe | Finding | None:

@@ -26,6 +26,7 @@ from fledge.eval.metrics import committed_per_round
 from fledge.eval.run import quiet_traces
 from fledge.features.codec import PRECISIONS
 from fledge.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
+from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.weights import build_draft, config_json
 from fledge.targets.interface import DecodingTarget
@@ -318,6 +319,12 @@ def logits_error(found: Tensor, stored: Tensor) -> float:
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def probe_content(name: str | Path) -> dict[str, bytes]:
+    """The content of a draft's probe files, by path, given its directory or hub id; empty if it has no probe."""
+    directory = draft_directory(name)
+    return {name: (directory / name).read_bytes() for name in (TENSORS, RECORD) if (directory / name).is_file()}
 
 
 def read_probe(directory: Path) -> Probe | None:

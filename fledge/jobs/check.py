@@ -97,7 +97,7 @@ def _check_files(
     from fledge.eval import draft_files as files
 
     record, config = probe.record if probe else None, draft.config
-    engines = (engine,) if engine else ENGINES
+    engines = (engine,) if engine else ("vllm",) if draft.speculators else ENGINES
     report.add("weights", files.weight_findings(draft), f"{len(draft.tensors)} tensors: names, shapes, dtypes, values")
     report.add(
         "vocabulary", files.vocabulary_findings(draft, record),
@@ -108,8 +108,12 @@ def _check_files(
         findings, notes = files.layer_findings(draft, target, record, engines)
         report.add("layers", findings, "" if findings else _layers_line(draft, target))
         report.notes += notes
-    findings = files.config_findings(draft, target, record, engines)
+    # of a draft from elsewhere, nobody may have meant both engines
+    meant = engines if engine or record else ()
+    findings = files.config_findings(draft, target, record, meant)
     report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
+    others = [f for f in files.config_findings(draft, target, record, engines) if f not in findings]
+    report.notes += [f"{f.cause}: {f.symptom}. Before serving it there, {f.cure}." for f in others]
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
         report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))

@@ -31,6 +31,7 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
     from fledge.engines.export import TargetName, export
     from fledge.engines.support import ENGINES, TITLES, minimum_version
+    from fledge.eval.probe import probe_content
     from fledge.files import replace_directory
     from fledge.hub import architectures
     from fledge.models.weights import open_draft, read_files, write_files
@@ -59,6 +60,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     if out is not None:
         with replace_directory(out) as new:
             write_files(exported.encode() if exported.differences else read_files(options.draft), new)
+            if not (options.target and options.to != "speculators"):  # whose embeddings are still those of training
+                write_files(probe_content(options.draft), new)
         say(f"Wrote {out}.")
     elif exported.differences:
         say("Nothing was written; --out DIR writes these files.")
