@@ -168,7 +168,7 @@ def known_to(commands) -> set[str]:
 
 OTHERS = (  # flags of other programs: torchrun's in jobs/training/launch.py, and those of serving engines
     "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config", "--kv-transfer-config",
-    "--no-enable-prefix-caching", "--max-model-len", "--revision",
+    "--no-enable-prefix-caching", "--max-model-len", "--revision", "--disable-log-stats",
 )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def probe_of(target: TransformersTarget, ranks: Ranks) -> Mapping[str, bytes]:
         target=target, source=LiveFeatures(target, layers), layers=layers, max_length=24, decodes=True,
         template=ChatTemplate(target.tokenizer, target.stop_ids),
     )  # fmt: skip
-    recipe, rows = SimpleNamespace(features=None, depth=3), Rows(DOCUMENTS, 24, seed=0)
+    recipe, rows = SimpleNamespace(features=None, served=None, depth=3), Rows(DOCUMENTS, 24, seed=0)
     draft = tiny_draft(target)
     attach = make_probe(recipe, prepared, draft, rows, torch.float64, ranks, print)
     return attach(draft, {"step": 1})
