@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fledge.eval import endpoint
 from fledge.eval.endpoint import causes, measure
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import is_record
+from fledge.jobs.evaluate_endpoint import _depth_of
 from fledge.models.weights import save_draft
 from support.commands import Ran
 from support.files import write_rows
@@ -222,3 +224,35 @@ def test_options_that_make_no_sense_ask_nothing(words, reason, evaluate):
     with FakeServer().started() as server:
         went = evaluate(server, *words)
         assert went.code == 2 and reason in went.err.replace("\n", " ") and not server.asked
+
+
+def test_fledge_drafts_what_the_server_does() -> None:
+    """Chains of the server's length; of a tree, SGLang counts the nodes, which are no length."""
+
+    def depth(engine: str, drafted: float | None, mode: str | None) -> int:
+        acceptance = None if drafted is None else SimpleNamespace(depth=drafted)
+        found = SimpleNamespace(
+            server=SimpleNamespace(engine=engine), measurement=SimpleNamespace(acceptance=acceptance)
+        )
+        return _depth_of({("p", 1): found}, 5, mode)
+
+    assert [depth("vllm", 7.0, None), depth("vllm", 31.0, None), depth("sglang", 3.0, None)] == [7, 31, 3]
+    assert [depth("vllm", None, None), depth("sglang", 31.0, "tree")] == [5, 5]
+    with pytest.raises(ValueError, match="drafts 31 tokens a round, which is probably a tree"):
+        depth("sglang", 31.0, None)
+
+
+def test_amounts_of_a_server_are_fixed(evaluate, made) -> None:
+    with FakeServer().started() as server:
+        words = ["--target", made / "target", "--draft", made / "draft", "--depth", "auto"]
+        went = evaluate(server, *words)
+    assert went.code == 2 and "a server drafts fixed amounts" in went.err, went.err
+
+
+def test_why_there_is_no_acceptance() -> None:
+    def why(engine: str, by_ids: bool, **counted: float) -> str:
+        client = SimpleNamespace(server=SimpleNamespace(engine=engine))
+        return endpoint._why_unknown(client, endpoint.Counters(**counted), by_ids)
+
+    assert "--disable-log-stats" in why("vllm", False) and "without a draft" in why("vllm", False, tokens=3)
+    assert "answers count no verifications" in why("sglang", True) and "--enable-metrics" in why("sglang", False)

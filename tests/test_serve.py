@@ -76,6 +76,8 @@ def test_a_tree_in_sglang(dry_run):
     tree = dict(itertools.pairwise(words))
     amounts = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
     assert [tree[flag] for flag in amounts] == ["4", "6", "24"]
+    words = dry_run(E3, "--engine", "sglang", "--depth", 2, "--tree-width", 2)
+    assert dict(itertools.pairwise(words))["--speculative-num-draft-tokens"] == "7"  # all that two levels have
     words = dry_run(E3, "--engine", "sglang", "--tree-nodes", 24)
     assert dict(itertools.pairwise(words))["--speculative-eagle-topk"] == "10"
 
@@ -95,6 +97,7 @@ def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_p
     [
         (PARALLEL, ["--engine", "sglang"], "SGLang (0.5.17 and 0.5.23) cannot serve this draft: it has no one-pass"),
         (E3, ["--tree-nodes", 9], "vLLM drafts chains, no trees"),
+        (E3, ["--engine", "sglang", "--depth", 2, "--tree-width", 2, "--tree-nodes", 8], "has at most 7 nodes"),
         (E3, ["--engine", "trtllm"], "--engine trtllm is neither vllm nor sglang"),
         (E3, [], "vllm is not installed here; install it, or take the command of --dry-run"),
     ],

@@ -149,3 +149,11 @@ def test_text_is_read_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
     assert [c.text for c in done] == streamed
     assert found == [1, 2, 3] and not taken
+
+
+def test_thousands_of_tokens_without_text_after_half_a_character() -> None:
+    tokenizer = tiny_tokenizer()
+    half, nothing = tokenizer("é", add_special_tokens=False)["input_ids"][0], tokenizer.all_special_ids[0]
+    stream = TextStream(tokenizer)
+    stream.append([half, *[nothing] * 3000])
+    assert stream.finish() == one_by_one(tokenizer, [half, *[nothing] * 3000], [])[1]
