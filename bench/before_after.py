@@ -4,7 +4,7 @@
     python bench/before_after.py --checkouts 4bba1a2=../before main=. --out bench/results/before_after.json
 
 Three things are measured with each checkout, each named by its commit:
-`demo`: `python -m demo.run`: τ, tokens per second and speedup of the demo's drafts.
+`demo`: `python -m fledge.demo.run`: τ, tokens per second and speedup of the demo's drafts.
 `family`: every method trained for `--steps` steps on the demo's text, on the CPU in float32, then τ and α of greedy
 decoding on 8 of its prompts. Both checkouts read the same files.
 `step`: `bench/train_step.py` for rows of 2,048 and 8,192 supervised tokens, `--repeats` times in turn; needs a GPU.
@@ -27,7 +27,7 @@ from fledge.eval.environment import environment
 from fledge.eval.record import write_record
 
 CLI = [sys.executable, "-c", "from fledge.cli import main; main()"]
-TARGET = "demo/target"
+TARGET = "fledge/demo/target"
 METHODS = ("eagle3", "eagle3.1", "peagle", "eagle1")
 TRAIN = "--depth 4 --max-length 256 --row-length 512 --lr 2e-3 --eval-tokens 1 --device cpu".split()
 EVAL = "--limit 8 --max-new-tokens 64 --depth 4 --device cpu --json".split()

@@ -1,7 +1,7 @@
 """Measures how long training data takes to be ready, and the memory that it needs: at the first start, which tokenizes
 it, and at the second, which finds it in the cache.
 
-    python bench/data.py --target demo/target --records 200000 --out bench/results/data.json
+    python bench/data.py --target fledge/demo/target --records 200000 --out bench/results/data.json
 
 The data is one file of random conversations, drawn by a seed: two to six messages of words of the target's vocabulary,
 200 to 800 words together. It and the cache are in a temporary directory (--work names another parent).
@@ -42,7 +42,7 @@ MAX_LENGTH, ROW_LENGTH, DRAFT_VOCAB = 2048, 4096, 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo/target")
+    parser.add_argument("--target", default="fledge/demo/target")
     parser.add_argument("--records", type=int, default=200_000)
     parser.add_argument("--workers", type=int, help="worker processes (default: as fledge train chooses)")
     parser.add_argument("--work", type=Path, help="directory in which a temporary directory is made")

@@ -22,7 +22,7 @@ PRECISIONS = ("float32", "bfloat16", "fp8")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo/target")
+    parser.add_argument("--target", default="fledge/demo/target")
     parser.add_argument("--data", required=True)
     parser.add_argument("--prompts", required=True, help="prompts on which τ is measured")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS))

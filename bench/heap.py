@@ -1,6 +1,6 @@
 """Times training steps on a CPU with and without `heap.retain_freed_memory` (fledge/train/heap.py).
 
-    python bench/heap.py --target demo/target --data build/demo/train.jsonl@0.1 --out bench/results/heap.json
+    python bench/heap.py --target fledge/demo/target --data build/demo/train.jsonl@0.1 --out bench/results/heap.json
 
 Runs alternate between the two, each in a process of its own. Records the median time of a step and the page faults per
 step of each process, without its first steps.

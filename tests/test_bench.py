@@ -216,7 +216,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--work",
         tmp_path,
         "--target",
-        BENCH.parent / "demo" / "target",
+        BENCH.parent / "fledge" / "demo" / "target",
     )
     monkeypatch.setattr(sys, "argv", ["data", *map(str, words)])
     monkeypatch.setenv("PYTHONPATH", str(BENCH.parent))  # for the processes that it starts
@@ -229,7 +229,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo, prompts = BENCH.parent / "demo", tmp_path / "code.jsonl"
+    demo, prompts = BENCH.parent / "fledge" / "demo", tmp_path / "code.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
     words = "--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--new", 12, "--repeats", 2
     words = *words, "--seconds", 0.05, "--batch", 1, 2, "--temperature", 0

@@ -25,7 +25,7 @@ from support.targets import tiny_target_directory
 
 Fledge = Callable[..., Ran]
 
-DEMO = Path(__file__).parents[1] / "demo" / "target"
+DEMO = Path(__file__).parents[1] / "fledge" / "demo" / "target"
 WRITE = "--max-length", 64
 TRAIN = "--row-length", 128, "--steps", 5, "--depth", 2, "--draft-vocab", 200, "--save-every", 2, "--device", "cpu"
 

@@ -212,7 +212,7 @@ def test_commands_say_what_they_captured(
     command: str, captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Before the first request, and nothing is captured after that."""
-    demo = Path(__file__).parents[1] / "demo"
+    demo = Path(__file__).parents[1] / "fledge" / "demo"
     words = ["--target", demo / "target", "--draft", demo / "draft", "--depth", 2, "--max-new-tokens", 8]
     if command == "eval":
         (tmp_path / "two.jsonl").write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')

@@ -1,13 +1,13 @@
 """Writes the demo's data: training records and prompts from the running interpreter's standard library.
 
-python -m demo.data --out build/demo
+python -m fledge.demo.data --out build/demo
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from demo.corpus import held_out, stdlib_files
+from fledge.demo.corpus import held_out, stdlib_files
 
 PROMPT_CHARACTERS = 900  # about 250 tokens of the bundled target
 NEEDED_CHARACTERS = (

@@ -1,10 +1,10 @@
-"""Makes demo/draft, the draft that ships with the repository. It is trained longer than the demo's, and on a GPU.
+"""Makes fledge/demo/draft, the draft that ships with fledge. It is trained longer than that of the demo, and on a GPU.
 
-    python -m demo.ship --out demo/draft
+    python -m fledge.demo.ship --out fledge/demo/draft
 
 The training has three `fledge` commands. The draft is trained on source text of the standard library and installed
 packages, the target continues parts of this text, and the draft is trained on these continuations, which resemble the
-text it will meet in decoding. Held-out files (demo/corpus.py) are not used.
+text it will meet in decoding. Held-out files (fledge/demo/corpus.py) are not used.
 """
 
 import argparse
@@ -16,18 +16,20 @@ import sys
 import time
 from pathlib import Path
 
-from demo.corpus import held_out, package_files, stdlib_files
-from demo.data import write_lines
-from demo.pretrain import PACKAGES, machine, versions
+from fledge.demo.corpus import held_out, package_files, stdlib_files
+from fledge.demo.data import write_lines
+from fledge.demo.pretrain import PACKAGES, machine, versions
 
 WORK = Path("runs/ship")
-TARGET = "demo/target"
+TARGET = "fledge/demo/target"
 STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo/draft"), help="output directory (default: demo/draft)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("fledge/demo/draft"), help="output directory (default: fledge/demo/draft)"
+    )
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text (default: 3000)")
     parser.add_argument(
         "--own-steps", type=int, default=1000, help="optimizer steps on the target's own text (default: 1000)"

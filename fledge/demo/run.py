@@ -1,6 +1,6 @@
 """The demo: trains a draft for the bundled model, then measures how much faster the model decodes with it.
 
-    python -m demo.run
+    python -m fledge.demo.run
 
 Every step is a `fledge` command, which is printed before it runs. The results are written to build/demo/result.json.
 """
@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from demo import data
 from fledge import cli
+from fledge.demo import data
 
 WORK = Path("build/demo")
-TARGET, SHIPPED = Path("demo/target"), Path("demo/draft")
+TARGET, SHIPPED = Path("fledge/demo/target"), Path("fledge/demo/draft")
 PROMPTS = 16
 SHARE = 0.4  # of the training text, which is more than twice what the steps below use
 TRAIN = (
@@ -26,7 +26,7 @@ DECODE = "--depth auto --confidence 0.12".split()
 
 def main() -> None:
     if not TARGET.is_dir():
-        sys.exit("run the demo from the root of the repository, where demo/target is")
+        sys.exit("run the demo from the root of the repository, where fledge/demo/target is")
     start = time.monotonic()
     say(f"Writing training text and {PROMPTS} prompts from the standard library's source to {WORK}.")
     data.write(WORK, PROMPTS)

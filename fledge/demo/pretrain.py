@@ -1,8 +1,8 @@
-"""Makes demo/target, the small target model of the demo: a BPE tokenizer and a Llama of 7.4 M parameters.
+"""Makes fledge/demo/target, the small target model of the demo: a BPE tokenizer and a Llama of 7.4 M parameters.
 
-Both are trained on Python source that is installed on the machine (see demo/corpus.py). Nothing is downloaded.
+Both are trained on Python source that is installed on the machine (see fledge/demo/corpus.py). Nothing is downloaded.
 
-    python -m demo.pretrain --minutes 6.5
+    python -m fledge.demo.pretrain --minutes 6.5
 """
 
 import argparse
@@ -24,7 +24,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo.corpus import HELD_OUT_ONE_IN, held_out, package_files, stdlib_files
+from fledge.demo.corpus import HELD_OUT_ONE_IN, held_out, package_files, stdlib_files
 
 EOS = "<|endoftext|>"
 VOCABULARY = 4096
@@ -53,7 +53,9 @@ treescope triton typer urllib3 werkzeug wrapt xarray yaml yarl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo/target"), help="output directory (default: demo/target)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("fledge/demo/target"), help="output directory (default: fledge/demo/target)"
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -313,8 +315,8 @@ in the style of the standard library. It exists so that the demo needs no downlo
 ## How it was made
 
 ```
-python -m demo.pretrain --minutes {options["minutes"]:g} --sequences {options["sequences"]} --lr {options["lr"]:g} \
---seed {options["seed"]}
+python -m fledge.demo.pretrain --minutes {options["minutes"]:g} --sequences {options["sequences"]} \
+--lr {options["lr"]:g} --seed {options["seed"]}
 ```
 
 Machine: {figures["machine"]}; {", ".join(f"{name} {version}" for name, version in software.items())}.
