@@ -326,8 +326,11 @@ class TreeShape:
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
         """The tree with a node for each path of ranks from the root, the format of EAGLE-1's and Medusa's code.
 
-        For example [[0], [1], [0, 0]]. Raises ValueError for a duplicate path and for a node without its parent.
+        For example [[0], [1], [0, 0]]. Raises ValueError for an empty path (the root, which every tree has), for a
+        duplicate path and for a node without its parent.
         """
+        if not all(map(len, paths)):
+            raise ValueError("the tree has an empty path; the root is in every tree and is not listed")
         known = {(): 0} | {tuple(p): i for i, p in enumerate(sorted(paths, key=lambda p: (len(p), list(p))), start=1)}
         orphan = next((p for p in known if p and p[:-1] not in known), None)
         if orphan is not None:

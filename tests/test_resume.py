@@ -428,6 +428,14 @@ def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
     assert ran.code == 130 and "stopped at once, before the first checkpoint; start again with" in ran.err, ran.err
 
 
+def test_handlers_that_python_did_not_install_become_the_default(monkeypatch: pytest.MonkeyPatch):
+    handlers: list[object] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
+    with Interruption(print):
+        before = len(handlers)
+    assert handlers[before:] == [signal.SIG_DFL] * before
+
+
 def test_an_interruption_is_reported_from_another_thread():
     """The signal may arrive while the main thread writes a line, and a stream does not allow a write within a write."""
     told = []

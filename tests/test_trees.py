@@ -143,6 +143,7 @@ def test_fixed_trees(name: str) -> None:
         (lambda: TreeShape((-1, 0, 0), (0, 1, 1)), "same rank"),
         (lambda: TreeShape.from_paths([[0], [1, 0]]), r"a node at \[1, 0\] but not its parent"),
         (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a duplicate path"),
+        (lambda: TreeShape.from_paths([[], [0]]), "an empty path"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
         (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),

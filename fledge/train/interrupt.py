@@ -46,7 +46,8 @@ class Interruption:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for s, handler in self._previous.items():
-            signal.signal(s, handler)
+            # None: the handler was not installed from Python, and cannot be put back
+            signal.signal(s, signal.SIG_DFL if handler is None else handler)
         self._lines.put(None)
         self._printer.join()
 
