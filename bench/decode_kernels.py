@@ -74,7 +74,7 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls
+    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls, sort_calls
     cases += [(make, 1, M, None) for make in rows for M in ROWS]
     cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
@@ -178,7 +178,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
     for (B, S, tree), length in itertools.product(cases, options.lengths):
         visible, counters = sweep_visible(B, S, tree), torch.zeros(COUNTERS, dtype=torch.int32)
         given, moved = attention_inputs(shape, visible, length, CALLS)
-        chosen = tiles_for(S * group, d, torch.bfloat16, LARGE)
+        chosen = tiles_for(S * group, d, torch.bfloat16, LARGE, length)
 
         def call(a: tuple[Tensor, ...], t: Tiles, visible=visible, counters=counters) -> Tensor:
             return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)
@@ -258,10 +258,18 @@ def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 
 def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
     """Top-k and top-p of M rows of the target's logits, by the kernels on a GPU."""
-    M, V = B * S, shape["vocab_size"]
+    return filters(shape, B * S, "triton" if torch.get_default_device().type == "cuda" else "definition")
+
+
+def sort_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The same by the definition, which sorts."""
+    return filters(shape, B * S, "definition")
+
+
+def filters(shape: dict, M: int, impl: str) -> tuple[list[Callable[[], object]], int]:
+    V = shape["vocab_size"]
     sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
     scores = [sampling.temper(torch.randn(1, M, V, dtype=torch.float32)) for _ in range(CALLS)]
-    impl = "triton" if scores[0].is_cuda else "definition"
     calls = [lambda x=x: filter_top(x, sampling.top_k_B, sampling.top_p_B, impl=impl) for x in scores]
     return calls, M * 8 * V
 

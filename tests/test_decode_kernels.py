@@ -193,6 +193,15 @@ def test_the_number_of_shares() -> None:
     assert tiles.share_count(500, 10**6, 64, 264) == 1
 
 
+def test_tiles_of_large_trees_depend_on_the_context() -> None:
+    large = tiles.LARGE
+    assert tiles.tiles_for(240, 128, HALF, large, 16_384).rows == 128
+    assert tiles.tiles_for(240, 128, HALF, large, 1024).rows == 64
+    assert tiles.tiles_for(240, 256, HALF, large, 16_384).rows == 64, "heads that fill the registers"
+    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384).rows == 64, "little shared memory"
+    assert tiles.tiles_for(32, 128, HALF, large, 16_384).rows == 32
+
+
 @pytest.mark.parametrize(
     "given",
     [

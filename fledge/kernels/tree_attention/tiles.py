@@ -8,6 +8,7 @@ import torch
 
 MOST_SHARES = 64
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
+LONG = 8192  # slots a sequence from which reading the keys once for 128 rows outweighs the registers that it takes
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,17 @@ class Tiles:
     at_once: int = 4
 
 
-def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int) -> Tiles:
-    """The tiles for `rows` query rows per key head of `d` dimensions, on a GPU with `shared` bytes of shared memory per
-    block. `bench/decode_kernels.py --sweep attention` times others."""
+def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int) -> Tiles:
+    """The tiles for `rows` query rows per key head of `d` dimensions and pools with `slots` slots a sequence, on a GPU
+    with `shared` bytes of shared memory per block. `bench/decode_kernels.py --sweep attention` times others."""
     if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
         return Tiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
     if block < 64:
         return Tiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)
+    if rows > 64 and slots >= LONG and shared >= LARGE and not wide:
+        return Tiles(rows=128, slots=64, warps=8, stages=4, apart=True, at_once=2)
     # the products limit the time. Of 64 rows and 64 slots, four warps would spill registers
     return Tiles(rows=64, slots=32, warps=8 if wide else 4, stages=stages, apart=True, at_once=2)
 

@@ -224,7 +224,7 @@ def tree_attention_triton(
     if window is not None and position.stride(1) != 1:
         position = position.contiguous()
     rows = S * (H // G)
-    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device)) if tiles is None else tiles
+    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device), P // B) if tiles is None else tiles
     programs = B * G * triton.cdiv(rows, t.rows)
     # at most COUNTERS, so that there are counters for them where there are shares
     splits = share_count(programs, P, t.slots, min(t.per_processor * _processors(q_BSHd.device), COUNTERS))
