@@ -46,6 +46,7 @@ class SourceReader:
         """The records of the source in order, each once. Raises ValueError, naming file and line, for files that cannot
         be parsed and for records without a supported layout. With `skip`, such records are left out and `skip` is
         called with the reason; files that cannot be parsed still raise."""
+        kwargs = self.source.template_kwargs
         if self.local:
             rows = (row for path in self.files for row in _file_rows(path))
         else:
@@ -58,7 +59,7 @@ class SourceReader:
                     raise
                 skip(str(e))
             else:
-                yield record
+                yield replace(record, template_kwargs=kwargs) if kwargs else record
 
     def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
         """The indices of the records that the share takes, int64, if `read` records could be read and others were
@@ -105,12 +106,11 @@ def check_source(source: AnySource, flag: str) -> None:
         raise ValueError(f"{flag} {e}") from e
 
 
-def absolute_source(source: AnySource) -> str | dict[str, Any]:
-    """The source, as an option, with an absolute path if it is local, so that it can be read from another working
-    directory."""
+def absolute_source(source: AnySource) -> str:
+    """The source with an absolute path if it is local, so that it can be read from another working directory."""
     parsed = Source.parse(source)
     path = os.path.abspath(parsed.path) if is_local(parsed.path) else parsed.path
-    return replace(parsed, path=path).as_option()
+    return str(replace(parsed, path=path))
 
 
 def _paths(name: str) -> list[Path]:

@@ -217,7 +217,7 @@ def _key(request: DataRequest, sources: Sequence[SourceReader], hashes: Path) ->
         # the code that makes and stores the documents, so that a change to it never finds what the old code made
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        "sources": [[_identity(source, hashes), source.share] for source in sources],
+        "sources": [[_identity(source, hashes), source.share, source.source.template_kwargs] for source in sources],
         "seed": request.seed if drawn else None,
         "tokenizer": _tokenizer_state(request.template.tokenizer),
         "template_kwargs": request.template.kwargs,
