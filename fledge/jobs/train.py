@@ -42,8 +42,9 @@ class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
     config: str | None = opt(
-        "take options from this YAML file, e.g. the recipe.yaml of a run; flags override it, and negated flags such as "
-        "--no-qk-norm turn off its switches", None
+        "NAME|FILE: take options from a recipe that comes with fledge (eagle3, peagle, llama-3.1-8b, qwen3-8b, "
+        "gpt-oss-20b, gemma-3 or laptop) or from a YAML file, e.g. the recipe.yaml of a run; flags override it, and "
+        "negated flags such as --no-qk-norm turn off its switches", None
     )  # fmt: skip
     target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()

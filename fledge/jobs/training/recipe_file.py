@@ -30,6 +30,7 @@ from fledge.jobs.options import (
     validation_problem,
 )
 from fledge.jobs.train import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
+from fledge.jobs.training.packaged import find_recipe_file
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
     FEATURE_OPTIONS,
@@ -113,7 +114,7 @@ def with_config(options: TrainOptions, say: Say) -> TrainOptions:
     """
     if options.config is None:
         return options
-    file = Path(options.config)
+    file = find_recipe_file(options.config)
     written = _without_command_line_options(_options_in(_mapping_in(file), file), file, say)
     defaults = {f.name: default_of(f) for f in option_fields(TrainOptions)}
     given = {name: getattr(options, name) for name in defaults if options.was_given(name)}
