@@ -3,6 +3,7 @@ template, with which decoding gives the target's own tokens."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,41 @@ TARGETS = {
     "eagle3": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
     "peagle": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
 }
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+QWEN3_SIZES = dict(num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
+GEMMA3_SIZES = dict(
+    hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=256, vocab_size=262208, sliding_window=1024,
+)  # fmt: skip
+# the configs of the models that the recipes name, as published, and the GB of memory that the recipes are sized for
+PUBLISHED = {
+    "llama-3.1-8b": (
+        transformers.LlamaConfig,
+        dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+             num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_parameters=LLAMA3_ROPE),
+        80,
+    ),
+    "qwen3-8b": (
+        transformers.Qwen3Config,
+        dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, **QWEN3_SIZES),
+        80,
+    ),
+    "gpt-oss-20b": (
+        transformers.GptOssConfig,
+        dict(num_hidden_layers=24, num_local_experts=32, quantization_config={"quant_method": "mxfp4"}),
+        80,
+    ),
+    "gemma-3": (transformers.Gemma3Config, dict(text_config=GEMMA3_SIZES), 80),
+    "laptop": (
+        transformers.Qwen3Config,
+        dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+             tie_word_embeddings=True, **QWEN3_SIZES),
+        8,
+    ),
+}  # fmt: skip
 MODES = {
     "qwen3-8b": {"enable_thinking": False}, "laptop": {"enable_thinking": False},
     "gpt-oss-20b": {"reasoning_effort": "medium"},
@@ -148,6 +184,22 @@ def test_a_recipe_trains_a_draft_that_decodes_losslessly(
     if other := OTHER_MODES.get(name):
         with pytest.warns(ModeWarning):
             load(alone.target, draft=run / "draft", template_kwargs=other).generate(CHAT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_fits_on_the_gpu_that_it_is_meant_for(name: str, tmp_path: Path, fledge) -> None:
+    """With rows that are full of supervised tokens."""
+    kind, sizes, memory = PUBLISHED[name]
+    kind(**sizes, dtype="bfloat16").save_pretrained(tmp_path / "target")
+    tiny_tokenizer(TARGETS[name][1]).save_pretrained(tmp_path / "target")
+    answer = {"role": "assistant", "content": " ".join(CHAT[0]["content"] for _ in range(400))}
+    row = json.dumps({"messages": [CHAT[0], answer]}) + "\n"
+    (tmp_path / "chats.jsonl").write_text(row * 4)
+    words = ["--target", tmp_path / "target", "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "run"]
+    ran = fledge("train", "--config", name, *words, "--dry-run", "--gpus", 1, "--gpu-memory", memory)
+    assert ran.code == 0 and "Memory: fits" in ran.out, ran.out + ran.err
+    recipe = resolve(complete(name), imagined=True)
+    assert f"of {2 * recipe.data.longest:,} tokens" in ran.out
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3"])
