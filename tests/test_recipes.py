@@ -243,4 +243,5 @@ def test_names_and_files_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ran.code == 2 and "does not exist" in ran.err
     Path("eagle3").write_text("method: peagle\n")  # a file takes precedence
     assert complete("eagle3").method == "peagle"
+    Path("qwen3-8b").mkdir()  # a run's directory does not
     assert complete("qwen3-8b", target="mine").target == "mine"

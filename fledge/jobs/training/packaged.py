@@ -20,11 +20,13 @@ def find_recipe_file(given: str) -> Path:
     not exist is returned as it is.
     """
     file = Path(given)
-    if file.exists() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
+    if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
         return file
     names = recipe_names()
-    if given in names:
+    if given in names:  # even if a directory has this name, such as that of a run
         return RECIPES / f"{given}.yaml"
+    if file.exists():
+        return file
     close = difflib.get_close_matches(given.lower(), names, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
     raise ValueError(f"--config {given} is neither a file nor one of fledge's recipes, {', '.join(names)}{meant}")
