@@ -147,7 +147,9 @@ class Provenance:
 
     `target` is the target's directory or hub id and `target_layers` its number of layers. `depth` is the number of TTT
     steps, `max_length` the maximum length in tokens, and `coverage` the share of the data's tokens that are in the
-    draft's vocabulary. The hashes are those of `models.weights`.
+    draft's vocabulary. The hashes are those of `models.weights`. `template_kwargs` are the variables of the chat
+    template in training. If they were not the same for all chats, `template_modes` are all sets of them, and
+    `template_kwargs` the variables that all sets share.
     """
 
     target: str = ""
@@ -156,9 +158,15 @@ class Provenance:
     template_sha256: str | None = None
     vocabulary_sha256: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_modes: tuple[dict[str, Any], ...] = ()
     depth: int | None = None
     max_length: int | None = None
     coverage: float | None = None
+
+    @property
+    def modes(self) -> tuple[dict[str, Any], ...]:
+        """All sets of template variables in training, at least one."""
+        return self.template_modes or (self.template_kwargs,)
 
 
 @dataclass(frozen=True)
@@ -317,6 +325,9 @@ class DraftConfig:
         aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
         known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
         check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
+        known["template_modes"] = tuple(known.get("template_modes", ()))
+        for mode in known["template_modes"]:
+            check_template_kwargs(mode, "fledge.template_modes")
         return cls(
             hidden_size=hidden,
             intermediate_size=top.get("intermediate_size"),
@@ -411,6 +422,7 @@ class DraftConfig:
         own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}
         own |= {"method": self.method, "aux_layers": list(self.aux_layers) if self.aux_layers else None}
         own |= {"own_embeddings": self.own_embeddings, "longrope_long": self.rope.long}
+        own["template_modes"] = list(self.provenance.template_modes) or None
         hf["fledge"] = {k: v for k, v in own.items() if v is not None}
         return hf
 

@@ -105,6 +105,7 @@ FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "template_sha256": TEXT,
     "vocabulary_sha256": TEXT,
     "template_kwargs": OBJECT,
+    "template_modes": list_of(OBJECT, 64),
     "depth": integer(1, 64),
     "max_length": POSITIONS,
     "coverage": non_negative(1),

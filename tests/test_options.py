@@ -127,10 +127,12 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "engines/client.py": ("regenerate", "eval"),
     "eval/endpoint.py": ("eval",),
     "eval/prompt_sets.py": ("eval",),
+    "eval/prompts.py": ("eval",),
     "data/dataset.py": ("train",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
+    "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve")),  # which load no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),

@@ -129,7 +129,7 @@ def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> Non
         ("steps: 0", "steps: 0: it must be at least 1; change it"),
         ("steps: 1.5", "steps: 1.5 is not of type int | None"),
         ("fc_norm: yes", "fc_norm: 'yes' is not of type bool"),
-        ("data: {a: 1}", "data: {'a': 1} is not of type list[str]"),
+        ("data: {a: 1}", "'a' is not an option of a source"),
         ("data: [a.jsonl, 3]", "is not of type list[str]"),
         ("lr: .nan", "lr: '.nan' is not of type float | None"),
         ("template_kwargs: [1]", "template_kwargs: [1] is not of type str | None"),

@@ -7,31 +7,29 @@ import glob
 import json
 import os
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fledge.data.record import LAYOUTS, Record, parse_record
+from fledge.data.sources import HUB_ID, READABLE, Source, is_local
 
-READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
-MAX_SHARE = 100
-HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
+AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` takes
 
 
-class Source:
-    """A source of records, which can be read several times: a file, a directory, a glob, or a hub data set
-    `owner/name[@revision][:split]`, with an optional suffix `@SHARE`.
+class SourceReader:
+    """Reads the records of a source, which can be done several times.
 
     `files` are its files if it is `local`. Raises ValueError for files that do not exist or are empty.
     """
 
-    def __init__(self, source: str):
-        self.source = source
-        self.name, self.share = _split_share(source)
-        self.local = _is_local(self.name)
+    def __init__(self, source: AnySource):
+        self.source = Source.parse(source)
+        self.name, self.share = self.source.path, self.source.share
+        self.local = is_local(self.name)
         self.files = _paths(self.name) if self.local else []
 
     @property
@@ -48,6 +46,7 @@ class Source:
         """The records of the source in order, each once. Raises ValueError, naming file and line, for files that cannot
         be parsed and for records without a supported layout. With `skip`, such records are left out and `skip` is
         called with the reason; files that cannot be parsed still raise."""
+        kwargs = self.source.template_kwargs
         if self.local:
             rows = (row for path in self.files for row in _file_rows(path))
         else:
@@ -60,7 +59,7 @@ class Source:
                     raise
                 skip(str(e))
             else:
-                yield record
+                yield replace(record, template_kwargs=kwargs) if kwargs else record
 
     def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
         """The indices of the records that the share takes, int64, if `read` records could be read and others were
@@ -77,13 +76,15 @@ class Source:
         return np.concatenate([np.tile(np.arange(read), int(copies)), np.array(sampled, dtype=np.int64)])
 
 
-def read_records(sources: list[str], seed: int = 0, skip: Callable[[str], None] | None = None) -> list[Record]:
-    """All records of all sources (see `Source`), in order. Raises ValueError for files that cannot be parsed and for
-    records without a supported layout. With `skip`, such records are left out and `skip` is called with the reason;
-    files that cannot be parsed still raise."""
+def read_records(
+    sources: Sequence[AnySource], seed: int = 0, skip: Callable[[str], None] | None = None
+) -> list[Record]:
+    """All records of all sources, in order. Raises ValueError for files that cannot be parsed and for records without a
+    supported layout. With `skip`, such records are left out and `skip` is called with the reason; files that cannot be
+    parsed still raise."""
     records: list[Record] = []
-    for text in sources:
-        source = Source(text)
+    for given in sources:
+        source = SourceReader(given)
         refused: list[str] = []
         read = list(source.records(refused.append if skip else None))
         for reason in refused:
@@ -92,49 +93,24 @@ def read_records(sources: list[str], seed: int = 0, skip: Callable[[str], None] 
     return records
 
 
-def check_source(source: str, flag: str) -> None:
+def check_source(source: AnySource, flag: str) -> None:
     """Raises ValueError, naming the flag, if a source is a local path that does not exist, or is an empty file.
 
     Does not open any file.
     """
     try:
-        name, _ = _split_share(source)
-        if _is_local(name):
+        name = Source.parse(source).path
+        if is_local(name):
             _paths(name)
     except ValueError as e:
         raise ValueError(f"{flag} {e}") from e
 
 
-def absolute_source(source: str) -> str:
+def absolute_source(source: AnySource) -> str:
     """The source with an absolute path if it is local, so that it can be read from another working directory."""
-    name, _ = _split_share(source)
-    return os.path.abspath(name) + source[len(name) :] if _is_local(name) else source
-
-
-def _split_share(source: str) -> tuple[str, float]:
-    """Splits `name@0.5` into the name and the share (1.0 without a suffix).
-
-    An @ in a directory's name or in the name of an existing file is not a separator. After a hub id, only a number is
-    a share; any other suffix is a revision.
-    """
-    name, at, share = source.rpartition("@")
-    if not at or "/" in share or Path(source).exists():
-        return source, 1.0
-    if not re.fullmatch(r"\d+(\.\d+)?", share):
-        if not _is_local(name):
-            return source, 1.0
-        raise ValueError(f"{source}: the text after @ must be the share of the records to take, such as @0.5 or @2")
-    if not 0 < float(share) <= MAX_SHARE:
-        raise ValueError(f"{source}: the share after @ must be above 0 and at most {MAX_SHARE}")
-    return name, float(share)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a source is a local path: it exists, has a file extension that fledge reads, or is not a valid hub id.
-
-    A hub id may look like `owner/name-2.5:train[:100]`.
-    """
-    return Path(name).exists() or Path(name).suffix in READABLE or not HUB_ID.fullmatch(name)
+    parsed = Source.parse(source)
+    path = os.path.abspath(parsed.path) if is_local(parsed.path) else parsed.path
+    return str(replace(parsed, path=path))
 
 
 def _paths(name: str) -> list[Path]:

@@ -22,7 +22,8 @@ class Record:
     """One data row: a conversation (`messages`, optionally with `tools`), a plain `text`, or unanswered user `turns`.
 
     The first `prompt_length` messages, or characters of the text, are a prompt: they are context and not supervised.
-    `where` is the record's location in the data, for error messages.
+    `where` is the record's location in the data, for error messages. `template_kwargs` are variables of the chat
+    template for this record, which take precedence over those of the command.
     """
 
     where: str
@@ -31,6 +32,7 @@ class Record:
     tools: list[Any] | None = None
     turns: tuple[str, ...] = ()
     prompt_length: int = 0
+    template_kwargs: dict[str, Any] | None = None
 
     def content_key(self) -> str:
         """A key that is equal for records with the same content, regardless of their location."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fledge.data.read import Source
+from fledge.data.read import SourceReader
 from fledge.data.record import Record
 
 MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold out is used for training only
@@ -27,7 +27,7 @@ class Selection:
     content as a held-out record, which are not trained on either. `refused` are the reasons of unreadable records.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[SourceReader]
     order: np.ndarray
     held_out: np.ndarray
     records: int
@@ -57,7 +57,12 @@ class Selection:
 
 
 def select(
-    sources: Sequence[Source], seed: int, *, skip_bad: bool, hold_out: int, advance: Callable[[], None] = lambda: None
+    sources: Sequence[SourceReader],
+    seed: int,
+    *,
+    skip_bad: bool,
+    hold_out: int,
+    advance: Callable[[], None] = lambda: None,
 ) -> Selection:
     """Reads all sources and decides which records are trained on. `advance` is called after each record.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,6 +32,14 @@ class ChatTemplate:
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
+
+    def with_exactly(self, kwargs: dict[str, Any]) -> ChatTemplate:
+        """The same template with other arguments."""
+        return ChatTemplate(self.tokenizer, self.stop_ids, kwargs)
+
+    def of(self, kwargs: dict[str, Any] | None) -> ChatTemplate:
+        """The template of a record or prompt that has arguments of its own, which take precedence over these."""
+        return self.with_exactly({**self.kwargs, **kwargs}) if kwargs else self
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -87,6 +96,8 @@ class ChatTemplate:
         supervised. Raises ValueError, quoting the conversation, if no token or every token belongs to the assistant,
         and if a rendered turn does not start with its own generation prompt.
         """
+        if record.template_kwargs:
+            return self.of(record.template_kwargs).documents(replace(record, template_kwargs=None))
         if record.turns:
             raise ValueError(
                 f"{record.where} has user turns but no answers to train on; fledge regenerate generates them"

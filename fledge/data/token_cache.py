@@ -26,7 +26,7 @@ import torch
 from fledge.data.content import content_sha256, stamp
 from fledge.data.dataset import DataReport, make_documents
 from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
-from fledge.data.read import Source
+from fledge.data.read import SourceReader
 from fledge.data.record import Record
 from fledge.data.selection import select
 from fledge.data.template import ChatTemplate
@@ -85,7 +85,7 @@ def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, 
     `ProgressDisplay.count` does. If the cache cannot be written, the data is kept in memory, after a message. Raises
     ValueError for sources that cannot be read or used, and for a file that changes meanwhile.
     """
-    sources = [Source(text) for text in request.sources]
+    sources = [SourceReader(source) for source in request.sources]
     job = _Job(request, sources, workers, say, count)
     stamps = job.stamps()
     entry = cache / "tokens" / _key(request, sources, cache / "hashes")
@@ -130,7 +130,7 @@ class _Job:
     """One request, with the sources that it names."""
 
     request: DataRequest
-    sources: Sequence[Source]
+    sources: Sequence[SourceReader]
     workers: int | None
     say: Say
     count: Count
@@ -210,14 +210,14 @@ class _Job:
 # -- what the data depends on -----------------------------------------------------------------------------------------
 
 
-def _key(request: DataRequest, sources: Sequence[Source], hashes: Path) -> str:
+def _key(request: DataRequest, sources: Sequence[SourceReader], hashes: Path) -> str:
     """A hash of everything that decides what the documents and the held-out records are."""
     drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
     content = {
         # the code that makes and stores the documents, so that a change to it never finds what the old code made
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        "sources": [[_identity(source, hashes), source.share] for source in sources],
+        "sources": [[_identity(source, hashes), source.share, source.source.template_kwargs] for source in sources],
         "seed": request.seed if drawn else None,
         "tokenizer": _tokenizer_state(request.template.tokenizer),
         "template_kwargs": request.template.kwargs,
@@ -229,7 +229,7 @@ def _key(request: DataRequest, sources: Sequence[Source], hashes: Path) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _identity(source: Source, hashes: Path) -> Any:
+def _identity(source: SourceReader, hashes: Path) -> Any:
     """What a source contains, whatever its files are called: suffix, size and hash of each, or the fingerprint of a hub
     data set, which changes with its revision and split."""
     if not source.local:

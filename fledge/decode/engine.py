@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
@@ -41,7 +43,8 @@ class Engine:
     """A target, and optionally a draft that speeds up decoding without changing the output distribution.
 
     `drafting` are fields of `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
-    are accepted no more often than by chance, a `ChanceWarning` is issued once. Raises ValueError if draft and target
+    are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
+    which the draft was not trained, a `ModeWarning`. Raises ValueError if draft and target
     do not belong together, if the target does not support what verification needs, or if options contradict each
     other; raises TypeError for arguments of a wrong type.
     """
@@ -67,7 +70,7 @@ class Engine:
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
-        self._acceptance = Acceptance()
+        self._acceptance, self._warned_of_mode = Acceptance(), False
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -217,6 +220,8 @@ class Engine:
         check_type("max_new_tokens", max_new_tokens, Integral | None, "an integer")
         ids = isinstance(prompt, list) and isinstance(prompt[0], int)
         prefix = list(prompt if ids else self.template.prompt_ids(prompt))
+        if not ids and not isinstance(prompt, str):
+            self.warn_of_mode(prompt)
         if max_new_tokens is None:
             max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prefix)))
         self.check_length(len(prefix), max_new_tokens)
@@ -227,6 +232,15 @@ class Engine:
             number, prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
             self.target.stop_ids, into if into is not None else Completion(),
         )  # fmt: skip
+
+    def warn_of_mode(self, messages: Sequence[Any], template: ChatTemplate | None = None, **chat: Any) -> None:
+        """Issues a `ModeWarning`, once, if a chat is rendered in a mode in which the draft was not trained. `template`
+        renders it (None: the engine's), and `chat` are further arguments of `ChatTemplate.render`."""
+        if self.draft is None or self._warned_of_mode:
+            return
+        if problem := untrained_mode(template or self.template, self.draft.config.provenance, messages, **chat):
+            self._warned_of_mode = True
+            warnings.warn(problem, ModeWarning, stacklevel=4)
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raises ValueError unless a prompt of `prompt` tokens and `new` new ones fit the target's context, and neither

@@ -9,18 +9,20 @@ from typing import Any
 
 from fledge.data.read import read_records
 from fledge.data.record import Record
+from fledge.data.sources import Source
 from fledge.eval.prompt_sets import PROMPT_SETS, read_prompt_set
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
     """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is its
-    location, for messages."""
+    location, for messages. `template_kwargs` are variables of the chat template for this prompt, if it has its own."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     turns: tuple[str, ...] = ()
     where: str = "a prompt"
+    template_kwargs: dict[str, Any] | None = None
 
     @property
     def answers(self) -> int:
@@ -33,6 +35,8 @@ def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPromp
     unless a file has that name. Raises ValueError as `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
+    if Source.parse(str(source)).template_kwargs:
+        raise ValueError(f"{source}: prompts have no template_kwargs of their own; give --template-kwargs")
     return spread([prompt_of(record) for record in read_records([str(source)])], limit)
 
 
@@ -51,14 +55,14 @@ def prompt_of(record: Record) -> EvalPrompt:
     turn, or in the middle of a text.
     """
     if record.turns:
-        return EvalPrompt(turns=record.turns, where=record.where)
+        return EvalPrompt(turns=record.turns, where=record.where, template_kwargs=record.template_kwargs)
     if record.text is not None:
         cut = record.prompt_length or max(len(record.text) // 2, 1)
         return EvalPrompt(text=record.text[:cut], where=record.where)
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
-    return EvalPrompt(messages=tuple(messages[:cut]), where=record.where)
+    return EvalPrompt(messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs)
 
 
 def conversation(prompt: EvalPrompt, answers: Sequence[str]) -> Any:

@@ -106,8 +106,13 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
 
 
 def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding, to choose the best checkpoint."""
-    return quiet_traces(engine, [first_prompt(p) for p in prompts], max_new_tokens)
+    """The traces of greedy decoding, to choose the best checkpoint. A prompt with template variables of its own is
+    rendered with them."""
+    inputs = [
+        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p)) if p.template_kwargs else first_prompt(p)
+        for p in prompts
+    ]
+    return quiet_traces(engine, inputs, max_new_tokens)
 
 
 def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:

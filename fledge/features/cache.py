@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ class Manifest:
 
     `target` is the target's directory or hub id, `target_sha256` a hash of its weights (`weights_sha256`), and
     `target_layers` the number of its layers. `data` are the sources, as given, and `data_sha256` the fingerprint of the
-    documents. `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
+    documents. `template_modes` are all sets of template variables of the documents (empty: one, `template_kwargs`).
+    `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
     target computed. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
     documents of each shard, [first, end). A `stream` is trained on once, and each shard is deleted after its use;
     `budget` is then the most bytes that it takes at a time.
@@ -74,6 +75,7 @@ class Manifest:
     tokenizer_sha256: str
     template_sha256: str | None
     template_kwargs: dict[str, Any] | None
+    template_modes: list[dict[str, Any]] = field(default_factory=list)
     data: list[str]
     data_sha256: str
     max_length: int
@@ -278,7 +280,8 @@ def _read_manifest(path: Path) -> Manifest:
         manifest = Manifest(**content)
         if wrong := next((name for name, fine in _checks(manifest).items() if not fine), None):
             raise ValueError(f"the value of {wrong} is not valid")
-        check_template_kwargs(manifest.template_kwargs or {}, "template_kwargs")
+        for mode in (manifest.template_kwargs or {}, *manifest.template_modes):
+            check_template_kwargs(mode, "template_kwargs")
     except (TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ValueError(f"{file} cannot be read: {shortened(str(e))}; {_ANEW}") from e
     return manifest
@@ -303,4 +306,6 @@ def _checks(manifest: Manifest) -> dict[str, bool]:
         "max_length": manifest.max_length > 2,
         "budget": type(manifest.budget) is int if manifest.stream else manifest.budget is None,
         "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
+        "template_modes": isinstance(manifest.template_modes, list)
+        and all(isinstance(mode, dict) for mode in manifest.template_modes),
     }

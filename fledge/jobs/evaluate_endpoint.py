@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
-from fledge.eval.prompts import EvalPrompt, read_prompts
+from fledge.eval.prompts import EvalPrompt, conversation, read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.options import AUTO, parse_template_kwargs
 
@@ -45,6 +47,8 @@ def run(
         kwargs = config.provenance.template_kwargs
     template = _template_of(options, kwargs)
     sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
+    if config is not None and template is not None:
+        _warn_of_mode(template, config, sets)
     measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
     records: dict[str, Any] = {}
     for (name, concurrency), found in measured.items():
@@ -62,6 +66,14 @@ def run(
         if options.out:
             write_record(options.out, record)
     return record
+
+
+def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
+    """Warns once if a chat is rendered in a mode in which the draft was not trained."""
+    chats = (conversation(p, ()) for prompts in sets.values() for p in prompts if p.text is None)
+    found = (untrained_mode(template, config.provenance, chat) for chat in chats)
+    if problem := next(filter(None, found), None):
+        warnings.warn(problem, ModeWarning, stacklevel=3)
 
 
 def _check(options: EvalOptions) -> list[int]:

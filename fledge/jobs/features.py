@@ -163,6 +163,7 @@ def _prepare(
     options: FeaturesOptions, say: Callable[[str], None], progress: Any
 ) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
     """Loads the target and the data. Records are held out as `fledge train` does."""
+    from fledge.data.modes import modes_of
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import resolve_device
     from fledge.jobs.training.data import read_data
@@ -180,7 +181,7 @@ def _prepare(
     requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype, compile=False)
     data = DataRecipe(
         tuple(options.data), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
-        workers=options.data_workers,
+        workers=options.data_workers, modes=modes_of(options.data, kwargs),
     )  # fmt: skip
     served = served_recipe(options)
     target = open_served_target(requested, data, device) if served else open_target(requested, data, device)
@@ -228,6 +229,7 @@ def _manifest(
         tokenizer_sha256=tokenizer_sha256(target.tokenizer),
         template_sha256=template_sha256(target.tokenizer),
         template_kwargs=data.template_kwargs,
+        template_modes=list(data.modes),
         data=list(data.sources),
         data_sha256=fingerprint(documents),
         max_length=min(data.longest, target.context),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fledge.data.modes import shown_mode
 from fledge.jobs.options import Options, opt, trust_remote_code_option
 from fledge.methods import CHOICES
 
@@ -110,7 +111,10 @@ def describe(config: DraftConfig) -> list[str]:
         )
     if known.depth:
         lines.append(f"It was trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
-    if known.template_kwargs:
+    if known.template_modes:
+        modes = " and with ".join(map(shown_mode, known.template_modes))
+        lines.append(f"Its training chats were rendered with {modes}.")
+    elif known.template_kwargs:
         lines.append(f"Its training chats were rendered with the template arguments {known.template_kwargs}.")
     return lines
 

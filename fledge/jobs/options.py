@@ -281,7 +281,9 @@ class DecodeOptions(Options):
         minimum=0, maximum=1,
     )  # fmt: skip
     template_kwargs: str | None = opt(
-        "JSON object of chat template variables (default: as recorded in the draft)", None
+        "JSON object of chat template variables (default: those of the draft's training; if it was trained in several "
+        "modes, the variables that these share)",
+        None,
     )
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     draft_device: str | None = opt("device of the draft (default: the target's device)", None)
@@ -324,6 +326,7 @@ class DecodeOptions(Options):
 
         If the target is not computed natively though --target-impl allows it, the reason is passed to `say`.
         """
+        from fledge.data.modes import several_modes
         from fledge.decode.engine import load
 
         engine = load(
@@ -333,6 +336,9 @@ class DecodeOptions(Options):
             target_impl=self.target_impl,
         )  # fmt: skip
         loaded = engine.target
+        chosen = engine.draft is None or self.template_kwargs is not None or loaded.tokenizer.chat_template is None
+        if not chosen and (choice := several_modes(engine.draft.config.provenance, engine.template.kwargs)):
+            say(choice)
         if target is None and loaded.implementation not in ("native", self.target_impl):
             say(f"{loaded.name} is computed by {loaded.implementation}")
         return engine

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fledge.data.sources import Source
 from fledge.jobs.options import replace_former_names
 from fledge.jobs.train import OUT, TrainOptions, run
 
@@ -23,16 +24,18 @@ class TrainedDraft:
 def train_draft(
     *,
     target: str | Path | None = None,
-    data: str | Path | Sequence[str | Path] = (),
+    data: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]] = (),
     out: str | Path = OUT,
     progress: bool = False,
     **options: Any,
 ) -> TrainedDraft:
     """Trains a draft as `fledge train` does.
 
-    `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. Further
-    keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`; `TrainOptions` lists
-    them. An option that is None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
+    `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. A source
+    with options of its own is a dict, e.g. `{"source": "a.jsonl", "template_kwargs": {"enable_thinking": True}}`.
+    Further keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`;
+    `TrainOptions` lists them. An option that is None counts as not given. `aux_layers` may be a list and
+    `template_kwargs` a dict.
     `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
     continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
     without, nothing is printed. Raises ValueError if the options or data are not valid, and KeyboardInterrupt after an
@@ -48,11 +51,11 @@ def train_draft(
 
 def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
     """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
-    sources = [data] if isinstance(data, str | Path) else data
+    sources = [data] if isinstance(data, str | Path | Mapping) else data
     options = replace_former_names(TrainOptions, options, str)
     if options.get("dry_run"):
         raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
-    options |= dict(target=target, data=[_text(source) for source in sources], out=out)
+    options |= dict(target=target, data=[_source(source) for source in sources], out=out)
     if isinstance(kwargs := options.get("template_kwargs"), dict):
         options["template_kwargs"] = json.dumps(kwargs)
     if isinstance(layers := options.get("aux_layers"), list | tuple):
@@ -61,6 +64,10 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     defaults = {"target": None, "data": [], "out": OUT}
     given = {name for name, value in options.items() if value is not None and value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
+
+
+def _source(given: str | Path | Mapping[str, Any]) -> str:
+    return str(Source.parse(given)) if isinstance(given, Mapping) else _text(given)
 
 
 def _text(value: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import answered_conversation, count_answers, split_conversation
+from fledge.data.sources import Source
 from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import (
@@ -107,6 +108,11 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
     out = check_output_path(options.out, "--out")
     refused: list[str] = []
+    if options.endpoint and any(Source.parse(source).template_kwargs for source in options.data):
+        raise ValueError(
+            "--data with template_kwargs and --endpoint: requests to a server have the variables of --template-kwargs; "
+            "answer each source by a command of its own"
+        )
     records = read_records(options.data, options.seed, refused.append if options.skip_bad else None)[: options.limit]
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
@@ -168,7 +174,15 @@ def _row_header(record: Record, options: RegenerateOptions) -> dict[str, str]:
     asked = [record.messages, record.text, record.tools, options.target, max_new_tokens, options.prompt_tokens]
     asked += [options.temperature, options.top_p, options.seed, options.template_kwargs]
     asked += [record.turns, record.prompt_length] if record.turns or record.prompt_length else []
+    asked += [record.template_kwargs] if record.template_kwargs else []
     return {"source": record.where, "asked": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}
+
+
+def _prompt_ids(engine: Engine, record: Record, history: list[dict[str, Any]]) -> list[int]:
+    """The prompt of a record's next answer. Warns if the draft was not trained in this mode of the template."""
+    template = engine.template.of(record.template_kwargs)
+    engine.warn_of_mode(history, template, tools=record.tools)
+    return template.prompt_ids(history, tools=record.tools, where=record.where)
 
 
 def _answer_batch(
@@ -229,7 +243,7 @@ def _answer_batch(
                 del remaining[i]
         if not remaining:
             break
-        asked = {i: template.prompt_ids(histories[i], tools=batch[i].tools, where=batch[i].where) for i in remaining}
+        asked = {i: _prompt_ids(engine, batch[i], histories[i]) for i in remaining}
         for i, (text, was_truncated) in zip(asked, generate(asked, turn), strict=True):
             histories[i].append({"role": "assistant", "content": text})
             remaining[i].pop(0)

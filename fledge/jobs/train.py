@@ -42,14 +42,16 @@ class TrainOptions(Options):
     """Train a draft for a target on chats or plain text."""
 
     config: str | None = opt(
-        "take options from this YAML file, e.g. the recipe.yaml of a run; flags override it, and negated flags such as "
-        "--no-qk-norm turn off its switches", None
+        "NAME|FILE: take options from a recipe that comes with fledge (eagle3, peagle, llama-3.1-8b, qwen3-8b, "
+        "gpt-oss-20b, gemma-3 or laptop) or from a YAML file, e.g. the recipe.yaml of a run; flags override it, and "
+        "negated flags such as --no-qk-norm turn off its switches", None
     )  # fmt: skip
     target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()
     data: list[str] = opt(
         "training data: a file, quoted glob or hub id (owner/name@revision:split); @0.5 at the end takes half of it, "
-        "@2 all of it twice; repeatable", repeatable=True
+        "@2 all of it twice; or a JSON object with options of its own, e.g. '{\"source\": \"a.jsonl\", "
+        "\"template_kwargs\": {\"enable_thinking\": true}}' (docs/recipes.md); repeatable", repeatable=True
     )  # fmt: skip
     features: str | None = opt(
         "train from the hidden states in this directory, which `fledge features` has written; it has the documents and "
@@ -127,7 +129,9 @@ class TrainOptions(Options):
         "document length", 0.0, minimum=0,
     )  # fmt: skip
     template_kwargs: str | None = opt(
-        "JSON object of chat template variables, e.g. '{\"enable_thinking\": false}'", None
+        "JSON object of chat template variables, e.g. '{\"enable_thinking\": false}'; those of a source in --data take "
+        "precedence",
+        None,
     )
     skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
     data_cache: str | None = data_cache_option()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fledge.config import DraftConfig
+from fledge.data.modes import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
 from fledge.jobs.training.target import PlannedTarget, PreparedTarget
@@ -121,13 +122,14 @@ def _vocab_size(recipe: Recipe, vocab: int) -> int:
 
 def _provenance(recipe: Recipe, prepared: PreparedTarget) -> dict[str, Any]:
     """What the draft's config records about its training."""
-    target = prepared.target
+    target, modes = prepared.target, recipe.data.modes
     return dict(
         target=target.name,
         target_layers=target.num_layers,
         tokenizer_sha256=tokenizer_sha256(target.tokenizer),
         template_sha256=template_sha256(target.tokenizer),
-        template_kwargs=prepared.template.kwargs,
+        template_kwargs=shared_variables(modes),
+        template_modes=modes if len(modes) > 1 else (),
         depth=recipe.depth,
         max_length=prepared.max_length,
     )

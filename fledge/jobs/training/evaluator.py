@@ -122,7 +122,8 @@ class _PromptSelector:
         return texts + [p for p in (prompt_of(r) for r in records if r.text is None) if self._usable(p)]
 
     def _fits(self, prompt: EvalPrompt) -> bool:
-        return len(self.prepared.template.prompt_ids(first_prompt(prompt))) <= self.max_tokens
+        template = self.prepared.template.of(prompt.template_kwargs)
+        return len(template.prompt_ids(first_prompt(prompt))) <= self.max_tokens
 
     def _usable(self, prompt: EvalPrompt) -> bool:
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.config import DraftConfig
+from fledge.data.modes import modes_of
 from fledge.jobs.options import flag_of, parse_template_kwargs
 from fledge.methods import CHOICES, METHODS, Choice, Method
 
@@ -58,7 +59,8 @@ class TargetRecipe:
 class DataRecipe:
     """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
     the target and the data are loaded. `cache` is the directory of tokenized data and `workers` the number of processes
-    that tokenize; None stands for the defaults."""
+    that tokenize; None stands for the defaults. `modes` are all sets of template variables that sources are rendered
+    with: `template_kwargs`, and a source's own, which take precedence."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
@@ -67,6 +69,7 @@ class DataRecipe:
     row_length: int | None
     cache: str | None
     workers: int | None
+    modes: tuple[dict[str, Any], ...]
 
     @property
     def longest(self) -> int:
@@ -354,7 +357,8 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
                 f"--row-length {options.row_length} is less than {known.max_length}, the maximum document length of "
                 f"{features.path}; a row must have room for the longest document"
             )
-        return DataRecipe((), known.template_kwargs, False, known.max_length, options.row_length, None, None)
+        modes = tuple(known.template_modes) or (known.template_kwargs or {},)
+        return DataRecipe((), known.template_kwargs, False, known.max_length, options.row_length, None, None, modes)
     if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
@@ -365,8 +369,16 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
         kwargs = existing.config.provenance.template_kwargs
     return DataRecipe(
         tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
-        options.data_workers,
+        options.data_workers, _modes(options.data, kwargs),
     )  # fmt: skip
+
+
+def _modes(data: Sequence[str], kwargs: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """`modes_of` for --data. Raises ValueError for a source that cannot be read."""
+    try:
+        return modes_of(data, kwargs)
+    except ValueError as e:
+        raise ValueError(f"--data {e}") from e
 
 
 def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fledge import __version__
+from fledge.data.sources import Source
 from fledge.fields import format_value, shortened
 from fledge.jobs.options import (
     RenamedOption,
@@ -29,6 +30,7 @@ from fledge.jobs.options import (
     validation_problem,
 )
 from fledge.jobs.train import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
+from fledge.jobs.training.packaged import find_recipe_file
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
     FEATURE_OPTIONS,
@@ -82,6 +84,8 @@ def _recipe_values(options: TrainOptions) -> dict[str, Any]:
     values = {k: v for k, v in options.as_dict().items() if v is not None and k not in omitted}
     if "template_kwargs" in values:
         values["template_kwargs"] = json.loads(values["template_kwargs"])
+    if "data" in values:
+        values["data"] = [Source.parse(source).as_option() for source in values["data"]]
     return values
 
 
@@ -110,7 +114,7 @@ def with_config(options: TrainOptions, say: Say) -> TrainOptions:
     """
     if options.config is None:
         return options
-    file = Path(options.config)
+    file = find_recipe_file(options.config)
     written = _without_command_line_options(_options_in(_mapping_in(file), file), file, say)
     defaults = {f.name: default_of(f) for f in option_fields(TrainOptions)}
     given = {name: getattr(options, name) for name in defaults if options.was_given(name)}
@@ -277,17 +281,22 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {format_value(name)} is not an option of fledge train; {cure}")
         if name in RUN_ONLY:
             raise ValueError(f"{file}: {name} cannot be set in a file; give {flag_of(name)} on the command line")
-        values[name] = _as_option(name, value)
+        try:
+            values[name] = _as_option(name, value)
+        except ValueError as e:
+            raise ValueError(f"{file}: {name}: {e}") from e
         if problem := validation_problem(TrainOptions, name, values[name]):
             raise ValueError(f"{file}: {name}: {problem}; change it or leave it out")
     return values
 
 
 def _as_option(name: str, value: Any) -> Any:
-    """Converts the alternative forms that a file may use: a single data source, a list of layers, a mapping of template
-    variables."""
-    if name == "data" and isinstance(value, str):
-        return [value]
+    """Converts the alternative forms that a file may use: a single data source, a source with options, a list of
+    layers, a mapping of template variables."""
+    if name == "data" and isinstance(value, str | dict):
+        return _as_option(name, [value])
+    if name == "data" and isinstance(value, list):
+        return [str(Source.parse(source)) if isinstance(source, dict) else source for source in value]
     if name == "aux_layers" and has_type(list[int], value):
         return ",".join(map(str, value))
     if name == "aux_layers" and has_type(int, value):

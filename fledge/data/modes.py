@@ -1,0 +1,78 @@
+"""The modes of a chat template in which a draft was trained, such as thinking and not thinking, and a warning when it
+is used in another one.
+
+A mode is given by variables of the chat template. Two sets of variables are the same mode for a prompt if the template
+renders it to the same text with both: often, a variable's default does not have to be named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fledge.config import Provenance
+from fledge.data.sources import Source
+
+if TYPE_CHECKING:
+    from fledge.data.template import ChatTemplate
+
+
+class ModeWarning(UserWarning):
+    """A draft is used in a mode of the chat template in which it was not trained."""
+
+
+def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """The distinct modes of data sources, in order. A source's own variables take precedence over `template_kwargs`."""
+    modes: list[dict[str, Any]] = []
+    for source in sources:
+        mode = {**(template_kwargs or {}), **(Source.parse(source).template_kwargs or {})}
+        if mode not in modes:
+            modes.append(mode)
+    return tuple(modes)
+
+
+def shared_variables(modes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The variables that have the same value in all modes."""
+    first, *others = modes
+    return {name: value for name, value in first.items() if all(name in m and m[name] == value for m in others)}
+
+
+def several_modes(trained: Provenance, used: Mapping[str, Any]) -> str | None:
+    """What to say of a draft that was trained in several modes, when the user chose none of them; None for others.
+
+    `used` are the variables that are used instead.
+    """
+    if not trained.template_modes:
+        return None
+    return (
+        f"the draft was trained with {' and with '.join(map(shown_mode, trained.modes))}; prompts are rendered with "
+        f"{shown_mode(used)}, and --template-kwargs chooses another of its modes"
+    )
+
+
+def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequence[Any], **chat: Any) -> str | None:
+    """A warning, if the template renders a prompt otherwise than in each mode in which the draft was trained; None if
+    it does not, or if the draft's config does not tell. `chat` are further arguments of `ChatTemplate.render`."""
+    if trained.template_sha256 is None or template.kwargs in trained.modes:
+        return None
+    now = template.render(messages, prompt=True, **chat)
+    before = []
+    for mode in trained.modes:
+        try:
+            before.append(template.with_exactly(mode).render(messages, prompt=True, **chat))
+        except ValueError:  # the template refuses this chat in that mode
+            continue
+    if now in before:
+        return None
+    modes = " or with ".join(map(shown_mode, trained.modes))
+    return (
+        f"the draft was trained with {modes}, but this prompt is rendered with {shown_mode(template.kwargs)}, which "
+        "gives another text. The output stays right, but acceptance can fall to a third, and with it the speedup. Give "
+        "the template_kwargs of its training, or train a draft on chats of this mode too"
+    )
+
+
+def shown_mode(kwargs: Mapping[str, Any]) -> str:
+    """A mode as messages show it."""
+    return f"template_kwargs {json.dumps(kwargs, ensure_ascii=False)}" if kwargs else "the template's defaults"

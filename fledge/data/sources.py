@@ -1,0 +1,143 @@
+"""The data sources of a run as options write them: the path or hub id, which share of it, and how its rows are read.
+
+A source without options of its own is a text, `PATH[@SHARE]`. One with options is a mapping, the same in a recipe, in
+Python and, as JSON, on the command line:
+
+    data:
+      - chats.jsonl@0.5
+      - {source: thinking.jsonl, share: 2, template_kwargs: {enable_thinking: true}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from fledge.fields import check_template_kwargs, format_value
+
+READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
+HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
+MAX_SHARE = 100
+KEYS = ("source", "share", "template_kwargs", "columns")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where records come from, and how they are read.
+
+    `path` is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. `share` is the part of its
+    records to take, in (0, MAX_SHARE]: 0.5 a random half, 2 each of them twice. `template_kwargs` are variables of the
+    chat template for its chats, which take precedence over those of the command. `columns` maps names of fledge's
+    layouts to those of its columns (`{"messages": "dialog"}`). None stands for none.
+    """
+
+    path: str
+    share: float = 1.0
+    template_kwargs: dict[str, Any] | None = None
+    columns: dict[str, str] | None = None
+
+    @staticmethod
+    def parse(value: str | Mapping[str, Any] | Source) -> Source:
+        """The source that an option names: `PATH[@SHARE]`, a mapping with the keys KEYS, or a JSON object with them.
+
+        Raises ValueError, quoting the source, for anything else. The files need not exist.
+        """
+        if isinstance(value, Source):
+            return value
+        if isinstance(value, str) and value.lstrip().startswith("{") and not Path(value).exists():
+            value = _json_object(value)
+        return Source(*split_share(value)) if isinstance(value, str) else _from_mapping(value)
+
+    def as_option(self) -> str | dict[str, Any]:
+        """The form that an option takes; `parse` reads it back."""
+        ambiguous = split_share(self.path) != (self.path, 1.0)  # such as the revision of owner/name@1.0
+        if self.template_kwargs is None and self.columns is None:
+            return (
+                f"{self.path}@{Decimal(repr(self.share)).normalize():f}" if self.share != 1 or ambiguous else self.path
+            )
+        written = {
+            "source": self.path, "share": self.share if self.share != 1 or ambiguous else None,
+            "template_kwargs": self.template_kwargs, "columns": self.columns,
+        }  # fmt: skip
+        return {key: value for key, value in written.items() if value is not None}
+
+    def __str__(self) -> str:
+        written = self.as_option()
+        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+
+
+def split_share(text: str) -> tuple[str, float]:
+    """Splits `name@0.5` into the name and the share (1.0 without a suffix).
+
+    An @ in a directory's name or in the name of an existing file is not a separator. After a hub id, only a number is
+    a share; any other suffix is a revision. Raises ValueError for a share that is not in (0, MAX_SHARE].
+    """
+    name, at, share = text.rpartition("@")
+    if not at or "/" in share or Path(text).exists():
+        return text, 1.0
+    if not re.fullmatch(r"\d+(\.\d+)?", share):
+        if not is_local(name):
+            return text, 1.0
+        raise ValueError(f"{text}: the text after @ must be the share of the records to take, such as @0.5 or @2")
+    if not 0 < float(share) <= MAX_SHARE:
+        raise ValueError(f"{text}: the share after @ must be above 0 and at most {MAX_SHARE}")
+    return name, float(share)
+
+
+def is_local(name: str) -> bool:
+    """Whether a source is a local path: it exists, has a file extension that fledge reads, or is not a valid hub id.
+
+    A hub id may look like `owner/name-2.5:train[:100]`.
+    """
+    return Path(name).exists() or Path(name).suffix in READABLE or not HUB_ID.fullmatch(name)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(
+            f"{text} is neither a file nor JSON ({e}); write a source with options as "
+            '\'{"source": "chats.jsonl", "template_kwargs": {"enable_thinking": true}}\''
+        ) from e
+
+
+def _from_mapping(given: Mapping[str, Any]) -> Source:
+    shown = json.dumps(given, default=repr, ensure_ascii=False)
+    if unknown := sorted(given.keys() - set(KEYS), key=str):
+        raise ValueError(f"{shown}: {format_value(unknown[0])} is not an option of a source; it has {', '.join(KEYS)}")
+    path = given.get("source")
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{shown} names no source; add `source`, a file, glob or hub id")
+    name, share = split_share(path)
+    if (asked := given.get("share")) is not None:
+        if name != path and is_local(name):
+            raise ValueError(f"{shown} gives the share twice, as @{path.rpartition('@')[2]} and as `share`; keep one")
+        number = isinstance(asked, int | float) and not isinstance(asked, bool)
+        if not number or not 0 < asked <= MAX_SHARE:
+            raise ValueError(f"{shown}: `share` must be a number above 0 and at most {MAX_SHARE}")
+        name, share = path, float(asked)
+    return Source(name, share, _template_kwargs(given, shown), _columns(given, shown))
+
+
+def _template_kwargs(given: Mapping[str, Any], shown: str) -> dict[str, Any] | None:
+    kwargs = given.get("template_kwargs")
+    if kwargs is None:
+        return None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{shown}: `template_kwargs` must be a mapping such as {{enable_thinking: false}}")
+    return check_template_kwargs(kwargs, f"{shown}: `template_kwargs`") or None
+
+
+def _columns(given: Mapping[str, Any], shown: str) -> dict[str, str] | None:
+    columns = given.get("columns")
+    if columns is None:
+        return None
+    if not isinstance(columns, dict) or not all(isinstance(x, str) and x for x in (*columns, *columns.values())):
+        raise ValueError(f"{shown}: `columns` must map names to names, such as {{messages: dialog}}")
+    return columns or None

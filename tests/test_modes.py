@@ -1,0 +1,203 @@
+"""Template variables of single sources: the tokens that are trained on, what the draft records, and the warnings where
+a draft is used in a mode in which it was not trained."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fledge import load, train_draft
+from fledge.config import DraftConfig, Provenance
+from fledge.data.modes import ModeWarning, modes_of, shared_variables
+from fledge.data.read import read_records
+from fledge.data.template import ChatTemplate
+from fledge.models.weights import read_draft_config
+from support.chats import tiny_chats
+from support.targets import tiny_target, tiny_tokenizer
+from support.templates import QWEN3
+
+ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
+CHAT = [{"role": "user", "content": "can it fly"}]
+TRAIN = dict(steps=2, depth=2, max_length=64, row_length=128, eval_tokens=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("target")
+    tiny_target().model.save_pretrained(directory)
+    tiny_tokenizer(QWEN3).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 200)
+
+
+@pytest.fixture(scope="module")
+def thinking(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that was trained with thinking off."""
+    out = tmp_path_factory.mktemp("off") / "run"
+    return train_draft(target=target, data=data, out=out, template_kwargs=OFF, **TRAIN).draft
+
+
+@pytest.fixture(scope="module")
+def both(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a draft that was trained in both modes."""
+    out = tmp_path_factory.mktemp("both") / "run"
+    sources = [
+        {"source": str(data), "share": 0.5, "template_kwargs": ON},
+        {"source": str(data), "template_kwargs": OFF},
+    ]
+    train_draft(target=target, data=sources, out=out, template_kwargs={"date": "today"}, **TRAIN)
+    return out
+
+
+def used(target: Path, draft: Path, **options: object) -> list[str]:
+    """The mode warnings of a short generation."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = load(target, draft=draft, **options)
+        engine.generate(CHAT, max_new_tokens=3)
+        engine.generate(CHAT, max_new_tokens=3)
+    return [str(w.message) for w in caught if w.category is ModeWarning]
+
+
+def test_each_source_is_rendered_with_its_own_variables(data: Path) -> None:
+    template = ChatTemplate(tiny_tokenizer(QWEN3), {1}, ON)
+    written = [json.dumps({"source": str(data), "template_kwargs": OFF}), str(data)]
+    off, on = (read_records([source])[0] for source in written)
+    supervised = []
+    for record in (off, on):
+        last = template.documents(record)[-1]
+        first = int((last.spans >= 0).nonzero()[0])
+        supervised.append(tiny_tokenizer(QWEN3).decode(last.tokens[first:]))
+    assert supervised[1].startswith("<think>") and not supervised[0].startswith("<think>")
+
+
+def test_the_modes_of_sources() -> None:
+    sources = ["a.jsonl", json.dumps({"source": "b.jsonl", "template_kwargs": ON}), "c.jsonl@0.5"]
+    assert modes_of(sources, None) == ({}, ON)
+    assert modes_of(sources, OFF | {"date": "today"}) == (OFF | {"date": "today"}, ON | {"date": "today"})
+    assert shared_variables(modes_of(sources, OFF | {"date": "today"})) == {"date": "today"}
+
+
+def test_a_draft_records_all_its_modes_and_old_configs_still_load(both: Path, thinking: Path) -> None:
+    known = read_draft_config(both / "draft").provenance
+    assert known.template_kwargs == {"date": "today"}
+    assert known.modes == (ON | {"date": "today"}, OFF | {"date": "today"})
+    one = json.loads((thinking / "config.json").read_text())
+    assert one["fledge"]["template_kwargs"] == OFF and "template_modes" not in one["fledge"]
+    assert DraftConfig.from_hf(one).provenance.modes == (OFF,)
+    assert Provenance().modes == ({},)
+    one["fledge"]["template_modes"] = [{"chat_template": "x"}]
+    with pytest.raises(ValueError, match="template_modes sets chat_template"):
+        DraftConfig.from_hf(one)
+
+
+def test_a_recipe_with_sources_of_its_own_options_runs_again(both: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load((both / "recipe.yaml").read_text())
+    assert [source["template_kwargs"] for source in recipe["data"]] == [ON, OFF]
+    again = train_draft(config=both / "recipe.yaml", out=tmp_path / "again")
+    settled = yaml.safe_load((tmp_path / "again" / "recipe.yaml").read_text())["settled"]
+    assert settled["data_sha256"] == recipe["settled"]["data_sha256"]
+    assert read_draft_config(again.draft).provenance.modes == read_draft_config(both / "draft").provenance.modes
+    assert train_draft(resume=both).draft == both / "draft"
+
+
+def test_tokens_of_one_mode_are_not_those_of_another_in_the_cache(target: Path, data: Path, tmp_path: Path) -> None:
+    hashes = []
+    for i, mode in enumerate((ON, OFF, ON)):
+        run = tmp_path / str(i)
+        sources = {"source": data.as_posix(), "template_kwargs": mode}
+        train_draft(target=target, data=sources, out=run, data_cache=tmp_path / "cache", **TRAIN)
+        hashes.append(yaml.safe_load((run / "recipe.yaml").read_text())["settled"]["data_sha256"])
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert sum(path.is_dir() for path in (tmp_path / "cache" / "tokens").iterdir()) == 2
+
+
+def test_using_a_draft_in_another_mode_warns_once(target: Path, thinking: Path) -> None:
+    assert used(target, thinking) == []  # decodes in the mode of training
+    assert used(target, thinking, template_kwargs=OFF | {"unread": 1}) == []  # renders the same text
+    (warning,) = used(target, thinking, template_kwargs=ON)
+    assert 'trained with template_kwargs {"enable_thinking": false}' in warning
+    assert 'rendered with template_kwargs {"enable_thinking": true}' in warning
+    assert "acceptance can fall to a third" in warning
+
+
+def test_a_default_that_is_named_is_no_other_mode(target: Path, both: Path, tmp_path: Path, data: Path) -> None:
+    draft = train_draft(target=target, data=data, out=tmp_path / "run", **TRAIN).draft
+    assert used(target, draft, template_kwargs=ON) == []
+    assert len(used(target, draft, template_kwargs=OFF)) == 1
+    assert [used(target, both / "draft", template_kwargs=mode) for mode in (ON, OFF, None)] == [[], [], []]
+
+
+def test_a_draft_of_unknown_training_and_plain_prompts_do_not_warn(target: Path, thinking: Path) -> None:
+    loaded = load(target, draft=thinking, template_kwargs=ON)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ModeWarning)
+        loaded.generate("it can fly", max_new_tokens=3)
+        loaded.draft.config = loaded.draft.config.with_provenance(template_sha256=None)
+        loaded.generate(CHAT, max_new_tokens=3)
+
+
+def test_commands_tell_the_modes(target: Path, thinking: Path, both: Path, data: Path, tmp_path: Path, fledge) -> None:
+    asked = ["--target", target, "--draft"]
+    new = ["--max-new-tokens", 2]
+    ran = fledge("generate", *asked, both / "draft", "--prompt", "it", *new)
+    assert 'was trained with template_kwargs {"date": "today", "enable_thinking": true} and with' in ran.err
+    assert "--template-kwargs chooses another of its modes" in ran.err
+    ran = fledge("generate", *asked, both / "draft", "--prompt", "it", *new, "--template-kwargs", json.dumps(OFF))
+    assert "modes" not in ran.err and "a third" not in ran.err
+    on = ["--template-kwargs", json.dumps(ON)]
+    for words in (
+        ["generate", "--prompt", "it"],
+        ["regenerate", "--data", data, "--out", tmp_path / "o.jsonl", "--limit", 2],
+        ["eval", "--prompts", data, "--limit", 2],
+    ):
+        with pytest.warns(ModeWarning) as found:
+            assert fledge(*words, *asked, thinking, *new, *on).code == 0
+        assert len(found) == 1
+    ran = fledge("inspect", both / "draft")
+    assert '"enable_thinking": true} and with template_kwargs' in ran.out
+
+
+def test_regenerate_answers_each_source_in_its_mode(target: Path, data: Path, tmp_path: Path, fledge) -> None:
+    few = tiny_chats(tmp_path / "few.jsonl", 4)
+    answers = []
+    for name, mode in (("on", ON), ("off", OFF)):
+        source = json.dumps({"source": str(few), "template_kwargs": mode})
+        by_source, by_flag = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-flag.jsonl"
+        words = ["regenerate", "--target", target, "--max-new-tokens", 6]
+        assert fledge(*words, "--data", source, "--out", by_source).code == 0
+        assert fledge(*words, "--data", few, "--template-kwargs", json.dumps(mode), "--out", by_flag).code == 0
+        texts = [[json.loads(line)["messages"] for line in f.read_text().splitlines()] for f in (by_source, by_flag)]
+        assert texts[0] == texts[1]
+        answers.append(texts[0])
+    assert answers[0] != answers[1]
+
+
+def test_features_record_the_modes_of_their_sources(target: Path, data: Path, tmp_path: Path, fledge) -> None:
+    sources = [json.dumps({"source": str(data), "template_kwargs": mode}) for mode in (ON, OFF)]
+    words = ["--target", target, "--max-length", 64, "--device", "cpu", "--out", tmp_path / "features"]
+    assert fledge("features", "--data", sources[0], "--data", sources[1], *words).code == 0
+    run = train_draft(features=tmp_path / "features", out=tmp_path / "run", steps=1, depth=2, device="cpu")
+    assert read_draft_config(run.draft).provenance.modes == (ON, OFF)
+
+
+def test_sources_that_cannot_be_used_are_refused(target: Path, data: Path, tmp_path: Path, fledge) -> None:
+    train = ["train", "--target", target, "--out", tmp_path / "run", "--data"]
+    ran = fledge(*train, json.dumps({"source": str(data), "thinking": True}))
+    assert ran.code == 2 and "--data" in ran.err and "'thinking' is not an option of a source" in ran.err
+    ran = fledge(*train, data, "--eval-prompts", json.dumps({"source": str(data), "template_kwargs": ON}))
+    assert ran.code == 2 and "prompts have no template_kwargs of their own" in ran.err
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data:\n  - source: a.jsonl\n    shar: 0.5\n")
+    ran = fledge("train", "--config", recipe, "--target", target)
+    assert ran.code == 2 and "recipe.yaml" in ran.err and "'shar' is not an option of a source" in ran.err
+    assert torch.get_default_dtype() == torch.float32
