@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.data.read import read_records
+from fledge.data.presets import is_preset
+from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record
 from fledge.data.sources import Source
-from fledge.eval.prompt_sets import PROMPT_SETS, read_prompt_set
+from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS, read_prompt_set
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,18 @@ class EvalPrompt:
         return max(len(self.turns), 1)
 
 
-def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
+def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[EvalPrompt]:
     """At most `limit` prompts of a source, evenly spaced: a file, a glob, a hub id, or the name of one of PROMPT_SETS
-    unless a file has that name. Raises ValueError as `read_records` and `read_prompt_set`."""
+    or of PRESETS unless a file has that name. Of a named set, DEFAULT_PROMPTS are read without a limit. `columns` is
+    the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
     if Source.parse(str(source)).template_kwargs:
         raise ValueError(f"{source}: prompts have no template_kwargs of their own; give --template-kwargs")
-    return spread([prompt_of(record) for record in read_records([str(source)])], limit)
+    if is_preset(str(source)):
+        reader = SourceReader(str(source), prompts=True)
+        return [prompt_of(record) for record in reader.spread(limit or DEFAULT_PROMPTS)]
+    return spread([prompt_of(record) for record in read_records(with_columns([str(source)], columns))], limit)
 
 
 def spread(items: list[Any], limit: int | None) -> list[Any]:

@@ -46,7 +46,7 @@ def run(
     if kwargs is None and config is not None:
         kwargs = config.provenance.template_kwargs
     template = _template_of(options, kwargs)
-    sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
+    sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
     if config is not None and template is not None:
         _warn_of_mode(template, config, sets)
     measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
