@@ -224,7 +224,7 @@ def _message(message: Any, where: str, number: int) -> dict[str, Any]:
     if {str}.issuperset(map(type, message.values())):  # the common case needs no changes
         return message
     # table formats store absent fields as null, and some templates treat a field that is null as present
-    cleaned = {k: v for k, v in message.items() if v is not None or k == "content"}
+    cleaned = {k: v for k, v in message.items() if k == "content" or (v is not None and (k, v) != ("tool_calls", []))}
     for field in TEXT_FIELDS:
         if not isinstance(cleaned.get(field, ""), (str, NoneType)):
             cleaned[field] = _join_parts(cleaned[field], field, f"{where}, message {number}")

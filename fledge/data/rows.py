@@ -233,11 +233,12 @@ def _table_rows(path: Path, batches: Any) -> Iterator[Row]:
     number = 0
     try:
         for batch in batches():
+            batch.validate(full=True)  # damaged offsets would crash the process
             for start in range(0, len(batch), BATCH_ROWS):
                 for row in batch.slice(start, BATCH_ROWS).to_pylist():
                     number += 1
                     yield without_nulls(row), f"{path}, row {number}"
-    except pyarrow.ArrowException as e:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise _Damaged(str(e)) from e
 
 

@@ -17,13 +17,15 @@ from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS, read_prompt_se
 @dataclass(frozen=True)
 class EvalPrompt:
     """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is its
-    location, for messages. `template_kwargs` are variables of the chat template for this prompt, if it has its own."""
+    location, for messages. `tools` are those that the messages may call, and `template_kwargs` are variables of the
+    chat template for this prompt, if it has its own."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     turns: tuple[str, ...] = ()
     where: str = "a prompt"
     template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
     @property
     def answers(self) -> int:
@@ -67,7 +69,9 @@ def prompt_of(record: Record) -> EvalPrompt:
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
-    return EvalPrompt(messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs)
+    return EvalPrompt(
+        messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs, tools=record.tools
+    )
 
 
 def conversation(prompt: EvalPrompt, answers: Sequence[str]) -> Any:

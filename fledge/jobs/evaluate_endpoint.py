@@ -70,8 +70,8 @@ def run(
 
 def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
     """Warns once if a chat is rendered in a mode in which the draft was not trained."""
-    chats = (conversation(p, ()) for prompts in sets.values() for p in prompts if p.text is None)
-    found = (untrained_mode(template, config.provenance, chat) for chat in chats)
+    chats = (p for prompts in sets.values() for p in prompts if p.text is None)
+    found = (untrained_mode(template, config.provenance, conversation(p, ()), tools=p.tools) for p in chats)
     if problem := next(filter(None, found), None):
         warnings.warn(problem, ModeWarning, stacklevel=3)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.answering import answered_conversation, count_answers, split_conversation
+from fledge.data.answering import answered_conversation, count_answers, split_conversation, stops_at_tool
 from fledge.data.sources import Source
 from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.answers_file import AnswersFile
@@ -123,6 +123,11 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         say(message)
     sources = with_columns(options.data, options.columns)
     records = read_records(sources, options.seed, refused.append if options.skip_bad else None)[: options.limit]
+    if stopped := sum(map(stops_at_tool, records)):
+        say(
+            f"{stopped:,} of {len(records):,} conversations end before the first result of a tool, as it answers the "
+            "data's own call"
+        )
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
