@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,10 @@ class HubData:
 
         arguments = (self.hub_id,) if self.config is None else (self.hub_id, self.config)
         try:
-            return datasets.load_dataset(*arguments, split=self.split, revision=self.revision, trust_remote_code=False)
+            with quiet_hub():
+                return datasets.load_dataset(
+                    *arguments, split=self.split, revision=self.revision, trust_remote_code=False
+                )
         except Exception as e:  # offline, unknown, gated or moved: each raises another type
             named = f"{self.name} is not a local file"
             if self.hub_id not in self.name:
@@ -71,6 +76,18 @@ class HubData:
                 f"{named} and cannot be loaded from the hub: {reason}. Check its name, and load it once where the hub "
                 "can be reached (the datasets library then keeps it)"
             ) from e
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Context manager without the hub library's messages about each attempt to reach it; an error says enough."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def find_hub_data(name: str, *, prompts: bool = False) -> HubData:
