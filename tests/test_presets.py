@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -158,6 +159,13 @@ def test_other_columns_than_expected_are_listed(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: [{"question": "a"}])
     with pytest.raises(ValueError, match=r"nemotron, row 1 has no column input.*its columns are question"):
         read_records(["nemotron"])
+
+
+def test_the_documentation_lists_every_preset() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8").replace("`", "")
+    for name, preset in PRESETS.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} | {preset.hub_id}"))
+        assert preset.split in line and preset.terms in line and (preset.prompt_split or "") in line
 
 
 def test_help_lists_the_names() -> None:

@@ -32,7 +32,8 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "sharegpt": Preset(
         "Aeala/ShareGPT_Vicuna_unfiltered", "train",
-        "conversations that users of ChatGPT shared; OpenAI's terms may apply. Some have no messages: use --skip-bad",
+        "conversations that users of ChatGPT shared; OpenAI's terms may apply. Some have no messages, so "
+        "fledge train needs --skip-bad",
     ),
     "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", "MIT", prompt_split="test_sft"),
     "perfectblend": Preset("mlabonne/open-perfectblend", "train", "Apache-2.0"),

@@ -67,14 +67,15 @@ class _Damaged(Exception):
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[IO[str]]:
     """The text of a file, decompressed."""
+    newline = "" if format_of(path) == ".csv" else None  # line ends within the cells of a CSV file are its own
     if path.suffix not in COMPRESSED:
-        with path.open(encoding="utf-8-sig", newline="" if format_of(path) == ".csv" else None) as f:
+        with path.open(encoding="utf-8-sig", newline=newline) as f:
             yield f
         return
     import pyarrow  # the package zstandard does not notice that a file is truncated
 
     with pyarrow.input_stream(str(path), compression=COMPRESSED[path.suffix]) as stream:
-        yield io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig")
+        yield io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
 
 
 def _lines(path: Path) -> Iterator[Row]:
