@@ -190,7 +190,7 @@ def data_cache_option() -> Any:
 def columns_option() -> Any:
     """The --columns option of the commands that read data."""
     return opt(
-        "names of the data's columns, as NAME=COLUMN, e.g. messages=dialog or prompt=question,completion=answer; for "
+        "names of the data's columns, as NAME=COLUMN,.., e.g. messages=dialog or prompt=ask,completion=reply; for "
         "sources without columns of their own (docs/data.md)", None
     )  # fmt: skip
 
