@@ -129,6 +129,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "eval/prompt_sets.py": ("eval",),
     "eval/prompts.py": ("eval",),
     "data/dataset.py": ("train",),
+    **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},

@@ -475,7 +475,7 @@ def test_broken_json_names_its_line(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert "nothing was skipped" in refused(tmp_path / "a.jsonl", r"a\.jsonl, line 7000 is not JSON")
     (tmp_path / "a.json").write_text('[{"text": "a"},')
-    refused(tmp_path / "a.json", r"a\.json is not JSON")
+    refused(tmp_path / "a.json", r"a\.json, record 2 is not JSON")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fledge.data.record import Record
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them, if any
+TOOL_ROLES = ("tool", "ipython", "function")  # of messages with the result of a tool call
 
 
 def count_answers(record: Record) -> int:
@@ -22,16 +22,30 @@ def count_answers(record: Record) -> int:
 def split_conversation(record: Record) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A conversation in two parts: the messages to keep, and the rest, whose assistant messages are to be generated.
 
-    The first part is the record's prompt, or an assistant message that opens the conversation. If the rest has no
-    assistant message, a placeholder for one is added.
+    The first part is the record's prompt, or an assistant message that opens the conversation. The rest ends before the
+    result of a tool that an assistant message of the rest has called, since another answer may make another call or
+    none. If the rest has no assistant message, a placeholder for one is added.
     """
     placeholder = {"role": "assistant"}
     if record.turns:
         return [], [m for turn in record.turns for m in ({"role": "user", "content": turn}, placeholder)]
     messages = record.messages or []
-    kept = record.prompt_length or int(messages[0]["role"] == "assistant")
-    rest = messages[kept:]
+    kept = _kept(record)
+    rest = _answerable(messages[kept:])
     return messages[:kept], [*rest, *([] if any(m["role"] == "assistant" for m in rest) else [placeholder])]
+
+
+def _kept(record: Record) -> int:
+    """The number of a conversation's first messages that are kept."""
+    messages = record.messages or []
+    return record.prompt_length or int(messages[0]["role"] == "assistant")
+
+
+def _answerable(rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages up to the first tool result after an assistant message."""
+    first = next((i for i, m in enumerate(rest) if m["role"] == "assistant"), len(rest))
+    end = next((i for i, m in enumerate(rest) if i > first and m["role"] in TOOL_ROLES), len(rest))
+    return rest[:end]
 
 
 def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -44,9 +58,10 @@ def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dic
 
 def reasoning_field(template: ChatTemplate) -> str | None:
     """The field of an assistant message that a template renders as its reasoning; None if it renders none."""
-    marked = "fledge asks which field is rendered"
-    for name in REASONING_FIELDS:
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: marked}]
-        if marked in template.render(chat, prompt=False):
-            return name
-    return None
+    return template.fields.reasoning
+
+
+def stops_at_tool(record: Record) -> bool:
+    """Whether the answers to a record end before the result of a tool call, which answers the data's own call."""
+    messages = record.messages or []
+    return bool(messages) and len(_answerable(messages[_kept(record) :])) < len(messages[_kept(record) :])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 
+from fledge.data.chat_fields import LOSSES
 from fledge.data.documents import DocumentTable, lengths_of, supervised_of
 from fledge.data.pack import make_row, pack
 from fledge.data.record import Record
@@ -23,7 +24,8 @@ class DataReport:
     """Statistics of `make_documents`, shown before training.
 
     `windowed` documents were longer than a window, `refused` records could not be used, and `first_refusal` is the
-    reason for the first of them. `tokens` and `supervised` count the tokens of all documents.
+    reason for the first of them. `tokens` and `supervised` count the tokens of all documents. `losses` are the numbers
+    of records of which the chat template drops something, by the keys of LOSSES.
     """
 
     records: int
@@ -33,6 +35,7 @@ class DataReport:
     first_refusal: str
     tokens: int
     supervised: int
+    losses: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         text = (
@@ -40,6 +43,7 @@ class DataReport:
             f"{self.supervised / max(self.tokens, 1):.0%} supervised"
         )
         text += f"; {self.windowed:,} longer than a window were split" if self.windowed else ""
+        text += "".join(f"; {n:,} records {LOSSES[kind]}" for kind, n in self.losses.items())
         return text + (
             f"; {self.refused:,} refused (--skip-bad), the first because: {self.first_refusal}" if self.refused else ""
         )
@@ -96,6 +100,7 @@ def make_documents(
         first_refusal=refused[0] if refused else "",
         tokens=int(documents.lengths.sum(dtype=np.int64)),
         supervised=int(documents.supervised.sum(dtype=np.int64)),
+        losses={kind: n for kind in LOSSES if (n := sum(int(times[i]) for i, k in made.losses.items() if kind in k))},
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import glob
-import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from fledge.data.columns import check_columns, map_columns, parse_columns
+from fledge.data.presets import find_hub_data, is_preset
 from fledge.data.record import LAYOUTS, Record, parse_record
-from fledge.data.sources import HUB_ID, READABLE, Source, is_local
+from fledge.data.rows import file_rows, is_readable, without_nulls
+from fledge.data.sources import Source, is_local
 
 AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` takes
 
@@ -23,14 +25,19 @@ AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` ta
 class SourceReader:
     """Reads the records of a source, which can be done several times.
 
-    `files` are its files if it is `local`. Raises ValueError for files that do not exist or are empty.
+    `files` are its files if it is `local`; otherwise it is a data set of the hub. With `prompts`, it is read for
+    prompts. `columns` maps names of fledge's layouts to its columns. Raises ValueError for files that do not exist or
+    are empty, and for a mapping of other names.
     """
 
-    def __init__(self, source: AnySource):
+    def __init__(self, source: AnySource, *, prompts: bool = False):
         self.source = Source.parse(source)
         self.name, self.share = self.source.path, self.source.share
         self.local = is_local(self.name)
         self.files = _paths(self.name) if self.local else []
+        self.hub = None if self.local else find_hub_data(self.name, prompts=prompts)
+        given = self.source.columns or (self.hub.columns if self.hub else None) or {}
+        self.columns = check_columns(dict(given), f"`columns` of {self.name}")
 
     @property
     def names(self) -> list[str]:
@@ -40,7 +47,7 @@ class SourceReader:
     @functools.cached_property
     def hub_data(self) -> Any:
         """The data set of a hub id, a `datasets.Dataset`."""
-        return _load_from_hub(self.name)
+        return self.hub.load()
 
     def records(self, skip: Callable[[str], None] | None = None) -> Iterator[Record]:
         """The records of the source in order, each once. Raises ValueError, naming file and line, for files that cannot
@@ -48,18 +55,28 @@ class SourceReader:
         called with the reason; files that cannot be parsed still raise."""
         kwargs = self.source.template_kwargs
         if self.local:
-            rows = (row for path in self.files for row in _file_rows(path))
+            rows = (row for path in self.files for row in file_rows(path))
         else:
-            rows = _numbered(self.hub_data, self.name)
+            rows = ((without_nulls(row), f"{self.name}, row {i}") for i, row in enumerate(self.hub_data, 1))
         for row, where in rows:
             try:
-                record = parse_record(row, where)
+                record = self._record(row, where)
             except ValueError as e:
                 if skip is None:
                     raise
                 skip(str(e))
             else:
                 yield replace(record, template_kwargs=kwargs) if kwargs else record
+
+    def spread(self, count: int) -> list[Record]:
+        """At most `count` records of a data set of the hub, evenly spaced, so always the same ones."""
+        rows = self.hub_data
+        taken = min(count, len(rows))
+        indices = [i * len(rows) // taken for i in range(taken)]
+        return [self._record(without_nulls(rows[i]), f"{self.name}, row {i + 1}") for i in indices]
+
+    def _record(self, row: Any, where: str) -> Record:
+        return parse_record(map_columns(row, self.columns, where) if self.columns else row, where)
 
     def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
         """The indices of the records that the share takes, int64, if `read` records could be read and others were
@@ -91,6 +108,14 @@ def read_records(
             skip(reason)
         records += [read[i] for i in source.order(len(read), refused, seed)]
     return records
+
+
+def with_columns(sources: Sequence[AnySource], columns: str | None) -> list[AnySource]:
+    """The sources with the mapping that --columns gives, except presets and those that have one of their own."""
+    if (mapping := parse_columns(columns)) is None:
+        return list(sources)
+    parsed = [Source.parse(source) for source in sources]
+    return [str(s if s.columns or is_preset(s.path) else replace(s, columns=mapping)) for s in parsed]
 
 
 def check_source(source: AnySource, flag: str) -> None:
@@ -136,81 +161,4 @@ def _paths(name: str) -> list[Path]:
 
 
 def _readable_files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*") if p.suffix in READABLE)
-
-
-def _file_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """The rows of a file, each with its location for error messages.
-
-    JSON, JSON lines and text are parsed here, so that errors name the line; `datasets` reads the other formats.
-    """
-    if path.suffix not in READABLE:
-        raise ValueError(f"{path}: fledge reads {', '.join(READABLE)}")
-    try:
-        if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".json" and _is_lines(path)):
-            with path.open(encoding="utf-8-sig") as f:
-                for number, line in enumerate(f, 1):
-                    if line.strip():
-                        where = f"{path}, line {number}"
-                        yield _parse(line, where), where
-        elif path.suffix == ".json":
-            rows = _parse(path.read_text(encoding="utf-8-sig"), str(path))
-            for i, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-                yield row, f"{path}, record {i}"
-        elif path.suffix == ".txt":
-            yield {"text": path.read_text(encoding="utf-8-sig")}, str(path)
-        else:
-            yield from _table_rows(path)
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text ({e}); convert it first") from e
-
-
-def _table_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    import datasets
-
-    kind = path.suffix.removeprefix(".")
-    try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train")
-    except Exception as e:  # datasets wraps the exceptions of the format's reader
-        raise ValueError(f"{path} cannot be read as {kind}: {e.__cause__ or e}") from e
-    return _numbered(rows, str(path))
-
-
-def _load_from_hub(name: str) -> Any:
-    import datasets
-
-    parts = HUB_ID.fullmatch(name)
-    split, revision = parts["split"] or "train", parts["revision"]
-    try:
-        return datasets.load_dataset(parts["name"], split=split, revision=revision, trust_remote_code=False)
-    except Exception as e:
-        raise ValueError(f"{name} is not a local file and cannot be loaded from the hub: {e}") from e
-
-
-def _numbered(rows: Any, name: str) -> Iterator[tuple[Any, str]]:
-    return ((row, f"{name}, row {i}") for i, row in enumerate(rows, 1))
-
-
-def _is_lines(path: Path) -> bool:
-    """Whether a .json file contains JSON lines, as many on the hub do.
-
-    That is the case if its first line is a complete JSON object and more lines follow.
-    """
-    with path.open(encoding="utf-8-sig") as f:
-        first = f.readline().strip()
-        if not (first.startswith("{") and first.endswith("}")):
-            return False
-        try:
-            json.loads(first)
-        except (ValueError, RecursionError):
-            return False
-        return any(line.strip() for line in f)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as e:
-        raise ValueError(f"{where} is not JSON: {e}. Fix or remove it; nothing was skipped") from e
-    except RecursionError as e:
-        raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e
+    return sorted(p for p in directory.rglob("*") if is_readable(p))

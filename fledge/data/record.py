@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from fledge.data.columns import suggestion
+
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
+ROLE_NAMES, CONTENT_NAMES = ("role", "from", "speaker"), ("content", "value", "text")  # of the fields of a message
 LAYOUTS = "`messages`, `conversations`, `turns`, `prompt`, `instruction` or `text`"
+TEMPLATE_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # the fields of a message that templates render
 
 
@@ -66,7 +71,10 @@ def parse_record(row: Any, where: str) -> Record:
     if prompt and isinstance(prompt, str | list):
         return _prompt_completion(row, prompt, type(prompt)(), where)
     found = ", ".join(f"{k} ({type(row[k]).__name__})" for k in sorted(row)[:12])
-    raise ValueError(f"{where} has none of {LAYOUTS}, or they are empty; its fields are {found or 'none'}")
+    raise ValueError(
+        f"{where} has none of {LAYOUTS}, or they are empty; its fields are {found or 'none'}. Name the right ones with "
+        f"--columns {suggestion(row)}"
+    )
 
 
 def check_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
@@ -99,7 +107,7 @@ def check_text(text: str, where: str) -> str:
 
 def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: int = 0) -> Record:
     """A conversation, with the row's `system` prompt prepended and its `tools`."""
-    checked, tools = check_messages(messages, where), row.get("tools")
+    checked, tools = check_messages(messages, where), _tools(row.get("tools"), where)
     if row.get("system") and checked[0]["role"] != "system":
         checked = [*check_messages([{"role": "system", "content": row["system"]}], f"{where}, `system`"), *checked]
         prompt_length += bool(prompt_length)  # the system message is part of the prompt
@@ -108,23 +116,64 @@ def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: i
     return Record(where, messages=checked, tools=tools, prompt_length=prompt_length)
 
 
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    """The tools of a row: a list, or a JSON text of one, as in tables, whose columns cannot hold any schema."""
+    if isinstance(tools, str):
+        tools = _json_list(tools, f"{where}: its `tools`") if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{where}: its `tools` are a {type(tools).__name__}, not a list: {_short(tools)}")
+    return tools or None
+
+
 def _message_list(row: dict[str, Any], listed: Any, where: str) -> list[Any]:
     """The value of `messages` or `conversations` as messages with `role` and `content`."""
+    if isinstance(listed, str) and listed.lstrip().startswith("["):  # as in CSV files
+        listed = _json_list(listed, f"{where}: its messages")
     if not isinstance(listed, list):
         raise ValueError(f"{where}: its messages are a {type(listed).__name__}, not a list: {_short(listed)}")
-    if row.get("messages") or all(isinstance(t, dict) and "role" in t for t in listed):
-        return listed
-    return [_sharegpt(t, where) for t in listed]
+    if all(map(_has_role, listed)):
+        return [_known_role(m) for m in listed]
+    return listed if row.get("messages") and not any(map(_is_turn, listed)) else [_sharegpt(t, where) for t in listed]
+
+
+def _json_list(text: str, what: str) -> list[Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{what} are a text that is not JSON: {_short(text)}") from e
+    if not isinstance(value, list):
+        raise ValueError(f"{what} are a {type(value).__name__}, not a list: {_short(text)}")
+    return value
+
+
+def _known_role(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its role under the name that chat templates have for it; other roles are left to the template."""
+    role = message["role"]
+    known = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    return message if known == role else message | {"role": known}
+
+
+def _has_role(message: Any) -> bool:
+    """Whether a message names its role as chat templates do."""
+    return isinstance(message, dict) and "role" in message and ("content" in message or "value" not in message)
+
+
+def _is_turn(message: Any) -> bool:
+    """Whether a message names its speaker or text as ShareGPT does."""
+    return isinstance(message, dict) and not _has_role(message) and not message.keys().isdisjoint(ROLE_NAMES)
 
 
 def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
-    """A ShareGPT turn as a message."""
-    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+    """A turn of ShareGPT, or with other names of its fields, as a message; its further fields are kept."""
+    fields = turn if isinstance(turn, dict) else {}
+    role, content = (next((n for n in known if n in fields), None) for known in (ROLE_NAMES, CONTENT_NAMES))
+    if role is None or (content is None and not fields.get("tool_calls")):
         raise ValueError(f"{where}: a ShareGPT turn needs `from` and `value`, got {_short(turn)}")
-    speaker = turn["from"]
+    speaker = turn[role]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where}: unknown speaker {_short(speaker)}; the known ones are {', '.join(SHAREGPT_ROLES)}")
-    return {"role": SHAREGPT_ROLES[speaker], "content": turn["value"]}
+    kept = {field: turn[field] for field in TEMPLATE_FIELDS if turn.get(field) is not None}
+    return {"role": SHAREGPT_ROLES[speaker], "content": turn.get(content)} | kept
 
 
 def _turns(turns: list[Any], where: str) -> tuple[str, ...]:
@@ -134,10 +183,13 @@ def _turns(turns: list[Any], where: str) -> tuple[str, ...]:
 
 
 def _prompt_completion(row: dict[str, Any], prompt: Any, completion: Any, where: str) -> Record:
-    """TRL's prompt-completion layout: two strings, or two lists of messages."""
+    """TRL's prompt-completion layout: two strings, or two lists of messages. The answer to messages may be a string."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return Record(where, text=check_text(prompt + completion, where), prompt_length=len(prompt))
+    if isinstance(prompt, list) and isinstance(completion, str) and prompt and completion:
+        completion = [{"role": "assistant", "content": completion}]
     if isinstance(prompt, list) and isinstance(completion, list) and prompt:
+        prompt, completion = ([_known_role(m) if _has_role(m) else m for m in part] for part in (prompt, completion))
         return _chat(row, prompt + completion, where, prompt_length=len(prompt))
     raise ValueError(
         f"{where}: its prompt is a {type(prompt).__name__} and its completion a {type(completion).__name__}; give "
@@ -172,7 +224,7 @@ def _message(message: Any, where: str, number: int) -> dict[str, Any]:
     if {str}.issuperset(map(type, message.values())):  # the common case needs no changes
         return message
     # table formats store absent fields as null, and some templates treat a field that is null as present
-    cleaned = {k: v for k, v in message.items() if v is not None or k == "content"}
+    cleaned = {k: v for k, v in message.items() if k == "content" or (v is not None and (k, v) != ("tool_calls", []))}
     for field in TEXT_FIELDS:
         if not isinstance(cleaned.get(field, ""), (str, NoneType)):
             cleaned[field] = _join_parts(cleaned[field], field, f"{where}, message {number}")

@@ -21,6 +21,7 @@ from typing import Any
 from fledge.fields import check_template_kwargs, format_value
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes after those of texts, and the names of their compression
 HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
 MAX_SHARE = 100
 KEYS = ("source", "share", "template_kwargs", "columns")
@@ -94,7 +95,7 @@ def is_local(name: str) -> bool:
 
     A hub id may look like `owner/name-2.5:train[:100]`.
     """
-    return Path(name).exists() or Path(name).suffix in READABLE or not HUB_ID.fullmatch(name)
+    return Path(name).exists() or Path(name).suffix in (*READABLE, *COMPRESSED) or not HUB_ID.fullmatch(name)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fledge.data.chat_fields import RenderedFields, ask_template, find_losses, has_fields, prepared
 from fledge.data.limit import ComputeTimeout, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.fields import check_template_kwargs
@@ -30,27 +32,44 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
+        self._known_fields: dict[str, RenderedFields] = {}  # by the arguments, as JSON; shared with `with_exactly`
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
 
     def with_exactly(self, kwargs: dict[str, Any]) -> ChatTemplate:
         """The same template with other arguments."""
-        return ChatTemplate(self.tokenizer, self.stop_ids, kwargs)
+        other = ChatTemplate(self.tokenizer, self.stop_ids, kwargs)
+        other._known_fields = self._known_fields
+        return other
 
     def of(self, kwargs: dict[str, Any] | None) -> ChatTemplate:
         """The template of a record or prompt that has arguments of its own, which take precedence over these."""
         return self.with_exactly({**self.kwargs, **kwargs}) if kwargs else self
+
+    @property
+    def fields(self) -> RenderedFields:
+        """Which of tools, tool calls and reasoning the template renders, and in which form it expects them."""
+        key = json.dumps(self.kwargs, sort_keys=True)
+        if key not in self._known_fields:
+            self._known_fields[key] = ask_template(lambda messages, tools: self._apply(messages, False, tools, "chat"))
+        return self._known_fields[key]
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, prompt: bool, tools: list[Any] | None = None, where: str = "chat"
     ) -> str:
-        """Renders the messages to text; with `prompt`, followed by the generation prompt of the assistant's turn.
+        """Renders the messages to text; with `prompt`, followed by the generation prompt of the assistant's turn. Tool
+        calls and reasoning are passed on in the form that the template expects.
 
         Raises ValueError, naming `where`, if there is no template, if it raises an exception, or if it uses more than
         RENDER_SECONDS of CPU time.
         """
+        messages = prepared(messages, self.fields) if has_fields(messages) else list(messages)
+        return self._apply(messages, prompt, tools, where)
+
+    def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: list[Any] | None, where: str) -> str:
+        """Renders messages as they are. Raises ValueError as `render`."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
@@ -59,7 +78,7 @@ class ChatTemplate:
         try:
             with limit_compute_time(RENDER_SECONDS):
                 return self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
+                    messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
                 )
         except ComputeTimeout as e:
             raise ValueError(
@@ -117,6 +136,8 @@ class ChatTemplate:
             before = self._render(record, i, prompt=True)
             after = full if i + 1 == len(messages) else self._render(record, i + 1, prompt=False)
             if not after.startswith(before):
+                after = self._after_its_prompt(record, i, before, after) or after
+            if not after.startswith(before):
                 raise ValueError(
                     f"{record.where}, message {i + 1}: the rendered turn does not start with the template's "
                     f"generation prompt, so no decoder could generate it. The prompt ends with {before[-60:]!r}, the "
@@ -128,6 +149,39 @@ class ChatTemplate:
             else:
                 documents.append(self._document(record, after, [(len(before), len(after))]))
         return [self._document(record, full, unchanged), *documents] if unchanged else documents
+
+    def _after_its_prompt(self, record: Record, i: int, before: str, after: str) -> str | None:
+        """The prompt of message i, `before`, followed by its turn, if the template rewrites the messages before a turn
+        once it is there; None if it does not.
+
+        gpt-oss's template drops the reasoning before a tool call as soon as the final answer follows. The decoder saw
+        that reasoning when it generated the answer, so the turn is cut out of the text `after` it and put behind its
+        prompt. It begins at the last opening of a turn before the text in which `after` differs from that of another
+        answer.
+        """
+        plain = self._render(record, i, prompt=False)
+        opening = before.removeprefix(plain)
+        if not before.startswith(plain) or not opening or after.startswith(plain):
+            return None
+        other = [*(record.messages or [])[:i], {"role": "assistant", "content": "fledge looks for this turn"}]
+        end = _common_prefix_length(after, self.render(other, prompt=False, tools=record.tools, where=record.where))
+        start = after.rfind(opening, 0, end) + len(opening)
+        if start < len(opening) or self._has_stop_token(after[start:end]):
+            return None
+        return before + after[start:]
+
+    def losses(self, record: Record, documents: Sequence[Document]) -> tuple[str, ...]:
+        """What the template drops of a record, as keys of `chat_fields.LOSSES`. `documents` are those of the record."""
+        messages = record.messages or []
+        if not record.tools and not has_fields(messages):
+            return ()
+        supervised = messages[max(record.prompt_length, 1) :]
+        fields = self.of(record.template_kwargs).fields
+
+        def texts() -> str:
+            return "\n".join(self.tokenizer.decode(d.tokens.tolist()) for d in documents)
+
+        return find_losses(supervised, record.tools, fields, texts)
 
     def _find_turns(self, record: Record, turns: list[int], full: str) -> list[tuple[int, int]] | None:
         """The [start, end) character ranges of a chat's turns in its full text, in time linear in the number of turns.

@@ -28,6 +28,7 @@ from fledge.data.dataset import DataReport, make_documents
 from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
 from fledge.data.read import SourceReader
 from fledge.data.record import Record
+from fledge.data.rows import format_of
 from fledge.data.selection import select
 from fledge.data.template import ChatTemplate
 from fledge.data.token_store import SPANS, TOKENS, TokenStore
@@ -230,11 +231,12 @@ def _key(request: DataRequest, sources: Sequence[SourceReader], hashes: Path) ->
 
 
 def _identity(source: SourceReader, hashes: Path) -> Any:
-    """What a source contains, whatever its files are called: suffix, size and hash of each, or the fingerprint of a hub
-    data set, which changes with its revision and split."""
+    """What a source contains, whatever its files are called: format, size and hash of each, or the fingerprint of a hub
+    data set, which changes with its revision and split. The mapping of its columns is a part of it."""
     if not source.local:
-        return source.hub_data._fingerprint
-    return [[file.suffix, file.stat().st_size, content_sha256(file, hashes)] for file in source.files]
+        return [source.hub_data._fingerprint, source.columns]
+    files = [[format_of(file), file.stat().st_size, content_sha256(file, hashes)] for file in source.files]
+    return [files, source.columns]
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:

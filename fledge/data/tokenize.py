@@ -47,7 +47,8 @@ class Batch:
     `lengths` and `supervised` count the tokens of each document, int32 [D].
 
     `documents` and `windowed` are the numbers of documents, and of texts that were longer than a window, of each
-    record, int32 [R]. `refused` are the reasons of refused records, by the record's index.
+    record, int32 [R]. `refused` are the reasons of refused records, and `losses` what the template drops of records
+    (see `ChatTemplate.losses`), both by the record's index.
     """
 
     tokens: np.ndarray
@@ -57,6 +58,7 @@ class Batch:
     documents: np.ndarray
     windowed: np.ndarray
     refused: dict[int, str]
+    losses: dict[int, tuple[str, ...]]
 
     def without_tokens(self) -> Batch:
         return replace(self, tokens=NOTHING, spans=NOTHING)
@@ -67,11 +69,12 @@ class Batch:
         arrays = {
             f.name: np.concatenate([NOTHING, *(getattr(part, f.name) for part in parts)])
             for f in fields(Batch)
-            if f.name != "refused"
+            if f.name not in ("refused", "losses")
         }
-        firsts = accumulate((len(part.documents) for part in parts), initial=0)
+        firsts = [*accumulate((len(part.documents) for part in parts), initial=0)]
         refused = {a + i: why for a, part in zip(firsts, parts, strict=False) for i, why in part.refused.items()}
-        return Batch(**arrays, refused=refused)
+        losses = {a + i: kinds for a, part in zip(firsts, parts, strict=False) for i, kinds in part.losses.items()}
+        return Batch(**arrays, refused=refused, losses=losses)
 
 
 Tokenize = Callable[[Iterable[list[Record]]], Iterator[Batch]]
@@ -79,7 +82,7 @@ Tokenize = Callable[[Iterable[list[Record]]], Iterator[Batch]]
 
 def tokenize(records: list[Record], settings: Settings) -> Batch:
     """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set."""
-    parts, counts, windowed, refused = [], [], [], {}
+    parts, counts, windowed, refused, losses = [], [], [], {}, {}
     for i, record in enumerate(records):
         try:
             found = settings.template.documents(record)
@@ -87,6 +90,8 @@ def tokenize(records: list[Record], settings: Settings) -> Batch:
             if not settings.skip_bad:
                 raise
             found, refused[i] = [], str(e)
+        if found and (lost := settings.template.losses(record, found)):
+            losses[i] = lost
         cut = [part for document in found for part in windows(document, settings.max_length)]
         parts += cut
         counts.append(len(cut))
@@ -100,6 +105,7 @@ def tokenize(records: list[Record], settings: Settings) -> Batch:
         documents=np.array(counts, dtype=np.int32),
         windowed=np.array(windowed, dtype=np.int32),
         refused=refused,
+        losses=losses,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fledge.data.chat_fields import as_sent
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
 from fledge.engines.metrics import (
     Acceptance,
@@ -197,12 +198,15 @@ class _Asking:
     async def ask(self, prompt: EvalPrompt, answers: Sequence[str]) -> Asked:
         """The answer to a prompt's next turn, after these answers."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = None if self.template is None else self.template.prompt_ids(said, where=where)
-        sent = ids if ids is not None and isinstance(said, str) else said
+        ids = None if self.template is None else self.template.prompt_ids(said, tools=prompt.tools, where=where)
+        sent = said if isinstance(said, str) else [as_sent(message) for message in said]
+        sent = ids if ids is not None and isinstance(said, str) else sent
         try:
             if self.by_ids:
                 return Asked(ids, ids, await self.client.generate(ids, self.decoding, seed=self.seed))
-            answer = await self.client.ask(sent, self.decoding, seed=self.seed, stream=True, token_ids=True)
+            answer = await self.client.ask(
+                sent, self.decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
+            )
         except BadPrompt as e:
             raise ValueError(f"{where}: {e}") from e
         return Asked(sent, ids, answer)

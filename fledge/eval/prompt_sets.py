@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fledge.data.presets import quiet_hub
 from fledge.data.record import Record, parse_record
 
 DEFAULT_PROMPTS = 80  # of a set without a limit, as in the evaluations of the EAGLE papers
@@ -47,7 +48,8 @@ def read_prompt_set(name: str, limit: int | None = None) -> list[Record]:
 
     source = PROMPT_SETS[name]
     try:
-        rows = datasets.load_dataset(source.hub_id, source.config, split=source.split, trust_remote_code=False)
+        with quiet_hub():
+            rows = datasets.load_dataset(source.hub_id, source.config, split=source.split, trust_remote_code=False)
     except Exception as e:  # offline, unknown, or moved: each raises another type
         reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ValueError(

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.data.read import read_records
+from fledge.data.presets import is_preset
+from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record
 from fledge.data.sources import Source
-from fledge.eval.prompt_sets import PROMPT_SETS, read_prompt_set
+from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS, read_prompt_set
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
     """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is its
-    location, for messages. `template_kwargs` are variables of the chat template for this prompt, if it has its own."""
+    location, for messages. `tools` are those that the messages may call, and `template_kwargs` are variables of the
+    chat template for this prompt, if it has its own."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     turns: tuple[str, ...] = ()
     where: str = "a prompt"
     template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
     @property
     def answers(self) -> int:
@@ -30,14 +33,18 @@ class EvalPrompt:
         return max(len(self.turns), 1)
 
 
-def read_prompts(source: str | Path, limit: int | None = None) -> list[EvalPrompt]:
+def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[EvalPrompt]:
     """At most `limit` prompts of a source, evenly spaced: a file, a glob, a hub id, or the name of one of PROMPT_SETS
-    unless a file has that name. Raises ValueError as `read_records` and `read_prompt_set`."""
+    or of PRESETS unless a file has that name. Of a named set, DEFAULT_PROMPTS are read without a limit. `columns` is
+    the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
     if Source.parse(str(source)).template_kwargs:
         raise ValueError(f"{source}: prompts have no template_kwargs of their own; give --template-kwargs")
-    return spread([prompt_of(record) for record in read_records([str(source)])], limit)
+    if is_preset(str(source)):
+        reader = SourceReader(str(source), prompts=True)
+        return [prompt_of(record) for record in reader.spread(limit or DEFAULT_PROMPTS)]
+    return spread([prompt_of(record) for record in read_records(with_columns([str(source)], columns))], limit)
 
 
 def spread(items: list[Any], limit: int | None) -> list[Any]:
@@ -62,7 +69,9 @@ def prompt_of(record: Record) -> EvalPrompt:
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
-    return EvalPrompt(messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs)
+    return EvalPrompt(
+        messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs, tools=record.tools
+    )
 
 
 def conversation(prompt: EvalPrompt, answers: Sequence[str]) -> Any:

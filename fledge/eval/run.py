@@ -50,7 +50,8 @@ def evaluate(
     for prompt in prompts:
         comparison.prompt_ids(prompt, (), max_new_tokens)
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-    comparison.warm_up([first_prompt(p) for p in prompts[:batch]], options | dict(max_new_tokens=8), batch)
+    first = [comparison.prompt_ids(p, (), max_new_tokens) if p.tools else first_prompt(p) for p in prompts[:batch]]
+    comparison.warm_up(first, options | dict(max_new_tokens=8), batch)
     comparison.decode(prompts, options, batch, advance)
     over_transformers = None
     if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
@@ -109,7 +110,9 @@ def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens:
     """The traces of greedy decoding, to choose the best checkpoint. A prompt with template variables of its own is
     rendered with them."""
     inputs = [
-        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p)) if p.template_kwargs else first_prompt(p)
+        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
+        if p.template_kwargs or p.tools
+        else first_prompt(p)
         for p in prompts
     ]
     return quiet_traces(engine, inputs, max_new_tokens)
@@ -130,7 +133,7 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     rendered alone, and of an answer to each."""
     later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
     asked = [first_prompt(p) for p in (prompt, *later)]
-    turns = [engine.template.prompt_ids(p, where=prompt.where) for p in asked]
+    turns = [engine.template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
 
 
@@ -161,7 +164,7 @@ class _Comparison:
         """The token ids of a prompt's next turn. Raises ValueError with the prompt's location if they and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = list(self.baseline.template.prompt_ids(conversation(prompt, answers), where=where))
+        ids = list(self.baseline.template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
         try:
             self.baseline.check_length(len(ids), new)
         except ValueError as e:

@@ -12,6 +12,7 @@ from fledge.jobs.options import (
     SERVER_OPTIONS,
     DecodeOptions,
     api_key_env_option,
+    columns_option,
     model_option,
     opt,
     request_timeout_option,
@@ -36,9 +37,10 @@ class EvalOptions(DecodeOptions):
         "modes (default: parallel for a P-EAGLE draft, otherwise chain)", repeatable=True
     )  # fmt: skip
     prompts: list[str] = opt(
-        "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa; "
-        "repeatable", repeatable=True
+        "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa, "
+        "or a data set by name as in `fledge train --data`, e.g. ultrachat; repeatable", repeatable=True
     )  # fmt: skip
+    columns: str | None = columns_option()
     limit: int | None = opt(
         "maximum number of prompts per file, evenly spaced over the file (default: all; 80 of a named set)", None,
         minimum=1,
@@ -79,6 +81,7 @@ def run(
     """
     from pathlib import Path
 
+    from fledge.data.presets import shadowed_presets
     from fledge.decode.propose import Drafting
     from fledge.eval.prompts import read_prompts
     from fledge.eval.record import check_record_path, write_record
@@ -95,6 +98,8 @@ def run(
     ):  # fmt: skip
         if len(set(values)) < len(values):
             raise ValueError(f"{flag} has {', '.join(values)}: two of them would have the same name in the table")
+    for message in shadowed_presets(options.prompts):
+        progress.say(message)
     if options.endpoint:
         from fledge.jobs.evaluate_endpoint import run as run_endpoint
 
@@ -113,7 +118,7 @@ def run(
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
     for draft, mode in itertools.product(options.draft, modes):
         drafting[mode].for_method(read_draft_config(draft).family)
-    sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
+    sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
     varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
     engines: dict[tuple[str, str | None], Engine] = {}
     target = None

@@ -46,7 +46,7 @@ def run(
     if kwargs is None and config is not None:
         kwargs = config.provenance.template_kwargs
     template = _template_of(options, kwargs)
-    sets = {Path(p).stem: read_prompts(p, options.limit) for p in options.prompts}
+    sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
     if config is not None and template is not None:
         _warn_of_mode(template, config, sets)
     measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
@@ -70,8 +70,8 @@ def run(
 
 def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
     """Warns once if a chat is rendered in a mode in which the draft was not trained."""
-    chats = (conversation(p, ()) for prompts in sets.values() for p in prompts if p.text is None)
-    found = (untrained_mode(template, config.provenance, chat) for chat in chats)
+    chats = (p for prompts in sets.values() for p in prompts if p.text is None)
+    found = (untrained_mode(template, config.provenance, conversation(p, ()), tools=p.tools) for p in chats)
     if problem := next(filter(None, found), None):
         warnings.warn(problem, ModeWarning, stacklevel=3)
 

@@ -12,6 +12,7 @@ from fledge.files import check_output_path
 from fledge.jobs.options import (
     MAX_SEED,
     Options,
+    columns_option,
     data_cache_option,
     data_workers_option,
     features_from_option,
@@ -39,7 +40,10 @@ class FeaturesOptions(Options):
 
     target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()
-    data: list[str] = opt("training data, as for `fledge train`; repeatable", repeatable=True)
+    data: list[str] = opt(
+        "training data, as for `fledge train`: files, hub ids, or sharegpt, ultrachat, perfectblend, magpie, "
+        "openhermes, nemotron; repeatable", repeatable=True
+    )  # fmt: skip
     features_from: str | None = features_from_option()
     features_layers: str | None = features_layers_option()
     features_map: str | None = features_map_option()
@@ -72,6 +76,7 @@ class FeaturesOptions(Options):
         "context if that is shorter)", None, minimum=3,
     )  # fmt: skip
     template_kwargs: str | None = opt("JSON object of chat template variables", None)
+    columns: str | None = columns_option()
     skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
     data_cache: str | None = data_cache_option()
     data_workers: int | None = data_workers_option()
@@ -164,6 +169,7 @@ def _prepare(
 ) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
     """Loads the target and the data. Records are held out as `fledge train` does."""
     from fledge.data.modes import modes_of
+    from fledge.data.read import with_columns
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import resolve_device
     from fledge.jobs.training.data import read_data
@@ -179,8 +185,9 @@ def _prepare(
         raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
     set_up_process(device)
     requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype, compile=False)
+    sources = with_columns(options.data, options.columns)
     data = DataRecipe(
-        tuple(options.data), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
+        tuple(sources), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
         workers=options.data_workers, modes=modes_of(options.data, kwargs),
     )  # fmt: skip
     served = served_recipe(options)

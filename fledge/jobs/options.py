@@ -187,6 +187,14 @@ def data_cache_option() -> Any:
     )  # fmt: skip
 
 
+def columns_option() -> Any:
+    """The --columns option of the commands that read data."""
+    return opt(
+        "names of the data's columns, as NAME=COLUMN,.., e.g. messages=dialog or prompt=ask,completion=reply; for "
+        "sources without columns of their own (docs/data.md)", None
+    )  # fmt: skip
+
+
 def data_workers_option() -> Any:
     """The --data-workers option of the commands that read training data."""
     return opt(

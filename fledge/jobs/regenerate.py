@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.answering import answered_conversation, count_answers, split_conversation
+from fledge.data.answering import answered_conversation, count_answers, split_conversation, stops_at_tool
 from fledge.data.sources import Source
 from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.answers_file import AnswersFile
@@ -23,6 +23,7 @@ from fledge.jobs.options import (
     SERVER_OPTIONS,
     Options,
     api_key_env_option,
+    columns_option,
     default_new_tokens,
     model_option,
     opt,
@@ -59,7 +60,11 @@ class RegenerateOptions(Options):
     concurrency: int = opt("number of requests that the server works on at any time", 64, minimum=1, maximum=4096)
     request_timeout: float = request_timeout_option()
     skip_bad: bool = opt("skip records that fledge, the chat template or the server refuses, and count them", False)
-    data: list[str] = opt("files, globs or hub ids with the prompts to answer; repeatable", repeatable=True)
+    data: list[str] = opt(
+        "files, globs or hub ids with the prompts to answer, or sharegpt, ultrachat, perfectblend, magpie, openhermes, "
+        "nemotron; repeatable", repeatable=True
+    )  # fmt: skip
+    columns: str | None = columns_option()
     out: str = opt("JSON lines file to write; an unfinished file is continued")
     max_new_tokens: int | None = opt(
         "maximum tokens per answer (default: 512, at most half of the target's context)", None, minimum=1
@@ -98,7 +103,8 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
 
     With --endpoint, lines are written as the answers come, and put into the order of the data when all are there.
     """
-    from fledge.data.read import read_records
+    from fledge.data.presets import shadowed_presets
+    from fledge.data.read import read_records, with_columns
 
     if not options.data:
         raise ValueError("give --data FILE")
@@ -113,7 +119,15 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             "--data with template_kwargs and --endpoint: requests to a server have the variables of --template-kwargs; "
             "answer each source by a command of its own"
         )
-    records = read_records(options.data, options.seed, refused.append if options.skip_bad else None)[: options.limit]
+    for message in shadowed_presets(options.data):
+        say(message)
+    sources = with_columns(options.data, options.columns)
+    records = read_records(sources, options.seed, refused.append if options.skip_bad else None)[: options.limit]
+    if stopped := sum(map(stops_at_tool, records)):
+        say(
+            f"{stopped:,} of {len(records):,} conversations end before the first result of a tool, as it answers the "
+            "data's own call"
+        )
     if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
         raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):

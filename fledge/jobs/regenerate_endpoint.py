@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import answered_conversation, count_answers, reasoning_field, split_conversation
+from fledge.data.chat_fields import as_sent
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import default_new_tokens, parse_template_kwargs
@@ -143,7 +144,7 @@ class _Regeneration:
         if self.template is not None and not isinstance(prompt, str):
             ids = isinstance(prompt[0], int)
             ours = len(prompt) if ids else len(self._prompt_ids(prompt, record))
-        sent = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else [_as_sent(m) for m in prompt]
+        sent = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else [as_sent(m) for m in prompt]
         answer = await self.client.ask(sent, self.decoding, tools=record.tools, seed=seed)
         if ours is not None and answer.prompt_tokens is not None and answer.prompt_tokens != ours:
             self._explain_count(record, answer.prompt_tokens, ours)
@@ -243,9 +244,3 @@ def _seed(seed: int, index: int, turn: int) -> int:
     """The seed of one request, below 2**63, as servers take it."""
     digest = hashlib.sha256(f"{seed} {index} {turn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as it is sent: an earlier answer's reasoning under both names that servers read."""
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    return message | ({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {})

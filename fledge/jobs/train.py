@@ -11,6 +11,7 @@ from fledge.files import check_output_path
 from fledge.jobs.options import (
     MAX_SEED,
     Options,
+    columns_option,
     data_cache_option,
     data_workers_option,
     features_from_option,
@@ -49,7 +50,8 @@ class TrainOptions(Options):
     target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
     trust_remote_code: bool = trust_remote_code_option()
     data: list[str] = opt(
-        "training data: a file, quoted glob or hub id (owner/name@revision:split); @0.5 at the end takes half of it, "
+        "training data: a file, directory, quoted glob or hub id (owner/name@revision:split), or one of sharegpt, "
+        "ultrachat, perfectblend, magpie, openhermes, nemotron; @0.5 at the end takes half of it, "
         "@2 all of it twice; or a JSON object with options of its own, e.g. '{\"source\": \"a.jsonl\", "
         "\"template_kwargs\": {\"enable_thinking\": true}}' (docs/recipes.md); repeatable", repeatable=True
     )  # fmt: skip
@@ -133,6 +135,7 @@ class TrainOptions(Options):
         "precedence",
         None,
     )
+    columns: str | None = columns_option()
     skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
     data_cache: str | None = data_cache_option()
     data_workers: int | None = data_workers_option()

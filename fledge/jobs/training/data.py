@@ -11,6 +11,7 @@ import torch
 
 from fledge.data.dataset import Rows, StreamedRows
 from fledge.data.documents import lengths_of
+from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, cache_directory, load_data
@@ -48,6 +49,8 @@ def read_data(
 
     No record is held out without `hold_out`, or if the data is too small (see `select`).
     """
+    for message in shadowed_presets(data.sources):
+        say(message)
     request = DataRequest(
         sources=data.sources, seed=seed, template=template, max_length=max_length, skip_bad=data.skip_bad,
         hold_out=EVAL_RECORDS if hold_out else 0,

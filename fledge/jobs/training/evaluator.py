@@ -123,7 +123,7 @@ class _PromptSelector:
 
     def _fits(self, prompt: EvalPrompt) -> bool:
         template = self.prepared.template.of(prompt.template_kwargs)
-        return len(template.prompt_ids(first_prompt(prompt))) <= self.max_tokens
+        return len(template.prompt_ids(first_prompt(prompt), tools=prompt.tools)) <= self.max_tokens
 
     def _usable(self, prompt: EvalPrompt) -> bool:
         try:

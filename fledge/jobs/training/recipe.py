@@ -29,8 +29,8 @@ SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", 
 SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 # options that are already decided by the features on disk
 FEATURE_OPTIONS = (
-    "data", "max_length", "template_kwargs", "skip_bad", "data_cache", "data_workers", "compile_target", "target_gpus",
-    "shard_target", "device_map",
+    "data", "max_length", "template_kwargs", "columns", "skip_bad", "data_cache", "data_workers", "compile_target",
+    "target_gpus", "shard_target", "device_map",
 )  # fmt: skip
 # options that need the target to run in the training process
 SERVED_OPTIONS = (
@@ -364,11 +364,14 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
             "for the longest document"
         )
+    from fledge.data.read import with_columns
+
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
+    sources = with_columns(options.data, options.columns)
     return DataRecipe(
-        tuple(options.data), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
+        tuple(sources), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
         options.data_workers, _modes(options.data, kwargs),
     )  # fmt: skip
 

@@ -1,0 +1,263 @@
+"""The rows of data files of every format, one at a time, each with its file and line for error messages."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from fledge.data.sources import COMPRESSED, READABLE
+
+CHUNK = 1 << 20  # characters of a JSON list that are read at a time
+BATCH_ROWS = 256  # rows of a table that are converted at a time
+LONGEST_CELL = 1 << 30  # characters; by default, the csv module refuses long texts
+TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")  # those that may be compressed
+SPACE = re.compile(r"[ \t\n\r]*")
+
+Row = tuple[Any, str]
+
+
+def format_of(path: Path) -> str:
+    """The suffix that names a file's format, without that of its compression: `.jsonl` for `chats.jsonl.zst`."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def is_readable(path: Path) -> bool:
+    """Whether fledge reads files with this name."""
+    return format_of(path) in (TEXT_FORMATS if path.suffix in COMPRESSED else READABLE)
+
+
+def file_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, each with its location. Only a few of them are in memory at a time.
+
+    Raises ValueError, naming the file and the line or row, for a file that cannot be read: an unknown format, damaged,
+    truncated, not UTF-8, or not JSON.
+    """
+    if not is_readable(path):
+        compressed = " and ".join(f".jsonl{suffix}" for suffix in COMPRESSED)
+        raise ValueError(f"{path}: fledge reads {', '.join(READABLE)}, and compressed text such as {compressed}")
+    kind, read = format_of(path), 0
+    try:
+        for row, where in _READERS[kind](path):
+            yield row, where
+            read += 1
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8 text ({e}); convert it first") from e
+    except (OSError, csv.Error, _Damaged) as e:
+        name = (path.suffix if path.suffix in COMPRESSED else kind).removeprefix(".")
+        reason = next(iter(str(e).strip().splitlines()), type(e).__name__).rstrip(".")
+        after = f" after {read:,} rows" if read else ""
+        raise ValueError(
+            f"{path} cannot be read as {name}{after}: {reason}; it may be truncated or damaged, or have the wrong name"
+        ) from e
+
+
+class _Damaged(Exception):
+    """A table that pyarrow cannot read; the message says why."""
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[IO[str]]:
+    """The text of a file, decompressed."""
+    newline = "" if format_of(path) == ".csv" else None  # line ends within the cells of a CSV file are its own
+    if path.suffix not in COMPRESSED:
+        with path.open(encoding="utf-8-sig", newline=newline) as f:
+            yield f
+        return
+    import pyarrow  # the package zstandard does not notice that a file is truncated
+
+    with pyarrow.input_stream(str(path), compression=COMPRESSED[path.suffix]) as stream:
+        yield io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with _open(path) as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _parse(line, where), where
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """The rows of a .json file: JSON lines, as many on the hub are, a list, or a single object."""
+    if _is_lines(path):
+        yield from _lines(path)
+        return
+    with _open(path) as f:
+        buffer = _Buffer(f)
+        if buffer.peek() == "[":
+            yield from _list_items(buffer, path)
+        else:
+            yield _parse(buffer.text + f.read(), str(path)), f"{path}, record 1"
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a .json file contains JSON lines: its first line is a complete JSON object, and more lines follow."""
+    with _open(path) as f:
+        first = f.readline().strip()
+        if not (first.startswith("{") and first.endswith("}")):
+            return False
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):
+            return False
+        return any(line.strip() for line in f)
+
+
+def _list_items(buffer: _Buffer, path: Path) -> Iterator[Row]:
+    """The items of a JSON list. Raises ValueError, naming the record, if it is not JSON."""
+    number, opening = 0, "["
+    while buffer.take(opening if not number else ","):
+        if not number and buffer.peek() == "]":
+            break
+        where = f"{path}, record {number + 1}"
+        buffer.peek()
+        try:
+            yield buffer.value(), where
+        except RecursionError as e:
+            raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{where} is not JSON: {e.msg}. Fix or remove it; nothing was skipped") from e
+        number += 1
+    if not buffer.take("]") or buffer.peek():
+        raise ValueError(
+            f"{path} is not JSON: after record {number}, the list neither goes on nor ends. Fix it; nothing was skipped"
+        )
+
+
+class _Buffer:
+    """Some characters of a text that is read in pieces: `text`, of which the first `at` were used."""
+
+    def __init__(self, f: IO[str]):
+        self.f, self.text, self.at = f, "", 0
+
+    def more(self) -> bool:
+        """Reads more, at least as much as is left, so that a long value is parsed only a few times."""
+        new = self.f.read(max(CHUNK, len(self.text) - self.at))
+        self.text, self.at = self.text[self.at :] + new, 0
+        return bool(new)
+
+    def peek(self) -> str:
+        """The next character that is no white space, which is skipped; "" at the end."""
+        while (at := SPACE.match(self.text, self.at).end()) == len(self.text):
+            self.at = at
+            if not self.more():
+                return ""
+        self.at = at
+        return self.text[at]
+
+    def take(self, character: str) -> bool:
+        """Whether the next character is this one, which is then used."""
+        if found := self.peek() == character:
+            self.at += 1
+        return found
+
+    def value(self) -> Any:
+        """The JSON value that begins here. Raises json.JSONDecodeError if there is none."""
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except json.JSONDecodeError:
+                if not self.more():
+                    raise
+                continue
+            if end == len(self.text) and self.more():  # a number may go on
+                continue
+            self.at = end
+            return value
+
+
+def _text(path: Path) -> Iterator[Row]:
+    with _open(path) as f:
+        yield {"text": f.read()}, str(path)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{where} is not JSON: {e}. Fix or remove it; nothing was skipped") from e
+    except RecursionError as e:
+        raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """The rows of a CSV file with a header. All values are text; an empty one is absent."""
+    csv.field_size_limit(LONGEST_CELL)
+    with _open(path) as f:
+        reader = csv.DictReader(f, strict=True)
+        for number, row in enumerate(reader, 1):
+            if None in row or None in row.values():
+                raise csv.Error(
+                    f"line {reader.line_num} has {'more' if None in row else 'fewer'} cells than the header has"
+                )
+            yield {name: value or None for name, value in row.items()}, f"{path}, row {number}"
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    return _table_rows(path, lambda: pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS))
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    """The rows of an Arrow file, or of an Arrow stream, which `datasets` writes."""
+    import pyarrow
+
+    def batches() -> Iterator[pyarrow.RecordBatch]:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                table = pyarrow.ipc.open_file(source)
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                yield from pyarrow.ipc.open_stream(source)
+            else:
+                yield from map(table.get_batch, range(table.num_record_batches))
+
+    return _table_rows(path, batches)
+
+
+def _table_rows(path: Path, batches: Any) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches():
+            batch.validate(full=True)  # damaged offsets would crash the process
+            for start in range(0, len(batch), BATCH_ROWS):
+                for row in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield without_nulls(row), f"{path}, row {number}"
+    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
+        raise _Damaged(str(e)) from e
+
+
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls within its columns: all objects of a column have the same fields there, and
+    those that an object lacks are null. A message's content stays, since it may be meant to be null."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
+
+
+_READERS = {
+    ".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".txt": _text, ".csv": _csv, ".parquet": _parquet,
+    ".arrow": _arrow,
+}  # fmt: skip
