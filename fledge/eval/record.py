@@ -51,7 +51,7 @@ def write_record(path: str | Path, record: Any) -> None:
 
 
 def record_text(record: Any) -> str:
-    """A record as indented JSON, in which a list of numbers or texts takes one line: there are some for each request."""
+    """A record as indented JSON. A list of numbers or texts takes one line, since there are some for each request."""
     return _FLAT_LIST.sub(lambda m: f"[{re.sub(_BREAK, ', ', m[1])}]", json.dumps(record, indent=2))
 
 

@@ -98,7 +98,7 @@ def default_of(f: Field) -> Any:
 def validation_problem(kind: type[Options], name: str, value: Any) -> str | None:
     """Why `value` is not valid for the option `name`: its type or bounds. None if it is valid."""
     f, hint = next(f for f in option_fields(kind) if f.name == name), _hints(kind)[name]
-    if get_origin(hint) is list and isinstance(value, list):
+    if get_origin(hint) is list and has_type(hint, value):
         problems = (_value_problem(f, get_args(hint)[0], x) for x in value)
         return next((problem for problem in problems if problem), None)
     return _value_problem(f, hint, value)
