@@ -2,8 +2,8 @@
 
 On a GPU, launches are asynchronous, and only the device knows when a part began: each mark is a CUDA event on the
 stream that trains. The events are read after the step, which has waited for the device by then, so that measuring adds
-no synchronization. A part is what this stream did or waited for: where the target runs ahead on another stream, `target`
-is only what the draft had to wait for it, and a delay of the host counts in the part that it delayed.
+no synchronization. A part is what this stream did or waited for: where the target runs ahead on another stream,
+`target` is only what the draft had to wait for it, and a delay of the host counts in the part that it delayed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DATA, TARGET, DRAFT, OPTIMIZER = PARTS = ("data", "target", "draft", "optimizer"
 
 
 class Stopwatch:
-    """Measures the parts of a step on a device. A part lasts from `begin` to the next `begin` or to `end`, and may occur
-    several times in a step."""
+    """Measures the parts of a step on a device. A part lasts from `begin` to the next `begin` or to `end`, and may
+    occur several times in a step."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
