@@ -202,7 +202,11 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
     columns = {
         "prompts": [f"{name} {r['prompts']}".strip() for name, r in rows],
         "τ": [f"{r['tau']:.2f}" if r["tau"] else "-" for _, r in rows],
-        **({"±": ["-" if width is None else f"{width:.2f}" for width in widths]} if any(widths) else {}),
+        **(
+            {"±": ["-" if width is None else f"{width:.2f}" for width in widths]}
+            if any(width is not None for width in widths)
+            else {}
+        ),
         "tokens/s": [f"{r['tokens_per_s']:.0f}" for _, r in rows],
         "baseline": [f"{r['baseline_tokens_per_s']:.0f}" for _, r in rows],
         "speedup": [f"{r['speedup']:.2f}x" for _, r in rows],
