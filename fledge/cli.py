@@ -143,10 +143,11 @@ def evaluate(options: EvalOptions) -> None:
         from fledge.jobs.evaluate_endpoint import print_table
     else:
         from fledge.jobs.evaluate import print_table, run
+    from fledge.eval.record import record_text
 
     def show(record: dict[str, Any]) -> None:
         if options.json:
-            print(json.dumps(record, indent=2), flush=True)
+            print(record_text(record), flush=True)
         else:
             print_table(record, ResultPrinter())
 

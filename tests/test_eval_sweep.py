@@ -227,7 +227,7 @@ def test_an_interrupted_sweep_is_shown_and_written(measure, made: Path, tmp_path
         assert went.code == 130, went.err
         records = json.loads(out.read_text()) if expected else {}
         assert {r["prompt_set"]: r["prompts"] for r in records.values()} == expected
-        assert ("Interrupted: these are" in went.out) == any("stopped" in r for r in records.values())
+        assert ("Interrupted after" in went.out) == any("stopped" in r for r in records.values())
         assert ("τ" in went.out) == bool(expected) and out.exists() == bool(expected)
 
 

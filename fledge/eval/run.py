@@ -26,6 +26,7 @@ from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Sampling, Trace, Tree, without_processors
 
 BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
+LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -34,9 +35,6 @@ class EvaluationStopped(KeyboardInterrupt):
     def __init__(self, records: dict[str, dict[str, Any]]):
         super().__init__()
         self.records = records
-
-
-LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
 
 
 def evaluate(
@@ -214,11 +212,11 @@ class _Comparison:
             for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
                 ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
                 arms = [*self.completions]
-                done_before = len(self.ids)
-                first = done_before % len(arms)
+                number = len(self.ids)
+                first = number % len(arms)
                 for arm in arms[first:] + arms[:first]:
                     start = time.perf_counter()
-                    done = self._generate(arm, ids, batch, options | dict(request=done_before))
+                    done = self._generate(arm, ids, batch, options | dict(request=number))
                     self.times[arm].append(time.perf_counter() - start)
                     self.completions[arm] += done
                 for i, completion in zip(group, self.completions[BASELINE][-len(group) :], strict=True):

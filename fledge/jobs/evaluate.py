@@ -202,17 +202,15 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
     columns = {
         "prompts": [f"{name} {r['prompts']}".strip() for name, r in rows],
         "τ": [f"{r['tau']:.2f}" if r["tau"] else "-" for _, r in rows],
-        **(
-            {"±": ["-" if width is None else f"{width:.2f}" for width in widths]}
-            if any(width is not None for width in widths)
-            else {}
-        ),
+        "±": ["-" if width is None else f"{width:.2f}" for width in widths],
         "tokens/s": [f"{r['tokens_per_s']:.0f}" for _, r in rows],
         "baseline": [f"{r['baseline_tokens_per_s']:.0f}" for _, r in rows],
         "speedup": [f"{r['speedup']:.2f}x" for _, r in rows],
         "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}" for _, r in rows],
         "repeats": [f"{r['repeated_8grams']:.0%}" for _, r in rows],
     }
+    if all(width is None for width in widths):
+        del columns["±"]
     optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
     omitted = printer.table(columns, optional=optional)
     for line in _sentences(records, "baseline" in omitted):
@@ -220,8 +218,8 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
 
 
 def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
-    """The sentences below a table; with `speeds`, also those of both arms, which the table has no room for. What is
-    true of all records is said once."""
+    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of more
+    than FEW records, what is true of all is said once."""
     few = len(records) <= FEW
     of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
     if speeds:
@@ -286,7 +284,7 @@ def notices(r: dict[str, Any]) -> list[str]:
     """Sentences on how far the figures can be relied on: whether outputs differ, and what disturbed the measurement."""
     lines = []
     if "stopped" in r:
-        lines.append(f"Interrupted: these are {r['prompts']} of {r['stopped']} answers.")
+        lines.append(f"Interrupted after {r['prompts']} of {r['stopped']} answers.")
     if r["identical"] is None:
         lines.append(
             "Outputs are not compared: with --draft-sampling sample, the distribution is the target's, but the tokens "
