@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,6 +120,36 @@ def test_how_full_the_rows_of_a_step_are(tmp_path) -> None:
     for m in run_of(tmp_path):
         assert (m["tokens"], m["room"]) == (4 * 24, 2 * 64)
         assert m["supervised"] == m["live"][0] > 0
+
+
+class FakeEvent:
+    """An event of a device whose clock counts the events that are recorded."""
+
+    recorded: ClassVar[list[tuple[FakeEvent, str]]] = []
+    read = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        self.recorded.append((self, stream))
+        self.at = len(self.recorded)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        FakeEvent.read += 1
+        return 1e3 * (end.at - self.at)
+
+
+def test_on_a_gpu_events_of_the_training_stream_are_read_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = iter(["training", "prefetching"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    watch = Stopwatch(torch.device("cuda"))
+    for part in (TARGET, DATA, TARGET, DRAFT, OPTIMIZER):
+        watch.begin(part)
+    watch.end()
+    assert {stream for _, stream in FakeEvent.recorded} == {"training"} and FakeEvent.read == 0
+    assert watch.read() == {DATA: 1.0, TARGET: 2.0, DRAFT: 1.0, OPTIMIZER: 1.0}
 
 
 @pytest.mark.gpu

@@ -218,8 +218,8 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
 
 
 def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
-    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of more
-    than FEW records, what is true of all is said once."""
+    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of
+    more than FEW records, what is true of all is said once."""
     few = len(records) <= FEW
     of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
     if speeds:
