@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -83,7 +83,7 @@ def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
         info = typer.Argument(help=f.metadata["help"])
     elif word := f.metadata["word"]:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
-        hint = str  # the parser replaces it
+        hint = list[str] if get_origin(hint) is list else str  # the parser replaces it
     else:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
@@ -143,10 +143,11 @@ def evaluate(options: EvalOptions) -> None:
         from fledge.jobs.evaluate_endpoint import print_table
     else:
         from fledge.jobs.evaluate import print_table, run
+    from fledge.eval.record import record_text
 
     def show(record: dict[str, Any]) -> None:
         if options.json:
-            print(json.dumps(record, indent=2), flush=True)
+            print(record_text(record), flush=True)
         else:
             print_table(record, ResultPrinter())
 

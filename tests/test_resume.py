@@ -190,7 +190,7 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
     assert sorted(os.listdir(unbroken)) == sorted(os.listdir(killed))
     ours, theirs = metrics_of(unbroken), metrics_of(killed)
     for metrics in (*ours, *theirs):
-        del metrics["seconds"], metrics["tokens_per_s"]
+        del metrics["seconds"], metrics["tokens_per_s"], metrics["parts"]
     assert ours == theirs
 
 
@@ -327,7 +327,7 @@ def test_the_draft_given_with_init_from_may_change_or_disappear(tmp_path, fledge
     assert again.code == 0 and "this run was already finished" in again.err
 
 
-@pytest.mark.parametrize("name", ["draft", "checkpoint", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["draft", "checkpoint", "metrics.jsonl", "summary.json"])
 def test_files_of_the_user_are_not_replaced(name, tmp_path, fledge):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     mine = tmp_path / "mine" / name
@@ -488,7 +488,7 @@ def test_a_run_that_another_process_trains_is_refused(tmp_path, fledge):
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml"])
+@pytest.mark.parametrize("name", ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml", "summary.json"])
 def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
     """It is refused before training, not at the second save."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)

@@ -696,6 +696,7 @@ OWNED = {
     "draft": "directory",
     "checkpoint": "directory",
     "metrics.jsonl": "file",
+    "summary.json": "file",
     "recipe.yaml": "file",
     "train.json": "file",
 }

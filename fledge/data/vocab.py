@@ -39,6 +39,15 @@ def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -
     return _covered(ids_W, _counts(documents, vocab_size))
 
 
+def missing_from(ids_W: Tensor, documents: Sequence[Document], vocab_size: int, most: int) -> list[tuple[int, int]]:
+    """The supervised tokens that the target ids `ids_W` lack, as (token id, number of occurrences): the `most` frequent
+    ones, in this order; ties go to the lower id. Raises ValueError if a token is not below `vocab_size`."""
+    counts = _counts(documents, vocab_size).clone()
+    counts[ids_W] = 0
+    found = counts.sort(descending=True, stable=True)
+    return [(i, n) for i, n in zip(found.indices[:most].tolist(), found.values[:most].tolist(), strict=True) if n]
+
+
 def _covered(ids_W: Tensor, counts_V: Tensor) -> float:
     return counts_V[ids_W].sum().item() / max(counts_V.sum().item(), 1)
 

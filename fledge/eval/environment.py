@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def environment(device: str, dtype: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "commit": commit(),
     }
+
+
+def command() -> list[str]:
+    """The command line of this process, as it would be typed."""
+    return ["fledge", *sys.argv[1:]]
 
 
 def commit() -> str | None:

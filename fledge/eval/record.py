@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from fledge.files import check_output_path, replace_text
 
 MAX_RECORD_BYTES = 2**26  # a larger file is not parsed to find out whether it is a record
+_SCALAR = r'(?:"(?:[^"\\]|\\.)*"|[^\s"\[\]{},]+)'
+# a list without lists and objects, as json.dumps indents it; text has no line end that is not escaped
+_FLAT_LIST = re.compile(rf"\[\n\s+({_SCALAR}(?:,\n\s+{_SCALAR})*)\n\s+\]")
+_BREAK = r",\n\s+"
 ENVIRONMENT_KEYS = frozenset({"device", "dtype", "python", "torch", "transformers", "commit"})
 
 
@@ -42,7 +47,12 @@ def write_record(path: str | Path, record: Any) -> None:
     """Writes a record atomically. Replaces an earlier record; raises ValueError if another file is there."""
     path = check_record_path(path, "the record")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(record, indent=2) + "\n")
+    replace_text(path, record_text(record) + "\n")
+
+
+def record_text(record: Any) -> str:
+    """A record as indented JSON. A list of numbers or texts takes one line, since there are some for each request."""
+    return _FLAT_LIST.sub(lambda m: f"[{re.sub(_BREAK, ', ', m[1])}]", json.dumps(record, indent=2))
 
 
 def _is_record_file(file: Path) -> bool:

@@ -15,8 +15,10 @@ from fledge.decode.engine import Completion, Engine
 from fledge.decode.prompt import Prompt
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.eval.environment import environment
+from fledge.eval.intervals import speedup_interval, tau_interval
 from fledge.eval.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, conversation
+from fledge.eval.requests import request_record, sample_records
 from fledge.kernels.sampling import TOKEN, gumbel
 from fledge.models.draft import Draft
 from fledge.models.size import weight_bytes
@@ -25,6 +27,14 @@ from fledge.types import Sampling, Trace, Tree, without_processors
 
 BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
 LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
+
+
+class EvaluationStopped(KeyboardInterrupt):
+    """The evaluation was interrupted; `records` are those of the requests that all arms had answered."""
+
+    def __init__(self, records: dict[str, dict[str, Any]]):
+        super().__init__()
+        self.records = records
 
 
 def evaluate(
@@ -44,7 +54,8 @@ def evaluate(
     With greedy decoding, and with sampling and greedy drafts, the output of all arms must be identical. A difference is
     accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
     shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding, or in a
-    later turn if the answers have made it too long.
+    later turn if the answers have made it too long. Raises EvaluationStopped if it is interrupted (Ctrl-C) after all
+    arms have answered some requests; their records have `stopped`, the number of requests that there would have been.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -52,7 +63,16 @@ def evaluate(
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
     first = [comparison.prompt_ids(p, (), max_new_tokens) if p.tools else first_prompt(p) for p in prompts[:batch]]
     comparison.warm_up(first, options | dict(max_new_tokens=8), batch)
-    comparison.decode(prompts, options, batch, advance)
+    try:
+        comparison.decode(prompts, options, batch, advance)
+    except KeyboardInterrupt:
+        if not comparison.groups:
+            raise
+        comparison.keep_complete()
+        asked = sum(p.answers for p in prompts)
+        records = {name: _record(engine, comparison, name, sampling, batch) for name, engine in engines.items()}
+        more = {"max_new_tokens": max_new_tokens, "stopped": asked}
+        raise EvaluationStopped({name: record | more for name, record in records.items()}) from None
     over_transformers = None
     if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
         # a few prompts are enough to show that the baseline is not slow
@@ -75,14 +95,18 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         shapes = (1, engine.drafting.verified), batch
         ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, *shapes)
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
+    times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
+    requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
     return {
         "tau": tau([c.trace for c in with_draft]),
+        "tau_interval": tau_interval(requests),
         "paused": paused([c.trace for c in with_draft]),
         "pause_reason": engine.chooser.reason(batch) if engine.chooser is not None else "",
         "alpha": alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,
         "speedup": fast / slow,
+        "speedup_interval": speedup_interval(requests),
         "identical": len(ids) - len(differing) if promised else None,
         "near_ties": ties if promised else None,
         "different": len(differing) - ties if promised else None,
@@ -91,7 +115,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         **_repetition(with_draft),
         # in a batch, the time of a request includes the prefill of others
         "round": (
-            _round_times(engine, with_draft, without, fast / slow, comparison.seconds[name]) if batch == 1 else None
+            _round_times(engine, with_draft, without, fast / slow, comparison.seconds(name)) if batch == 1 else None
         ),
         "bytes_per_round": bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
@@ -103,6 +127,8 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "draft_for": engine.draft.config.provenance.target,
         "template_kwargs": engine.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),
+        "requests": requests,
+        "samples": sample_records(engine, ids, with_draft),
     }
 
 
@@ -145,16 +171,21 @@ def first_prompt(prompt: EvalPrompt) -> Any:
 class _Comparison:
     """The arms of an evaluation: each engine, and the baseline without a draft.
 
-    For each arm it has the completions of all requests and the seconds of decoding. `ids` are the requests' prompts; a
-    request's index is also its number, which selects its random stream.
+    For each arm it has the completions of all requests, and the seconds of decoding each group of them (`times`), which
+    at batch 1 is one request. `ids` are the requests' prompts; a request's index is also its number, which selects its
+    random stream.
     """
 
     def __init__(self, engines: Mapping[str, Engine]):
         self.engines = engines
         self.baseline = next(iter(engines.values()))  # any engine; its draft is not used
         self.completions: dict[str | None, list[Completion]] = {arm: [] for arm in (*engines, BASELINE)}
-        self.seconds = dict.fromkeys(self.completions, 0.0)
-        self.ids: list[list[int]] = []
+        self.times: dict[str | None, list[float]] = {arm: [] for arm in self.completions}
+        self.groups: list[list[list[int]]] = []  # the prompts of the requests that all arms have answered
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [ids for group in self.groups for ids in group]
 
     def _generate(self, arm: str | None, prompts: list[Any], batch: int, options: dict[str, Any]) -> list[Completion]:
         engine = self.engines.get(arm, self.baseline)
@@ -189,19 +220,29 @@ class _Comparison:
             for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
                 ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
                 arms = [*self.completions]
-                first = len(self.ids) % len(arms)
+                number = len(self.ids)
+                first = number % len(arms)
                 for arm in arms[first:] + arms[:first]:
                     start = time.perf_counter()
-                    done = self._generate(arm, ids, batch, options | dict(request=len(self.ids)))
-                    self.seconds[arm] += time.perf_counter() - start
+                    done = self._generate(arm, ids, batch, options | dict(request=number))
+                    self.times[arm].append(time.perf_counter() - start)
                     self.completions[arm] += done
                 for i, completion in zip(group, self.completions[BASELINE][-len(group) :], strict=True):
                     answers[i].append(completion.text)
-                self.ids += ids
+                self.groups.append(ids)
+
+    def keep_complete(self) -> None:
+        """Forgets the answers to the group of requests in which decoding was interrupted."""
+        for arm in self.completions:
+            del self.times[arm][len(self.groups) :], self.completions[arm][len(self.ids) :]
+
+    def seconds(self, arm: str | None) -> float:
+        """The seconds of decoding all requests."""
+        return sum(self.times[arm])
 
     def speed(self, arm: str | None) -> float:
         """Tokens per second."""
-        return sum(len(c.tokens) for c in self.completions[arm]) / self.seconds[arm]
+        return sum(len(c.tokens) for c in self.completions[arm]) / self.seconds(arm)
 
 
 def _repetition(completions: list[Completion]) -> dict[str, Any]:

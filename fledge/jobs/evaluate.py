@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import (
+    AUTO,
     SERVER_OPTIONS,
     DecodeOptions,
     api_key_env_option,
@@ -19,8 +19,11 @@ from fledge.jobs.options import (
 )
 
 if TYPE_CHECKING:
-    from fledge.decode.engine import Engine
     from fledge.jobs.display import ResultPrinter
+
+
+ENOUGH = 5  # requests from which on the table shows the interval of τ
+FEW = 6  # records, each of which gets all its sentences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,19 @@ class EvalOptions(DecodeOptions):
     draft_mode: list[str] = opt(
         "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass); repeat to compare "
         "modes (default: parallel for a P-EAGLE draft, otherwise chain)", repeatable=True
+    )  # fmt: skip
+    depth: list[int | str] = opt(
+        "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
+        "speed, with nothing drafted while that is faster; repeat to compare depths (default: as trained)",
+        repeatable=True, minimum=1, maximum=64, word=AUTO,
+    )  # fmt: skip
+    tree_nodes: list[int | str] = opt(
+        "number of nodes of a draft tree, including the root, or auto; repeat to compare sizes (default: 60)",
+        repeatable=True, minimum=2, maximum=1024, word=AUTO,
+    )  # fmt: skip
+    tree_width: list[int] = opt(
+        "maximum number of children of a tree node; repeat to compare widths (default: 10)", repeatable=True,
+        minimum=1, maximum=64,
     )  # fmt: skip
     prompts: list[str] = opt(
         "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa, "
@@ -74,18 +90,22 @@ class EvalOptions(DecodeOptions):
 def run(
     options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
 ) -> dict[str, Any]:
-    """Returns a record, or {label: record} if there are several drafts, modes or prompt files. A label names what
-    differs between the records.
+    """Returns a record, or {label: record} if there are several drafts, ways of drafting or prompt files. A label names
+    what differs between the records.
 
-    `show` is called with the result before it is written to --out, so that no result is lost if the disk is full.
+    `show` is called with the result before it is written to --out, so that no result is lost if the disk is full. Both
+    also happen if the job is interrupted after a part of the requests, before it raises KeyboardInterrupt.
     """
     from pathlib import Path
 
+    from fledge import __version__
     from fledge.data.presets import shadowed_presets
     from fledge.decode.propose import Drafting
+    from fledge.eval.environment import command
     from fledge.eval.prompts import read_prompts
     from fledge.eval.record import check_record_path, write_record
-    from fledge.eval.run import evaluate, longest_request
+    from fledge.eval.run import EvaluationStopped, evaluate, longest_request
+    from fledge.jobs.evaluate_ways import load_engines, names, ways
     from fledge.jobs.options import default_new_tokens
     from fledge.jobs.prepare import prepare_rounds
     from fledge.models.weights import read_draft_config
@@ -93,11 +113,13 @@ def run(
     if not options.prompts:
         raise ValueError("give --prompts FILE")
     for flag, values in (
-        ("--draft", options.draft), ("--draft-mode", options.draft_mode),
+        ("--draft", options.draft), ("--draft-mode", options.draft_mode), ("--depth", options.depth),
+        ("--tree-nodes", options.tree_nodes), ("--tree-width", options.tree_width),
         ("--prompts", [Path(p).stem for p in options.prompts]),
     ):  # fmt: skip
         if len(set(values)) < len(values):
-            raise ValueError(f"{flag} has {', '.join(values)}: two of them would have the same name in the table")
+            listed = ", ".join(map(str, values))
+            raise ValueError(f"{flag} has {listed}: two of them would have the same name in the table")
     for message in shadowed_presets(options.prompts):
         progress.say(message)
     if options.endpoint:
@@ -110,23 +132,20 @@ def run(
         raise ValueError("give --draft DIR")
     if options.out:
         check_record_path(options.out, "--out")
-    modes, sampling = options.draft_mode or [None], options.sampling()
-    drafting = {mode: Drafting(**options.drafting(mode)) for mode in modes}
+    compared, sampling = ways(options), options.sampling()
+    drafting = {way: Drafting(**way.options(options).drafting(way.mode)) for way in compared}
     for drafting_options in drafting.values():
         drafting_options.check_sampling(sampling)
     if options.batch < 1:
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
-    for draft, mode in itertools.product(options.draft, modes):
-        drafting[mode].for_method(read_draft_config(draft).family)
+    families = {draft: read_draft_config(draft).family for draft in options.draft}
+    for way in compared:
+        drafting[way].for_method(families[way.draft])
     sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
-    varied = len(options.draft) > 1, len(modes) > 1, len(sets) > 1
-    engines: dict[tuple[str, str | None], Engine] = {}
-    target = None
-    for combination in itertools.product(options.draft, modes):
-        engines[combination] = options.load_engine(*combination, progress.say, target)
-        target = engines[combination].target
-    max_new_tokens = options.max_new_tokens or default_new_tokens(128, target.context)
-    kwargs = {draft: engine.template.kwargs for (draft, _), engine in engines.items()}
+    engines = load_engines(options, compared, progress.say)
+    first = engines[0]  # also decodes without a draft
+    max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)
+    kwargs = {way.draft: engine.template.kwargs for way, engine in zip(compared, engines, strict=True)}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
     if options.template_kwargs and not templated:
         raise ValueError("--template-kwargs has no effect because no prompt is a chat; leave it out")
@@ -135,29 +154,42 @@ def run(
             f"the drafts were trained with different template arguments ({kwargs}), so their prompts would differ; "
             "give --template-kwargs for all, or evaluate them one by one"
         )
-    first = next(iter(engines.values()))  # also decodes without a draft
     longest = max(longest_request(first, p, max_new_tokens) for prompts in sets.values() for p in prompts)
-    arms = [(engine, True) for engine in engines.values()] + [(first, False)]
+    arms = [(engine, True) for engine in engines] + [(first, False)]
     prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
     records: dict[str, Any] = {}
+    stopped = False
     for name, prompts in sets.items():
         if options.out and records:  # results so far; an error is reported when the final record is written
             with contextlib.suppress(OSError, ValueError):
                 write_record(options.out, records)
-        labels = {" ".join(itertools.compress((*key, name), varied)): engine for key, engine in engines.items()}
-        compared = "the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting"
+        labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
+        arms = "the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting"
         answers = (len(engines) + 1) * sum(p.answers for p in prompts)
-        with progress.count(f"answers to {name} with and without {compared}", answers) as advance:
-            records |= evaluate(
-                labels, prompts, sampling=sampling, max_new_tokens=max_new_tokens, batch=options.batch,
-                advance=advance,
-            )  # fmt: skip
+        origin = {"prompt_set": name, "command": command(), "fledge": __version__}
+        try:
+            with progress.count(f"answers to {name} with and without {arms}", answers) as advance:
+                found = evaluate(
+                    dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, max_new_tokens=max_new_tokens,
+                    batch=options.batch, advance=advance,
+                )  # fmt: skip
+        except EvaluationStopped as e:
+            found, stopped = e.records, True
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            found, stopped = {}, True
+        records |= {label: record | origin for label, record in found.items()}
+        if stopped:
+            break
     record = _single(records)
     try:
         show(record)
     finally:
         if options.out:
             write_record(options.out, record)
+    if stopped:
+        raise KeyboardInterrupt
     return record
 
 
@@ -167,26 +199,56 @@ def _single(records: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
-    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ. Of more
+    than FEW records, the summaries have only what has to be known to read the table."""
     records = {"": record} if "tau" in record else record
     rows = records.items()
+    widths = [half_width(r) for r in records.values()]
     columns = {
         "prompts": [f"{name} {r['prompts']}".strip() for name, r in rows],
         "τ": [f"{r['tau']:.2f}" if r["tau"] else "-" for _, r in rows],
+        "±": ["-" if width is None else f"{width:.2f}" for width in widths],
         "tokens/s": [f"{r['tokens_per_s']:.0f}" for _, r in rows],
         "baseline": [f"{r['baseline_tokens_per_s']:.0f}" for _, r in rows],
         "speedup": [f"{r['speedup']:.2f}x" for _, r in rows],
         "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}" for _, r in rows],
         "repeats": [f"{r['repeated_8grams']:.0%}" for _, r in rows],
     }
-    omitted = printer.table(columns, optional=("repeats", "identical", "baseline", "tokens/s", "speedup"))
-    for name, r in rows:
-        speed = (
-            f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
-            f"{r['speedup']:.2f} times as fast."
-        )
-        for line in [*([speed] if "baseline" in omitted else []), *summary_lines(r)]:
-            printer.print(f"{name}: {line}" if name else line)
+    if all(width is None for width in widths):
+        del columns["±"]
+    optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
+    omitted = printer.table(columns, optional=optional)
+    for line in _sentences(records, "baseline" in omitted):
+        printer.print(line)
+
+
+def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
+    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of
+    more than FEW records, what is true of all is said once."""
+    few = len(records) <= FEW
+    of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
+    if speeds:
+        of = {name: [speed_line(records[name]), *lines] for name, lines in of.items()}
+    if few:
+        return [f"{name}: {line}" if name else line for name, lines in of.items() for line in lines]
+    shared = [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
+    said = [f"{name}: {line}" for name, lines in of.items() for line in lines if line not in shared]
+    return [
+        *said, *shared, "α by position and the parts of a round are in the record: --json prints it, --out keeps it."
+    ]  # fmt: skip
+
+
+def half_width(r: dict[str, Any]) -> float | None:
+    """Half the width of τ's 95 % interval; None with fewer than ENOUGH requests."""
+    interval = r.get("tau_interval")
+    return (interval[1] - interval[0]) / 2 if interval and r["prompts"] >= ENOUGH else None
+
+
+def speed_line(r: dict[str, Any]) -> str:
+    return (
+        f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
+        f"{r['speedup']:.2f} times as fast."
+    )
 
 
 def amounts_line(r: dict[str, Any]) -> str:
@@ -197,6 +259,11 @@ def amounts_line(r: dict[str, Any]) -> str:
 
 def summary_lines(r: dict[str, Any]) -> list[str]:
     """Sentences about a record: what its figures mean."""
+    return figure_lines(r) + notices(r)
+
+
+def figure_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences with figures that the table does not have."""
     lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
     if r["tau"]:
         lines = [f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}."]
@@ -215,6 +282,14 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
         f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
         f"do not loop{tau}."
     )
+    return lines
+
+
+def notices(r: dict[str, Any]) -> list[str]:
+    """Sentences on how far the figures can be relied on: whether outputs differ, and what disturbed the measurement."""
+    lines = []
+    if "stopped" in r:
+        lines.append(f"Interrupted after {r['prompts']} of {r['stopped']} answers.")
     if r["identical"] is None:
         lines.append(
             "Outputs are not compared: with --draft-sampling sample, the distribution is the target's, but the tokens "

@@ -19,6 +19,7 @@ from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
 from fledge.eval.prompts import EvalPrompt, conversation, read_prompts
 from fledge.eval.record import check_record_path, write_record
+from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ def _check(options: EvalOptions) -> list[int]:
     concurrencies = options.concurrency or [1]
     if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
         raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
-    if len(options.draft) > 1 or len(options.draft_mode) > 1:
+    if len(options.draft) > 1 or len(ways(options)) > 1:
         raise ValueError(
-            "a server has one draft and one way of drafting; with --endpoint give --draft and --draft-mode once"
+            "a server has one draft and one way of drafting; with --endpoint give --draft, --draft-mode, --depth, "
+            "--tree-nodes and --tree-width once"
         )
-    if AUTO in (options.depth, options.tree_nodes):
+    if AUTO in (*options.depth, *options.tree_nodes):
         raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
     if options.draft and not options.target:
         raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
@@ -175,9 +177,10 @@ def _add_own(
     another, and adds τ, α and the share of equal answers."""
     from fledge.eval.own import decode_own
 
-    mode = options.draft_mode[0] if options.draft_mode else None
-    depth = options.depth or _depth_of(measured, trained_depth(config), mode)
-    engine = dataclasses.replace(options, depth=depth).load_engine(options.draft[0], mode, progress.say)
+    (way,) = ways(options)
+    depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
+    single = dataclasses.replace(way, depth=depth).options(options)
+    engine = single.load_engine(way.draft, way.mode, progress.say)
     done: dict[str, Any] = {}
     for (name, _), found in measured.items():
         requests = found.measurement.requests

@@ -32,8 +32,8 @@ def opt(
     """A dataclass field that is a command-line option.
 
     An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
-    argument. `minimum`, `greater_than` and `maximum` bound a number, and `word` may stand in its place. `former_name`
-    is the field's previous name, which is still accepted (see `replace_former_names`).
+    argument. `minimum`, `greater_than` and `maximum` bound a number, or each number of a list, and `word` may stand in
+    its place. `former_name` is the field's previous name, which is still accepted (see `replace_former_names`).
     """
     metadata = {
         "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
@@ -97,10 +97,18 @@ def default_of(f: Field) -> Any:
 
 def validation_problem(kind: type[Options], name: str, value: Any) -> str | None:
     """Why `value` is not valid for the option `name`: its type or bounds. None if it is valid."""
-    f = next(f for f in option_fields(kind) if f.name == name)
+    f, hint = next(f for f in option_fields(kind) if f.name == name), _hints(kind)[name]
+    if get_origin(hint) is list and has_type(hint, value):
+        problems = (_value_problem(f, get_args(hint)[0], x) for x in value)
+        return next((problem for problem in problems if problem), None)
+    return _value_problem(f, hint, value)
+
+
+def _value_problem(f: Field, hint: Any, value: Any) -> str | None:
+    """`validation_problem` of one value, which should have the type `hint`."""
     if (word := f.metadata["word"]) and isinstance(value, str):
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
-    if not has_type(_hints(kind)[name], value):
+    if not has_type(hint, value):
         return f"{value!r:.60} is not of type {f.type}"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
     if value is None or minimum is greater_than is maximum is None:

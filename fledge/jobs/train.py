@@ -287,6 +287,7 @@ def _train(
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
     from fledge.jobs.training.stream import StreamingRun
+    from fledge.jobs.training.summary import summarize
     from fledge.jobs.training.target import prepare_shared_target
 
     with ranks.together("while target and data were loaded"):
@@ -313,7 +314,8 @@ def _train(
         if recorded is not None:
             check_settled(recorded, settled, directory)
         elif ranks.leads:
-            directory.start(recipe_text(replace(options, method=recipe.choice), settled))
+            summary = summarize(recipe, target, draft, documents, ranks)
+            directory.start(recipe_text(replace(options, method=recipe.choice), settled), summary)
     training = TrainingRun(
         recipe, draft, rows, target.source, schedule, evaluate, attach, directory, resumed=recorded is not None,
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml` and `metrics.jsonl`.
+"""A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml`, `metrics.jsonl`, `summary.json`.
 
 A checkpoint is written by torch.distributed.checkpoint (DCP), in the background and by all ranks, each its part of the
 state. It can be read by another number of ranks. All its files are safetensors and JSON, which run no code when read.
@@ -45,14 +45,15 @@ SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the prog
 class RunDirectory:
     """The directory of a training run. Every file and directory in it is replaced atomically.
 
-    `recipe` is the file with the run's options; `old_config` is the file that earlier versions wrote instead.
+    `recipe` is the file with the run's options; `old_config` is the file that earlier versions wrote instead. `summary`
+    says what the run was started with, for reports; runs of earlier versions have none.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
         self.recipe, self.old_config = self.path / "recipe.yaml", self.path / "train.json"
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -62,7 +63,7 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path} holds a training run; continue it with --resume {self.path}, or choose another --out"
             )
-        for taken in (self.recipe, self.old_config, self.draft, self.checkpoint, self.metrics):
+        for taken in (self.recipe, self.old_config, self.draft, self.checkpoint, self.metrics, self.summary):
             if os.path.lexists(taken):
                 raise ValueError(f"{taken} exists, and a run in {self.path} would replace it; choose another --out")
 
@@ -92,15 +93,17 @@ class RunDirectory:
         for directory in (self.draft, self.checkpoint):
             for path in (directory, sibling_path(directory, "old"), sibling_path(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
-        for file in (self.recipe, self.old_config, self.metrics):
+        for file in (self.recipe, self.old_config, self.metrics, self.summary):
             _check_kind(file, Path.is_file, "file")
 
-    def start(self, recipe: str) -> None:
-        """Creates the directory of a new run and writes `recipe`, the text of recipe.yaml. Raises ValueError if the
-        directory holds a run."""
+    def start(self, recipe: str, summary: Mapping[str, Any] | None = None) -> None:
+        """Creates the directory of a new run and writes `recipe`, the text of recipe.yaml, and the summary. Raises
+        ValueError if the directory holds a run."""
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
-        replace_text(self.recipe, recipe)
+        replace_text(self.recipe, recipe)  # first: with it, the directory holds a run, which can be resumed
+        if summary is not None:
+            replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def options_file(self) -> Path:
         """The file with the run's options: recipe.yaml, or train.json if an earlier version started the run. Raises

@@ -31,6 +31,7 @@ from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
 from fledge.train.prefetch import with_features
 from fledge.train.ranks import ALONE, Ranks
+from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
 from fledge.types import Features, Packed, RowSums
 
 
@@ -127,7 +128,8 @@ def train(
                 run.publish(draft, save_dtype, more)
 
     ranks.from_first(progress)  # for the ranks that hold only the target
-    upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks)
+    watch, saving_seconds = Stopwatch(draft.device), 0.0  # since the last line of metrics
+    upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks, watch)
     with (
         Interruption(say) as interruption, upcoming_features as upcoming, run.saving(),
         _metrics_log(run, ranks) as log,
@@ -139,7 +141,9 @@ def train(
         while progress.step < schedule.steps:
             start = time.perf_counter()
             try:
-                done = optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping)
+                done = optimizer_step(
+                    draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping, watch
+                )
             except FloatingPointError as e:
                 if ranks.target_ranks:
                     next_is_tau = bool(evaluate) and schedule.evaluates_after(progress.step + 1)
@@ -150,6 +154,7 @@ def train(
             progress.seconds += seconds
             last = progress.step == schedule.steps
             metrics = _metrics(done, schedule, progress.step)
+            metrics |= {"room": schedule.rows_per_step * rows.row_length, "parts": watch.read()}
             metrics |= {"seconds": seconds, "tokens_per_s": done.tokens / seconds}
             if draft.device.type == "cuda":
                 metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
@@ -157,16 +162,24 @@ def train(
                 if ranks.target_ranks:
                     source.receive_sent(progress.step)
                 draft.eval()
+                start = time.perf_counter()
                 metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
+                metrics["parts"]["eval"] = time.perf_counter() - start
                 if metrics.get("eval_tau", -1.0) > progress.best_tau:
                     progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
+                    start = time.perf_counter()
                     publish(metrics)
+                    saving_seconds += time.perf_counter() - start
+            if saving_seconds:
+                metrics["parts"]["save"], saving_seconds = saving_seconds, 0.0
             log(metrics)
             report(metrics)
             stops = done.stops or (ranks.total == 1 and stopping())
             if last or progress.step % schedule.save_every == 0 or stops:
                 with interruption.saving():
+                    start = time.perf_counter()
                     save()
+                    saving_seconds += time.perf_counter() - start
                     # again, since a request may have come during the save
                     stops = stops or (ranks.total == 1 and stopping())
                     if last or stops:
@@ -266,13 +279,16 @@ def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -
 
 @contextmanager
 def upcoming_rows(
-    rows: Rows, progress: Progress, schedule: Schedule, source: FeatureSource, device: torch.device, ranks: Ranks
-) -> Iterator[Iterator[tuple[Packed, Features]]]:
-    """Context manager: `own_rows` with their features. Nothing is read ahead any more after the block."""
+    rows: Rows, progress: Progress, schedule: Schedule, source: FeatureSource, device: torch.device, ranks: Ranks,
+    watch: Stopwatch | None = None,
+) -> Iterator[Iterator[tuple[Packed, Features]]]:  # fmt: skip
+    """Context manager: `own_rows` with their features. Nothing is read ahead any more after the block. A `watch`
+    measures the waiting for rows."""
     if ranks.target_ranks:
         source.begin(Deliveries.of(rows, progress, schedule, ranks))
     with closing(source.ahead(own_rows(rows, progress, schedule, ranks))) as ahead:
-        yield with_features(ahead, source.features, device, prefetch=schedule.implementation.prefetch)
+        timed = watch.rows(ahead) if watch else ahead
+        yield with_features(timed, source.features, device, prefetch=schedule.implementation.prefetch)
 
 
 @dataclass(frozen=True)
@@ -290,14 +306,17 @@ class StepResult:
 def optimizer_step(
     draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
     optimizer: MasterAdamW, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
+    watch: Stopwatch | None = None,
 ) -> StepResult:  # fmt: skip
     """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` has this rank's.
+    `watch` measures the parts of the step on this rank.
 
     The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
     with the probable cause, if its norm is not finite; the draft must not be saved then. Raises RankError if another
     rank fails.
     """
     draft.train()
+    watch = watch or Stopwatch(draft.device)
     where = f"in step {progress.step + 1}"
     shared = deliveries_of_step(rows, progress.step, progress.address, schedule.rows_per_step, ranks)
     own = [d for d in shared if d.rank == ranks.rank]
@@ -305,7 +324,9 @@ def optimizer_step(
     try:
         for d in own:
             left -= 1
+            watch.begin(TARGET)
             row, features = next(upcoming)
+            watch.begin(DRAFT)
             key = f"{schedule.seed} {progress.step} {d.index}"
             result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
             results.append(result)
@@ -315,6 +336,7 @@ def optimizer_step(
         failure = e
         if ranks.target_ranks or (isinstance(source, LiveFeatures) and source.target.sharded):
             _drop(upcoming, left)
+    watch.begin(OPTIMIZER)
     stops = any(ranks.meet(where, stopping() if ranks.total > 1 else False, failure))
     for _ in range(schedule.rows_per_step):
         tokens += rows.tokens(progress.address)
@@ -328,6 +350,7 @@ def optimizer_step(
     total = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
     if ranks.size > 1:
         total = RowSums.unpacked(ranks.sum(total.packed()))
+    watch.end()
     norm = norm.item()
     if not math.isfinite(norm):
         damaged = not all([source.finite(rows[d.address]) for d in own])  # a list: sharded targets run on all rows
@@ -390,4 +413,6 @@ def _metrics(done: StepResult, schedule: Schedule, step: int) -> dict[str, Any]:
         "scored": total.scored_K.tolist(),
         "lr": done.lr,
         "grad_norm": done.norm,
+        "tokens": done.tokens,
+        "supervised": total.live_K[0].item(),
     }

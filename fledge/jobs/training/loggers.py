@@ -35,6 +35,9 @@ def _wandb(run: Path) -> Logger:
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """The metrics, with each list split into scalars by draft step: `hit/0`, `hit/1`, .."""
-    lists = {f"{k}/{i}": x for k, v in metrics.items() if isinstance(v, list) for i, x in enumerate(v)}
-    return lists | {k: v for k, v in metrics.items() if not isinstance(v, list)}
+    """The metrics, with each list split into scalars by draft step, `hit/0`, `hit/1`, .., and each dict by its keys."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        split = dict(enumerate(value)) if isinstance(value, list) else value
+        found |= {f"{name}/{key}": x for key, x in split.items()} if isinstance(split, dict) else {name: value}
+    return found

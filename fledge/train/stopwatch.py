@@ -1,0 +1,63 @@
+"""The seconds of a training step by part.
+
+On a GPU, launches are asynchronous, and only the device knows when a part began: each mark is a CUDA event on the
+stream that trains. The events are read after the step, which has waited for the device by then, so that measuring adds
+no synchronization. A part is what this stream did or waited for: where the target runs ahead on another stream,
+`target` is only what the draft had to wait for it, and a delay of the host counts in the part that it delayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from time import perf_counter
+
+import torch
+
+from fledge.targets.source import RowIterator
+
+# waiting for rows; the target's pass, or waiting for features; forward pass, loss and backward pass; the sum of
+# gradients over ranks, and the update
+DATA, TARGET, DRAFT, OPTIMIZER = PARTS = ("data", "target", "draft", "optimizer")
+
+
+class Stopwatch:
+    """Measures the parts of a step on a device. A part lasts from `begin` to the next `begin` or to `end`, and may
+    occur several times in a step."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[tuple[str | None, torch.cuda.Event | float]] = []
+
+    def begin(self, part: str) -> None:
+        self._marks.append((part, self._now()))
+
+    def end(self) -> None:
+        """Ends the last part. It has to be called before the device is waited for, and `read` afterwards."""
+        self._marks.append((None, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """The seconds of each of PARTS since it was read last."""
+        marks, self._marks = self._marks, []
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for (part, start), (_, end) in pairwise(marks):
+            if part is not None:
+                seconds[part] += end - start if self._stream is None else start.elapsed_time(end) / 1e3
+        return seconds
+
+    def rows(self, rows: RowIterator) -> Iterator:
+        """The same rows. Waiting for a row counts as `data`, and what follows as `target`."""
+        while True:
+            self.begin(DATA)
+            row = next(rows, None)
+            self.begin(TARGET)
+            if row is None:
+                return
+            yield row
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self._stream is None:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event

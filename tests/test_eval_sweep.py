@@ -1,0 +1,273 @@
+"""`fledge eval` over depths and trees: which ways of drafting it measures, and what a record has of each request."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fledge import __version__
+from fledge.decode.engine import Engine
+from fledge.eval import run as eval_run
+from fledge.eval.intervals import speedup_interval, tau_interval
+from fledge.eval.prompts import EvalPrompt
+from fledge.eval.record import record_text
+from fledge.eval.run import EvaluationStopped, evaluate
+from fledge.jobs.display import ResultPrinter
+from fledge.jobs.evaluate import FEW, EvalOptions, print_table
+from fledge.jobs.evaluate_ways import names, ways
+from fledge.models.weights import save_draft
+from fledge.types import Sampling
+from support.decoding import fit_head, spoken
+from support.files import write_rows
+from support.targets import exact_target, tiny_draft, tiny_target, tiny_target_directory
+
+TEXTS = ["the young bird", "it can fly", "tries again", "its wings", "falls and", "until it can"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    tiny_target_directory(root)
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), root / "draft")
+    write_rows(root / "prompts.jsonl", [{"prompt": text} for text in TEXTS])
+    write_rows(root / "others.jsonl", [{"prompt": text} for text in TEXTS[:2]])
+    return root
+
+
+@pytest.fixture
+def measure(made: Path, fledge: Any) -> Any:
+    words = ["eval", "--target", made / "target", "--draft", made / "draft", "--prompts", made / "prompts.jsonl"]
+    return lambda *more: fledge(*words, "--max-new-tokens", 8, *more)
+
+
+# -- which ways ---------------------------------------------------------------------------------------------------
+
+
+def options(words: dict[str, Any]) -> EvalOptions:
+    return EvalOptions(target="t", prompts=["p"], **{"draft": ["d"]} | words)
+
+
+@pytest.mark.parametrize(
+    ("given_words", "expected"),
+    [
+        ({}, [""]),
+        ({"depth": [3]}, [""]),
+        ({"depth": [1, "auto"]}, ["depth 1", "depth auto"]),
+        ({"draft_mode": ["tree"], "tree_nodes": [8, 16]}, ["8 nodes", "16 nodes"]),
+        ({"draft_mode": ["tree"], "tree_width": [2, 4]}, ["width 2", "width 4"]),
+        (
+            {"draft_mode": ["chain", "tree"], "depth": [1, 3], "tree_nodes": [8, 16]},
+            ["chain depth 1", "chain depth 3"]
+            + [f"tree depth {depth} {nodes} nodes" for depth in (1, 3) for nodes in (8, 16)],
+        ),
+        ({"draft": ["a", "b"], "depth": [1, 2]}, ["a depth 1", "a depth 2", "b depth 1", "b depth 2"]),
+    ],
+)
+def test_all_combinations_are_measured_and_named_by_what_differs(given_words, expected) -> None:
+    """A chain has no nodes, so it is measured once for each depth."""
+    asked = options(given_words)
+    found = ways(asked)
+    assert names(asked, found) == expected and len(set(found)) == len(expected)
+    for way in found:
+        assert way.options(asked).drafting(way.mode)["depth"] == way.depth
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--depth", 3, "--depth", 3), "--depth has 3, 3: two of them would have the same name"),
+        (("--depth", 3, "--depth", 0), "--depth 0: it must be at least 1"),
+        (("--depth", "deep"), "'deep' is neither a number nor auto"),
+        (("--tree-nodes", 8, "--tree-nodes", 16), "in a chain; give --draft-mode tree"),
+        (("--draft-mode", "tree", "--tree-nodes", 1), "--tree-nodes 1: it must be at least 2"),
+        (("--endpoint", "http://localhost:1", "--depth", 1, "--depth", 2), "a server has one draft and one way"),
+    ],
+)
+def test_values_that_cannot_be_compared_are_refused(words, reason, measure) -> None:
+    went = measure(*words)
+    assert went.code == 2 and reason in went.err, went.err
+
+
+def test_a_sweep_has_a_record_for_each_way_and_prompt_set(measure, made: Path, tmp_path: Path) -> None:
+    """Each draft is loaded once, and the records are those of separate runs."""
+    out = tmp_path / "sweep.json"
+    sweep = "--depth 1 --depth 2 --draft-mode chain --draft-mode tree --tree-nodes 4 --tree-nodes 8".split()
+    went = measure(*sweep, "--prompts", made / "others.jsonl", "--out", out)
+    assert went.code == 0, went.err
+    records = json.loads(out.read_text())
+    assert len(records) == 12
+    for label, r in records.items():
+        expected = [r["mode"], f"depth {r['depth']}", *([f"{r['nodes']} nodes"] if r["mode"] == "tree" else [])]
+        assert label == " ".join([*expected, r["prompt_set"]]) and r["identical"] == r["prompts"]
+        assert r["prompts"] == {"prompts": 6, "others": 2}[r["prompt_set"]] and r["fledge"] == __version__
+        assert r["command"][:2] == ["fledge", "eval"] and str(out) in r["command"]
+    alone = json.loads(measure("--depth", 2, "--draft-mode", "tree", "--tree-nodes", 8, "--json").out)
+    same = records["tree depth 2 8 nodes prompts"]
+    assert [alone[k] for k in ("tau", "alpha", "depth", "nodes")] == [
+        same[k] for k in ("tau", "alpha", "depth", "nodes")
+    ]
+
+
+# -- what a record has of each request ----------------------------------------------------------------------------
+
+PROMPTS = [EvalPrompt(text=text) for text in TEXTS]
+
+
+@functools.cache
+def practised() -> Engine:
+    """An engine whose draft was fitted to some of the target's answers, so that part of its tokens are accepted."""
+    target = exact_target()
+    draft, plain = tiny_draft(target, hidden_size=256, intermediate_size=256), Engine(target)
+    fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 24)[0] for text in TEXTS[::2]], 3)
+    return Engine(target, draft, depth=3)
+
+
+def record_of(batch: int = 1) -> dict[str, Any]:
+    return evaluate({"": practised()}, PROMPTS, sampling=Sampling(), max_new_tokens=12, batch=batch)[""]
+
+
+whole_record = functools.cache(record_of)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_requests_add_up_to_the_figures_of_the_record(batch: int) -> None:
+    r = whole_record() if batch == 1 else record_of(batch)
+    sums = {k: sum(q[k] for q in r["requests"]) for k in ("tokens", "rounds", "committed", "drafted")}
+    assert len(r["requests"]) == r["prompts"] == 6
+    assert sums["committed"] / sums["rounds"] == r["tau"] and sums["tokens"] / 6 == r["mean_new_tokens"]
+    for k, alpha in enumerate(r["alpha"]):
+        reached, passed = (sum(q[key][k] for q in r["requests"] if len(q[key]) > k) for key in ("reached", "passed"))
+        assert alpha == (passed / reached if reached else 0.0)
+    assert r["tau_interval"] == tau_interval(r["requests"]) and r["tau"] > 1.2
+    assert r["tau_interval"][0] <= r["tau"] <= r["tau_interval"][1]
+    if batch > 1:
+        assert not any({"seconds", "baseline_seconds"} & q.keys() for q in r["requests"])
+        assert r["speedup_interval"] is None
+    else:
+        seconds = sum(q["seconds"] for q in r["requests"])
+        assert sums["tokens"] / seconds == pytest.approx(r["tokens_per_s"])
+        baseline = sum(q["tokens"] for q in r["requests"]) / sum(q["baseline_seconds"] for q in r["requests"])
+        assert baseline == pytest.approx(r["baseline_tokens_per_s"])
+        assert r["speedup_interval"] == speedup_interval(r["requests"])
+
+
+def test_samples_have_the_text_of_the_answers_and_who_proposed_it() -> None:
+    r = whole_record()
+    assert [s["prompt"] for s in r["samples"]] == [TEXTS[0], TEXTS[2], TEXTS[4]]
+    plain = Engine(practised().target)
+    for sample in r["samples"]:
+        answer = plain.generate(sample["prompt"], max_new_tokens=12).text
+        assert "".join(text for text, _ in sample["pieces"]) == answer
+        assert all(0 <= by <= 3 for _, by in sample["pieces"])
+    assert any(by > 1 for sample in r["samples"] for _, by in sample["pieces"])
+
+
+def test_answers_of_other_lengths_have_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate_all
+
+    def shorter(self: Engine, prompts: Any, **options: Any) -> Any:
+        given = options | {"max_new_tokens": 4 if options["speculate"] else 8}
+        return generate(self, prompts, **given)
+
+    monkeypatch.setattr(Engine, "generate_all", shorter)
+    sampling = Sampling(temperature=1.0, draft="sample")
+    record = evaluate({"": practised()}, PROMPTS[:2], sampling=sampling, max_new_tokens=8)[""]
+    assert all(q["tokens"] <= 4 < q["baseline_tokens"] <= 8 for q in record["requests"])
+
+
+# -- interruption -------------------------------------------------------------------------------------------------
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    """Ctrl-C before an answer that is not part of the warm-up."""
+    generate, done = eval_run._Comparison._generate, []
+
+    def generating(self: Any, arm: Any, prompts: Any, batch: int, options: dict[str, Any]) -> Any:
+        if "request" in options:
+            if len(done) == answers:
+                raise KeyboardInterrupt
+            done.append(arm)
+        return generate(self, arm, prompts, batch, options)
+
+    monkeypatch.setattr(eval_run._Comparison, "_generate", generating)
+
+
+@pytest.mark.parametrize("answers", [1, 2, 5])
+def test_an_interrupted_evaluation_has_what_all_arms_have_answered(answers: int, monkeypatch) -> None:
+    whole = whole_record()
+    interrupt_after(monkeypatch, answers)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        record_of()
+    if answers < 2:  # the two arms of a request
+        assert not isinstance(stopped.value, EvaluationStopped)
+        return
+    (record,) = stopped.value.records.values()
+    assert (record["prompts"], record["stopped"]) == (answers // 2, 6)
+    for ours, theirs in zip(record["requests"], whole["requests"], strict=False):
+        assert {k: v for k, v in ours.items() if "seconds" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k
+        }
+
+
+def test_an_interrupted_sweep_is_shown_and_written(measure, made: Path, tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "r.json"
+    words = ["--depth", 1, "--depth", 2, "--prompts", made / "others.jsonl", "--out", out]
+    for answers, expected in (
+        (1, {}), (10, {"prompts": 3}), (19, {"prompts": 6}), (22, {"prompts": 6, "others": 1}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, answers)
+            went = measure(*words)
+        assert went.code == 130, went.err
+        records = json.loads(out.read_text()) if expected else {}
+        assert {r["prompt_set"]: r["prompts"] for r in records.values()} == expected
+        assert ("Interrupted after" in went.out) == any("stopped" in r for r in records.values())
+        assert ("τ" in went.out) == bool(expected) and out.exists() == bool(expected)
+
+
+# -- how it is shown ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_table_of_a_sweep_fits_the_terminal(width: int, capsys, monkeypatch) -> None:
+    record = whole_record()
+    monkeypatch.setenv("COLUMNS", str(width))
+    sweep = {f"tree depth {depth} {nodes} nodes": record for depth in (1, 3, 5) for nodes in (8, 16, 32)}
+    assert len(sweep) > FEW
+    print_table(sweep, ResultPrinter())
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith(" ")]
+    assert all(len(line) <= width for line in table) and "τ" in table[1]
+    assert ("±" in table[1]) == (width >= 60)
+    assert lines.count("Every output is identical, token for token.") == 1
+
+
+def test_few_requests_have_no_interval_in_the_table(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    record = whole_record()
+    for requests, shown in ((4, False), (5, True)):
+        print_table(record | {"prompts": requests}, ResultPrinter())
+        assert ("±" in capsys.readouterr().out) == shown
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from(["[\n 1\n]"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_the_text_of_a_record_is_its_json(value: Any) -> None:
+    assert json.loads(record_text(value)) == value
+
+
+def test_a_request_takes_few_lines() -> None:
+    request = {"tokens": 3, "reached": [1, 2, 3], "passed": [0, 0, 0]}
+    assert '"reached": [1, 2, 3],\n' in record_text({"requests": [request]})
