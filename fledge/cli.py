@@ -19,6 +19,7 @@ from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
+from fledge.jobs.familiar import flags_of, values_of
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -53,7 +54,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     """Decorator: registers a job as the command `name`, with a flag for each of its options."""
     hints = get_type_hints(options)
     fields = option_fields(options)
-    shown = [_parameter(f, hints[f.name]) for f in fields]
+    shown = [_parameter(options, f, hints[f.name]) for f in fields]
     former = [_hidden_parameter(f.metadata["former_name"], hints[f.name]) for f in fields if f.metadata["former_name"]]
     # a command with --config has a negation of each switch, which turns off what the file turns on
     negations = {f"no_{f.name}": f.name for f in fields if "config" in hints and hints[f.name] is bool}
@@ -78,14 +79,15 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     return register
 
 
-def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
+def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspect.Parameter:
     if f.metadata["flag"] == "argument":
         info = typer.Argument(help=f.metadata["help"])
     elif word := f.metadata["word"]:
-        info = typer.Option(flag_of(f.name), help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
+        flags = flags_of(options, f)
+        info = typer.Option(*flags, help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
         hint = str  # the parser replaces it
     else:
-        info = typer.Option(flag_of(f.name), help=f.metadata["help"])
+        info = typer.Option(*flags_of(options, f), help=f.metadata["help"], autocompletion=values_of(f))
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 

@@ -23,6 +23,7 @@ from fledge.jobs.options import (
     Options,
     api_key_env_option,
     default_new_tokens,
+    dtype_option,
     model_option,
     opt,
     parse_dtype,
@@ -77,7 +78,7 @@ class RegenerateOptions(Options):
         minimum=0, maximum=MAX_SEED,
     )  # fmt: skip
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

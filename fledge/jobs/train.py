@@ -13,6 +13,7 @@ from fledge.jobs.options import (
     Options,
     data_cache_option,
     data_workers_option,
+    dtype_option,
     features_from_option,
     features_layers_option,
     features_map_option,
@@ -181,7 +182,7 @@ class TrainOptions(Options):
     rank_timeout: float = opt(
         "several GPUs: minutes that one process waits for another before all fail", 30.0, greater_than=0
     )
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
     dry_run: bool = opt(
         "train nothing: print what would run where, its memory and disk, the number of steps, and on the machine's own "
         "GPUs the hours (a few steps are timed and thrown away); exit code 1 if it does not fit", False
