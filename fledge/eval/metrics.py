@@ -23,10 +23,17 @@ def committed_per_round(traces: Sequence[Trace]) -> tuple[int, int]:
 def alpha(traces: Sequence[Trace]) -> list[float]:
     """α_k, the acceptance rate of the k-th drafted token, among the rounds that drafted it and accepted the k - 1
     tokens before it. For trees, the share of accepted paths of length k - 1 that continue to depth k."""
+    reached, passed = drafted_and_accepted(traces)
+    return [p / n if n else 0.0 for p, n in zip(passed, reached, strict=True)]
+
+
+def drafted_and_accepted(traces: Sequence[Trace]) -> tuple[list[int], list[int]]:
+    """The two sums of which each α_k is the quotient: the rounds that drafted a k-th token after k - 1 accepted ones,
+    and those among them that accepted it."""
     rounds = [r for t in traces for r in t.rounds]
     reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(_depth(rounds))]
     passed = [sum(r.accepted > k for r in rounds) for k in range(_depth(rounds))]
-    return [p / n if n else 0.0 for p, n in zip(passed, reached, strict=True)]
+    return reached, passed
 
 
 def paused(traces: Sequence[Trace]) -> float:

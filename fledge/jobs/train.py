@@ -271,6 +271,7 @@ def _train(
     that is resumed; None for a new run."""
     from fledge.data.dataset import StreamedRows
     from fledge.features.vllm.source import VllmFeatures
+    from fledge.jobs.training.card import with_card
     from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -304,6 +305,7 @@ def _train(
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
+        attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
         if recorded is not None:
             check_settled(recorded, settled, directory)
         elif ranks.leads:
