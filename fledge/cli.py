@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from fledge import __version__
+from fledge.jobs.card import CardOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
@@ -24,6 +25,7 @@ from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
+from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
@@ -208,6 +210,20 @@ def export(options: ExportOptions) -> None:
     run(options, ResultPrinter().print)
 
 
+@_command("card", CardOptions)
+def card(options: CardOptions) -> None:
+    from fledge.jobs.card import run
+
+    run(options, ResultPrinter().print)
+
+
+@_command("push", PushOptions)
+def push(options: PushOptions) -> None:
+    from fledge.jobs.push import run
+
+    run(options, ResultPrinter().print, ProgressDisplay().say)
+
+
 def main() -> None:
     """Runs the command line. Errors that a user can correct are printed as one line to standard error; exit code 2."""
     _open_closed_streams()
@@ -270,7 +286,8 @@ _default_formatwarning = warnings.formatwarning
 def _quiet_transformers() -> None:
     """Turns off messages and progress bars of transformers and huggingface_hub. Must be called before their import."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if sys.argv[1:2] != ["push"]:  # whose upload takes long; on a terminal, the hub's own bars show it
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -97,9 +97,9 @@ def _introduction(config: DraftConfig, revision: str | None) -> str:
     of = f" for {plain(name)}" if name else ""
     target = _link(config, revision) if name else "its target, which is not recorded"
     return (
-        f"# {title} draft{of}\n\nA draft model for speculative decoding with {target}, of the method {title} ({paper}). "
-        "It proposes the next few tokens, and the target checks them in one forward pass and keeps those that it would "
-        "have generated itself: the text is the target's, and it comes faster.\n\n"
+        f"# {title} draft{of}\n\nA draft model for speculative decoding with {target}, of the method {title} "
+        f"({paper}). It proposes the next few tokens, and the target checks them in one forward pass and keeps those "
+        "that it would have generated itself: the text is the target's, and it comes faster.\n\n"
         "The draft is not a language model to be used alone."
     )
 
@@ -132,7 +132,7 @@ def _training(training: Training) -> str:
 def _limits(config: DraftConfig) -> str:
     known, name = config.provenance, target_name(config)
     lines = [
-        f"It was trained for {plain(name) if name else 'one target'}. With another model, even a fine-tuned one, fewer "
+        f"It was trained for {code(name) if name else 'one target'}. With another model, even a fine-tuned one, fewer "
         "tokens are accepted, down to none; the text stays that of the model.",
     ]
     if known.template_kwargs:
@@ -143,8 +143,11 @@ def _limits(config: DraftConfig) -> str:
     if known.max_length:
         lines.append(f"It has seen texts of up to {known.max_length:,} tokens; acceptance may fall beyond.")
     if config.draft_vocab_size < config.vocab_size:
-        lines.append(f"It never proposes the {config.vocab_size - config.draft_vocab_size:,} tokens that its vocabulary "
-                     "lacks: text full of them, e.g. in another language, gains less.")  # fmt: skip
+        lacking = config.vocab_size - config.draft_vocab_size
+        lines.append(
+            f"It never proposes the {lacking:,} tokens that its vocabulary lacks: text full of them, e.g. in another "
+            "language, gains less."
+        )
     lines.append("Where little is accepted, drafting costs time: measure on prompts like your own.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
@@ -208,18 +211,19 @@ def serving_text(config: DraftConfig, exports: Callable[[str], bool]) -> str:
             continue
         if exports(engine):
             parts.append(
-                f"{TITLES[engine]} needs other files than these, which `fledge export --to {engine}` writes. Serve those."
+                f"{TITLES[engine]} needs other files than these, which `fledge export --to {engine}` writes. Serve "
+                "those."
             )
         version = minimum_version(config, engine)
         words = engine_command(engine, Serving(target, DRAFT, config, trained_depth(config)))
-        parts.append(f"{TITLES[engine]}{f' ({version} or later)' if version else ''}:\n\n{_block(words)}")
-    words = ["fledge", "generate", "--target", target, "--draft", DRAFT, "--prompt", "Hello"]
-    parts.append(f"fledge, which also measures what the draft gains (`fledge eval`):\n\n{_block(words)}")
+        parts.append(f"{TITLES[engine]}{f' ({version} or later)' if version else ''}:\n\n{_block(shlex.join(words))}")
+    own = f"fledge generate --target {target} --draft {DRAFT} --prompt Hello"
+    parts.append(f"fledge, which also measures what the draft gains (`fledge eval`):\n\n{_block(own)}")
     return "\n\n".join(parts)
 
 
-def _block(words: Sequence[str]) -> str:
-    return f"```sh\n{shlex.join(words)}\n```"
+def _block(command: str) -> str:
+    return f"```sh\n{command}\n```"
 
 
 # -- editing ----------------------------------------------------------------------------------------------------------

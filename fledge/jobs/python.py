@@ -12,7 +12,6 @@ from fledge.jobs.familiar import replace_aliases
 from fledge.jobs.options import replace_former_names
 from fledge.jobs.train import OUT, TrainOptions, run
 
-
 _DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
 
 
@@ -36,7 +35,8 @@ def train_draft(
 
     `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. Further
     keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`; `TrainOptions` lists
-    them, and `fledge train --help` their other names (`model`, `learning_rate`). An option that is None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
+    them, and `fledge train --help` their other names (`model`, `learning_rate`). An option that is None counts as not
+    given. `aux_layers` may be a list and `template_kwargs` a dict.
     `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
     continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
     without, nothing is printed. Raises ValueError if the options or data are not valid, and KeyboardInterrupt after an

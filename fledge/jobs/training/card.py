@@ -59,7 +59,9 @@ def with_card(
 
 def _files(draft: Draft, dtype: torch.dtype) -> DraftFiles:
     """The draft's files as they are saved, without the values of the weights."""
-    tensors = {n: x.detach().to("meta", dtype) if x.is_floating_point() else x.cpu() for n, x in draft.state_dict().items()}
+    tensors = {
+        n: x.detach().to("meta", dtype) if x.is_floating_point() else x.cpu() for n, x in draft.state_dict().items()
+    }
     names = portable_tensors(draft.config, tensors).keys()
     return DraftFiles(draft.config, tensors, config_json(draft, dtype), frozenset(names), WEIGHTS)
 

@@ -27,8 +27,8 @@ def make_evaluator(
     recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
 ) -> Callable[[Draft], dict[str, Any]] | None:
     """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
-    and the list `alpha` of all prompts (see `eval.metrics`), which is empty if all answers ended before the first round of drafting. Where ranks hold only the
-    target, these measure, with the weights of rank 0's draft in their own.
+    of all prompts and the list `alpha` (see `eval.metrics`), which is empty if all answers ended before the first round
+    of drafting. Where ranks hold only the target, these measure, with the weights of rank 0's draft in their own.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.
