@@ -153,3 +153,10 @@ def test_every_flag_has_its_own_name_first():
     for kind in OPTIONS.values():
         for f in option_fields(kind):
             assert familiar.flags_of(kind, f)[0] == flag_of(f.name)
+
+
+def test_the_documented_names_are_these():
+    lines = (REPOSITORY / "docs" / "command-line.md").read_text().splitlines()
+    rows = [line.replace("`", "").split("|") for line in lines if line.startswith("| `--")]
+    documented = {row[1].strip(): row[2].strip().split(", ") for row in rows}
+    assert documented == {flag_of(n): [flag_of(a) for a in aliases] for n, aliases in ALIASES.items()}

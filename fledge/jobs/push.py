@@ -119,15 +119,18 @@ def _card_in(uploads: Sequence[Upload]) -> bytes:
 
 def _private_paths(uploads: Sequence[Upload]) -> list[str]:
     """The JSON files in which the target is named by an absolute path."""
-    found = []
-    for upload in uploads:
-        if not upload.path.endswith(".json"):
-            continue
-        content = json.loads(upload.content.read_text(encoding="utf-8"))
-        own = content.get("fledge") or (content.get("config") or {}).get("fledge")
-        if isinstance(own, dict) and Path(str(own.get("target") or "")).is_absolute():
-            found.append(upload.path)
-    return found
+    files = [upload for upload in uploads if upload.path.endswith(".json")]
+    return [file.path for file in files if _names_a_path(json.loads(file.content.read_text(encoding="utf-8")))]
+
+
+def _names_a_path(content: Any) -> bool:
+    """Whether a field for the target, in a config of fledge or speculators, is an absolute path."""
+    if not isinstance(content, dict):
+        return False
+    names = (content.get(key) for key in ("target", "name_or_path"))
+    return any(isinstance(name, str) and Path(name).is_absolute() for name in names) or any(
+        map(_names_a_path, content.values())
+    )
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
