@@ -15,14 +15,17 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 
 from fledge import __version__
+from fledge.jobs.card import CardOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
+from fledge.jobs.familiar import flags_of, values_of
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
+from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
@@ -53,7 +56,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     """Decorator: registers a job as the command `name`, with a flag for each of its options."""
     hints = get_type_hints(options)
     fields = option_fields(options)
-    shown = [_parameter(f, hints[f.name]) for f in fields]
+    shown = [_parameter(options, f, hints[f.name]) for f in fields]
     former = [_hidden_parameter(f.metadata["former_name"], hints[f.name]) for f in fields if f.metadata["former_name"]]
     # a command with --config has a negation of each switch, which turns off what the file turns on
     negations = {f"no_{f.name}": f.name for f in fields if "config" in hints and hints[f.name] is bool}
@@ -78,14 +81,15 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     return register
 
 
-def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
+def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspect.Parameter:
     if f.metadata["flag"] == "argument":
         info = typer.Argument(help=f.metadata["help"])
     elif word := f.metadata["word"]:
-        info = typer.Option(flag_of(f.name), help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
+        flags = flags_of(options, f)
+        info = typer.Option(*flags, help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
         hint = list[str] if get_origin(hint) is list else str  # the parser replaces it
     else:
-        info = typer.Option(flag_of(f.name), help=f.metadata["help"])
+        info = typer.Option(*flags_of(options, f), help=f.metadata["help"], autocompletion=values_of(f))
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
@@ -207,6 +211,20 @@ def export(options: ExportOptions) -> None:
     run(options, ResultPrinter().print)
 
 
+@_command("card", CardOptions)
+def card(options: CardOptions) -> None:
+    from fledge.jobs.card import run
+
+    run(options, ResultPrinter().print)
+
+
+@_command("push", PushOptions)
+def push(options: PushOptions) -> None:
+    from fledge.jobs.push import run
+
+    run(options, ResultPrinter().print, ProgressDisplay().say)
+
+
 def main() -> None:
     """Runs the command line. Errors that a user can correct are printed as one line to standard error; exit code 2."""
     _open_closed_streams()
@@ -269,7 +287,8 @@ _default_formatwarning = warnings.formatwarning
 def _quiet_transformers() -> None:
     """Turns off messages and progress bars of transformers and huggingface_hub. Must be called before their import."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if sys.argv[1:2] != ["push"]:  # whose upload takes long; on a terminal, the hub's own bars show it
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -22,6 +22,23 @@ def split_revision(name: str | Path) -> tuple[str, str | None]:
     return (match["id"], match["revision"]) if match else (str(name), None)
 
 
+def hub_id(name: str | Path) -> str | None:
+    """The hub id in a model name, without its revision; None for a local path, and for anything else."""
+    match = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
+    return match["id"] if match else None
+
+
+def cached_commit(name: str | Path) -> str | None:
+    """The commit of a hub model's config.json in the local cache, from which it is loaded; None if it is not there."""
+    if hub_id(name) is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = split_revision(name)
+    file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
 def draft_directory(name: str | Path) -> Path:
     """The local directory of a draft: the path itself, or the directory that a hub id was downloaded to.
 

@@ -486,7 +486,7 @@ def test_a_draft_trained_on_a_gpu_is_sound_there_and_on_a_cpu(check, fledge, tmp
 def test_the_probe_is_in_a_subfolder_of_its_own(made):
     """Engines load every *.safetensors in the draft's directory, but not in its subfolders."""
     draft = made / "eagle3" / "draft"
-    assert listing(draft) == ["config.json", "fledge", "model.safetensors"]
+    assert listing(draft) == ["README.md", "config.json", "fledge", "model.safetensors"]
     assert listing(draft / "fledge") == ["probe.safetensors", "record.json"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fledge as package
+from fledge.jobs.card import CardOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
@@ -17,6 +18,7 @@ from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, flag_of, option_fields
+from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
@@ -25,7 +27,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions,
+    "check": CheckOptions, "card": CardOptions, "push": PushOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -122,6 +124,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     "jobs/answers_file.py": ("regenerate",),
+    "engines/export.py": ("export",),
     "jobs/regenerate_endpoint.py": ("regenerate",),
     "jobs/evaluate_endpoint.py": ("eval",),
     "engines/client.py": ("regenerate", "eval"),
@@ -135,7 +138,8 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
-    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve")),  # which load no target
+    # the others load no target
+    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve", "card", "push")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
@@ -150,7 +154,7 @@ def messages() -> list[tuple[str, str]]:
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
         docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented)
-                and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+                and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)

@@ -13,6 +13,7 @@ from fledge.config import DraftConfig
 from fledge.hub import split_revision
 
 ENGINES = ("vllm", "sglang")
+PROGRAMS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
 DEPTH = 5  # drafted tokens of a round, of a draft that does not say how many it was trained for
 
 
@@ -39,20 +40,25 @@ def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) 
 
     Raises ValueError for an unknown engine, and for a tree that the engine does not draft.
     """
+    command = engine_command(engine, serving)
+    return [*program(engine), *command[len(PROGRAMS[engine]) :], *arguments]
+
+
+def engine_command(engine: str, serving: Serving) -> list[str]:
+    """The words of `serve_command`, with the program as it is called where the engine is installed."""
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is neither of {', '.join(ENGINES)}")
-    words = (_vllm if engine == "vllm" else _sglang)(serving)
-    return [*program(engine), *words, *arguments]
+    return [*PROGRAMS[engine], *(_vllm if engine == "vllm" else _sglang)(serving)]
 
 
 def program(engine: str) -> list[str]:
-    """The words that start an engine's server: its script, or the module of this Python if there is no script."""
+    """The words that start an engine's server here: its script, or the module of this Python if there is no script."""
     importable = importlib.util.find_spec(engine) is not None
-    if engine == "sglang":
-        return [sys.executable if importable else "python3", "-m", "sglang.launch_server"]
+    if importable and engine == "sglang":
+        return [sys.executable, *PROGRAMS[engine][1:]]
     if importable and shutil.which("vllm") is None:
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    return ["vllm", "serve"]
+    return list(PROGRAMS[engine])
 
 
 def available(engine: str) -> bool:

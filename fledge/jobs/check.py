@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.options import Options, opt, parse_dtype, trust_remote_code_option
+from fledge.jobs.options import Options, dtype_option, opt, parse_dtype, trust_remote_code_option
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
@@ -42,7 +42,7 @@ class CheckOptions(Options):
     draft: str = opt("draft model: a directory or hub id")
     engine: str | None = opt("also check what this engine would refuse or ignore: vllm or sglang", None)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
     json: bool = opt("print the result as JSON", False)
 
     def __post_init__(self) -> None:

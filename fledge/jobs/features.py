@@ -15,6 +15,7 @@ from fledge.jobs.options import (
     columns_option,
     data_cache_option,
     data_workers_option,
+    dtype_option,
     features_from_option,
     features_layers_option,
     features_map_option,
@@ -82,7 +83,7 @@ class FeaturesOptions(Options):
     data_workers: int | None = data_workers_option()
     seed: int = opt("random seed of held-out records and shares (@0.5) of the data", 0, minimum=0, maximum=MAX_SEED)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

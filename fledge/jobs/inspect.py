@@ -76,7 +76,7 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
 def describe(config: DraftConfig) -> list[str]:
     """Sentences that describe a `DraftConfig`."""
     known = config.provenance
-    kind = _title(config)
+    kind = method_title(config)
     article = "An" if kind.startswith("E") else "A"
     switches = [n for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
                 if getattr(config, n)]  # fmt: skip
@@ -119,7 +119,7 @@ def describe(config: DraftConfig) -> list[str]:
     return lines
 
 
-def _title(config: DraftConfig) -> str:
+def method_title(config: DraftConfig) -> str:
     """The display name of the method, or of its variant (EAGLE-3.1) if the draft has one of the variant's switches."""
     variants = [
         c for c in CHOICES.values() if c.method is config.family and any(getattr(config, s) for s in c.switches)

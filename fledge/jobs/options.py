@@ -170,16 +170,30 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
     return check_template_kwargs(kwargs, "--template-kwargs")
 
 
+# the names of --dtype, and of the torch dtypes that they stand for
+DTYPES = {
+    "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+}  # fmt: skip
+
+
+def dtype_option() -> Any:
+    """The --dtype option of the commands that compute."""
+    return opt(
+        "compute dtype: auto, bf16, fp16, fp32 or fp64 (default: auto, float32 on a CPU, otherwise the target's dtype)",
+        None,
+    )
+
+
 def parse_dtype(name: str | None):
-    """The torch dtype of this name; None for None. Raises ValueError for anything but a floating-point dtype."""
+    """The torch dtype of this name; None for None and for auto. Raises ValueError for any other name."""
     if name is None:
         return None
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name} is not one of {', '.join(DTYPES)}")
     import torch
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if name not in known:
-        raise ValueError(f"--dtype {name} is not one of {', '.join(known)}")
-    return known[name]
+    return getattr(torch, DTYPES[name]) if DTYPES[name] else None
 
 
 def trust_remote_code_option() -> Any:
@@ -303,7 +317,7 @@ class DecodeOptions(Options):
     )
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     draft_device: str | None = opt("device of the draft (default: the target's device)", None)
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
     target_impl: str = opt(
         "what computes the target: native (fledge's forward pass), transformers, or auto (native where supported)",
         "auto",

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fledge.data.sources import Source
+from fledge.jobs.familiar import replace_aliases
 from fledge.jobs.options import replace_former_names
 from fledge.jobs.train import OUT, TrainOptions, run
+
+_DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ def train_draft(
     `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. A source
     with options of its own is a dict, e.g. `{"source": "a.jsonl", "template_kwargs": {"enable_thinking": True}}`.
     Further keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`;
-    `TrainOptions` lists them. An option that is None counts as not given. `aux_layers` may be a list and
-    `template_kwargs` a dict.
+    `TrainOptions` lists them, and `fledge train --help` their other names (`model`, `learning_rate`). An option that is
+    None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
     `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
     continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
     without, nothing is printed. Raises ValueError if the options or data are not valid, and KeyboardInterrupt after an
@@ -51,8 +54,11 @@ def train_draft(
 
 def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
     """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
+    named = {"target": target, "data": data, "out": out}
+    named = {name: value for name, value in named.items() if value != _DEFAULTS[name]}
+    options = replace_aliases(TrainOptions, named | replace_former_names(TrainOptions, options, str), str)
+    target, data, out = (options.get(name, default) for name, default in _DEFAULTS.items())
     sources = [data] if isinstance(data, str | Path | Mapping) else data
-    options = replace_former_names(TrainOptions, options, str)
     if options.get("dry_run"):
         raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
     options |= dict(target=target, data=[_source(source) for source in sources], out=out)
@@ -61,7 +67,7 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     if isinstance(layers := options.get("aux_layers"), list | tuple):
         options["aux_layers"] = ",".join(map(str, layers))
     options = {name: _text(value) for name, value in options.items()}
-    defaults = {"target": None, "data": [], "out": OUT}
+    defaults = _DEFAULTS | {"data": []}
     given = {name for name, value in options.items() if value is not None and value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
 

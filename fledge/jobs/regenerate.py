@@ -25,6 +25,7 @@ from fledge.jobs.options import (
     api_key_env_option,
     columns_option,
     default_new_tokens,
+    dtype_option,
     model_option,
     opt,
     parse_dtype,
@@ -83,7 +84,7 @@ class RegenerateOptions(Options):
         minimum=0, maximum=MAX_SEED,
     )  # fmt: skip
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

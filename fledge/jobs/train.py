@@ -14,6 +14,7 @@ from fledge.jobs.options import (
     columns_option,
     data_cache_option,
     data_workers_option,
+    dtype_option,
     features_from_option,
     features_layers_option,
     features_map_option,
@@ -188,7 +189,7 @@ class TrainOptions(Options):
     rank_timeout: float = opt(
         "several GPUs: minutes that one process waits for another before all fail", 30.0, greater_than=0
     )
-    dtype: str | None = opt("compute dtype (default: float32 on a CPU, otherwise the target's dtype)", None)
+    dtype: str | None = dtype_option()
     dry_run: bool = opt(
         "train nothing: print what would run where, its memory and disk, the number of steps, and on the machine's own "
         "GPUs the hours (a few steps are timed and thrown away); exit code 1 if it does not fit", False
@@ -277,6 +278,7 @@ def _train(
     that is resumed; None for a new run."""
     from fledge.data.dataset import StreamedRows
     from fledge.features.vllm.source import VllmFeatures
+    from fledge.jobs.training.card import with_card
     from fledge.jobs.training.data import make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -311,6 +313,7 @@ def _train(
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
+        attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
         if recorded is not None:
             check_settled(recorded, settled, directory)
         elif ranks.leads:

@@ -86,7 +86,7 @@ def train(
     run: RunDirectory,
     *,
     save_dtype: torch.dtype,
-    evaluate: Callable[[Draft], dict[str, float]] | None = None,
+    evaluate: Callable[[Draft], dict[str, Any]] | None = None,
     attach: Callable[[Draft, dict[str, Any]], Mapping[str, bytes]] = lambda draft, metrics: {},
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
@@ -249,7 +249,7 @@ def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
 
 def feed_draft(
     draft: Draft, rows: Rows, source: LiveFeatures, schedule: Schedule, ranks: Ranks, *, lockstep: bool,
-    evaluate: Callable[[Draft], dict[str, float]] | None = None,
+    evaluate: Callable[[Draft], dict[str, Any]] | None = None,
 ) -> Progress:  # fmt: skip
     """What a rank that holds only the target does while others `train`. Returns the progress, of which it knows the
     step. `lockstep` tells whether the target is sharded; `evaluate` gets `draft` with the weights that are trained."""

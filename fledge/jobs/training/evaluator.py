@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 from fledge.data.record import Record
 from fledge.decode.engine import Engine
-from fledge.eval.metrics import committed_per_round
+from fledge.eval.metrics import committed_per_round, drafted_and_accepted
 from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
 from fledge.eval.run import first_prompt, greedy_traces
 from fledge.jobs.training.data import EVAL_RECORDS
@@ -23,10 +25,10 @@ Say = Callable[[str], None]
 
 def make_evaluator(
     recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
-) -> Callable[[Draft], dict[str, float]] | None:
+) -> Callable[[Draft], dict[str, Any]] | None:
     """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
-    of all prompts, which is empty if all answers ended before the first round of drafting. Where ranks hold only the
-    target, these measure, with the weights of rank 0's draft in their own.
+    of all prompts and the list `alpha` (see `eval.metrics`), which is empty if all answers ended before the first round
+    of drafting. Where ranks hold only the target, these measure, with the weights of rank 0's draft in their own.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.
@@ -46,29 +48,31 @@ def make_evaluator(
         say("an answer of one token needs no draft, so τ is not measured; give --eval-tokens 2 or more to measure it")
         return None
 
-    def evaluate(draft: Draft) -> dict[str, float]:
+    def evaluate(draft: Draft) -> dict[str, Any]:
         decoders, place = ranks.size, ranks.rank
         if ranks.target_ranks:
             decoders, place = ranks.target_ranks, ranks.rank - ranks.size
             ranks.meet("before τ was measured", None)  # in place of a rank that failed after it met the others
             ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
-        counts, failure = (0, 0), None
+        counts, failure = (0, 0, [], []), None
         try:
             if place >= 0:
                 engine = Engine(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
                 # the ranks of a sharded target decode together, which gives each the traces of all prompts
                 own = prompts if prepared.target.sharded else prompts[place::decoders]
-                counts = committed_per_round(greedy_traces(engine, own, prepared.eval_tokens))
+                traces = greedy_traces(engine, own, prepared.eval_tokens)
+                counts = (*committed_per_round(traces), *drafted_and_accepted(traces))
         except Exception as e:  # which the other ranks must hear of
             failure = e
-        committed, rounds = map(sum, zip(*ranks.meet("while τ was measured", counts, failure), strict=True))
-        if not rounds:
+        committed, rounds, reached, passed = zip(*ranks.meet("while τ was measured", counts, failure), strict=True)
+        if not sum(rounds):
             say(
                 "every held-out answer ended with its first token, before the first round of drafting: there is no "
                 "decoded τ"
             )
             return {}
-        return {"tau": committed / rounds}
+        by_position = zip(*(map(sum, zip_longest(*lists, fillvalue=0)) for lists in (passed, reached)), strict=True)
+        return {"tau": sum(committed) / sum(rounds), "alpha": [p / n if n else 0.0 for p, n in by_position]}
 
     return evaluate
 

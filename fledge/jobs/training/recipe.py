@@ -441,7 +441,7 @@ def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
     if options.impl is not None:
         _check_known("impl", options.impl, IMPLS)
     _check_known("activations", options.activations, ACTIVATIONS)
-    parse_dtype(options.dtype)
+    dtype = parse_dtype(options.dtype)
     device = "cuda" if imagined else resolve_device(options.device)
     if device == "cuda" and started_by_torchrun():
         device = f"cuda:{local_rank()}"
@@ -455,7 +455,7 @@ def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
         raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
     if impl == "eager" and options.activations == "recompute":
         raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
-    if impl != "eager" and options.dtype == "float64":
+    if impl != "eager" and str(dtype) == "torch.float64":
         raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
     return ComputeRecipe(device, impl, options.slots, options.activations, options.longest_row)
 

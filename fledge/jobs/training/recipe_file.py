@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 from fledge import __version__
 from fledge.data.sources import Source
 from fledge.fields import format_value, shortened
+from fledge.jobs.familiar import replace_aliases
 from fledge.jobs.options import (
     RenamedOption,
     default_of,
@@ -273,6 +274,7 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     key, for unknown keys and for values of the wrong type."""
     values = {k: v for k, v in content.items() if v is not None and k not in (VERSION, SETTLED)}
     values = replace_former_names(TrainOptions, values, lambda name: f"{file}: {name}")
+    values = replace_aliases(TrainOptions, values, lambda name: f"{file}: {name}")
     known = {f.name for f in option_fields(TrainOptions)}
     for name, value in values.items():
         if name not in known:

@@ -33,7 +33,7 @@ class TrainingRun:
     rows: Rows
     source: FeatureSource
     schedule: Schedule
-    evaluate: Callable[[Draft], dict[str, float]] | None
+    evaluate: Callable[[Draft], dict[str, Any]] | None
     attach: Attach
     directory: RunDirectory
     resumed: bool

@@ -1,0 +1,177 @@
+"""`fledge push` uploads the files of a sound draft in one commit, and nothing of others is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from fnmatch import fnmatch
+
+import pytest
+from huggingface_hub import constants
+
+from fledge.hub import DRAFT_FILES
+from fledge.jobs.model_card import DRAFT, is_unedited
+from support.drafts_on_disk import saved
+from support.files import reconfigure
+from support.hub import Repository, serving
+
+CARD, CONFIG, WEIGHTS = "README.md", "config.json", "model.safetensors"
+
+
+@pytest.fixture
+def hub():
+    with serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+def draft(tmp_path):
+    saved(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.fixture
+def push(hub, tmp_path, fledge, monkeypatch):
+    """Runs `fledge push` with the stand-in as the hub. huggingface_hub has read its environment when it was imported,
+    except for HF_TOKEN."""
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    values = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    for name, value in (values | {"HF_HUB_DISABLE_XET": True, "HF_TOKEN_PATH": str(tmp_path / "token")}).items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    return lambda *words: fledge("push", *words)
+
+
+def test_the_files_of_a_draft_travel_and_no_others(hub, push, draft):
+    (draft / "notes.txt").write_text("private")
+    (draft / "fledge").mkdir()
+    (draft / "fledge" / "secret.json").write_text("{}")
+    before = {p: p.read_bytes() for p in draft.rglob("*") if p.is_file()}
+    done = push("--draft", draft, "bird/draft", "--private", "--message", "first")
+    assert done.code == 0 and done.out == f"{hub.url}/bird/draft\n", done.err
+    assert hub.listing() == [CARD, CONFIG, WEIGHTS] and hub.repositories["bird/draft"].private
+    assert hub.repositories["bird/draft"].messages == ["first"] and hub.sent == 1
+    assert all(hub.files()[name] == (draft / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    card = hub.files()[CARD].decode()
+    assert "bird/draft" in card and DRAFT not in card and is_unedited(card)
+    assert {p: p.read_bytes() for p in draft.rglob("*") if p.is_file()} == before, "the draft itself is not changed"
+
+
+def test_a_later_draft_replaces_all_of_the_earlier_one(hub, push, draft):
+    """Also the probe, with which `fledge check` would find damage, and weights that were in several files."""
+    assert push("--draft", draft, "bird/draft").code == 0
+    stale = ["fledge/record.json", "fledge/probe.safetensors", "model-00001-of-00002.safetensors"]
+    hub.files().update(dict.fromkeys([*stale, "LICENSE", "pictures/tree.png"], b"x"))
+    reconfigure(draft, rms_norm_eps=1e-6)
+    done = push("--draft", draft, "bird/draft")
+    assert done.code == 0 and all(name in done.err for name in stale), done.err
+    assert hub.listing() == sorted(["LICENSE", CARD, CONFIG, WEIGHTS, "pictures/tree.png"])
+    assert json.loads(hub.files()[CONFIG])["rms_norm_eps"] == 1e-6
+    assert hub.sent == 1, "weights that the hub has are not sent again"
+
+
+def test_cards_that_people_edited_are_kept(hub, push, draft):
+    (draft / CARD).write_text("# Mine\n")
+    assert push("--draft", draft, "bird/draft").code == 0
+    assert hub.files()[CARD] == b"# Mine\n", "an edited card is uploaded as it is"
+    hub.files()[CARD] = b"---\nlicense: mit\n---\n# Edited on the hub\n"
+    kept = push("--draft", draft, "bird/draft")
+    assert kept.code == 0 and "--replace-card" in kept.err
+    assert hub.files()[CARD] == b"---\nlicense: mit\n---\n# Edited on the hub\n"
+    assert push("--draft", draft, "bird/draft", "--replace-card").code == 0
+    assert hub.files()[CARD] == b"# Mine\n"
+
+
+def test_a_branch_of_its_own(hub, push, draft):
+    done = push("--draft", draft, "bird/draft", "--revision", "v2")
+    assert done.code == 0 and done.out == f"{hub.url}/bird/draft/tree/v2\n", done.err
+    assert not hub.files() and WEIGHTS in hub.files(branch="v2")
+
+
+@pytest.mark.parametrize("files", [{CONFIG: b'{"model_type": "bert"}', WEIGHTS: b"x"}, {"pytorch_model.bin": b"x"}])
+def test_another_model_is_not_overwritten(hub, push, draft, files):
+    hub.repositories["bird/draft"] = Repository(branches={"main": dict(files)})
+    done = push("--draft", draft, "bird/draft")
+    assert done.code == 2 and "something else than a draft" in done.err and hub.files() == files
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(hub, push, draft):
+    hub.repositories["bird/draft"] = Repository()
+    done = push("--draft", draft, "bird/draft", "--private")
+    assert done.code == 2 and "is public" in done.err and not hub.files()
+
+
+@pytest.mark.parametrize(("status", "said"), [(500, "the hub failed"), (0, "the hub")])
+def test_an_upload_that_failed_is_continued(hub, push, draft, monkeypatch, status, said):
+    """huggingface_hub tries again by itself after some failures, and waits before."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hub.repositories["bird/draft"] = Repository()
+    hub.failures += [status] * 20
+    failed = push("--draft", draft, "bird/draft")
+    hub.failures.clear()
+    assert failed.code == 2 and said in failed.err and "the same command continues" in failed.err, failed.err
+    assert not hub.files()
+    assert push("--draft", draft, "bird/draft").code == 0 and hub.listing() == [CARD, CONFIG, WEIGHTS]
+    assert hub.sent == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "repository", "said"),
+    [
+        ("", "bird/draft", "there is no login for the hub; log in with `hf auth login`"),
+        ("hf_old", "bird/draft", "the hub does not accept the login"),
+        ("hf_good", "other/draft", "no permission to write to other/draft"),
+        ("hf_good", "datasets/bird/draft", "write owner/name"),
+    ],
+)
+def test_why_nothing_is_uploaded(hub, push, draft, monkeypatch, token, repository, said):
+    monkeypatch.setenv("HF_TOKEN", token)
+    done = push("--draft", draft, repository)
+    assert done.code == 2 and said in done.err and not done.out, done.err
+    assert len(done.err.strip().splitlines()) == 1 and "hf_" not in done.err and not hub.repositories
+
+
+def test_a_hub_that_is_not_reached(push, draft, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    done = push("--draft", draft, "bird/draft")
+    assert done.code == 2 and "the hub cannot be reached" in done.err and "Errno" in done.err
+
+
+def test_dry_run_asks_nobody(hub, push, draft, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    done = push("--draft", draft, "bird/draft", "--dry-run")
+    size = (draft / CONFIG).stat().st_size
+    assert done.code == 0 and f"{CONFIG}: {size:,} bytes\n" in done.out and "library_name: fledge" in done.out
+    assert not hub.repositories
+
+
+def test_damaged_drafts_are_refused(fledge, draft, tmp_path):
+    (draft / WEIGHTS).write_bytes((draft / WEIGHTS).read_bytes()[:-8])
+    damaged = fledge("push", "--draft", draft, "bird/draft", "--dry-run")
+    assert damaged.code == 2 and WEIGHTS in damaged.err and not damaged.out
+    missing = fledge("push", "--draft", tmp_path / "none", "bird/draft", "--dry-run")
+    assert missing.code == 2 and "holds no config.json" in missing.err
+    on_hub = fledge("push", "--draft", "bird/draft", "bird/draft", "--dry-run")
+    assert on_hub.code == 2 and "not a directory here" in on_hub.err
+
+
+def test_a_damaged_probe_is_refused_or_left_out(fledge, draft):
+    (draft / "fledge").mkdir()
+    (draft / "fledge" / "record.json").write_text("{}")
+    refused = fledge("push", "--draft", draft, "bird/draft", "--dry-run")
+    assert refused.code == 2 and "--no-probe" in refused.err
+    assert fledge("push", "--draft", draft, "bird/draft", "--dry-run", "--no-probe").code == 0
+
+
+def test_a_target_that_is_named_by_a_path_is_noted(fledge, draft):
+    hf = json.loads((draft / CONFIG).read_text())
+    reconfigure(draft, fledge=hf["fledge"] | {"target": "/home/bird/models/target"})
+    done = fledge("push", "--draft", draft, "bird/draft", "--dry-run")
+    assert done.code == 0 and "path on this machine" in done.err and "/home" not in done.out
+
+
+def test_what_is_pushed_is_what_is_downloaded():
+    """Of the pushed files, only the card is not downloaded with a draft."""
+    pushed = (CONFIG, WEIGHTS, "model.safetensors.index.json", "fledge/record.json", "fledge/probe.safetensors")
+    assert all(any(fnmatch(name, pattern) for pattern in DRAFT_FILES) for name in pushed)
