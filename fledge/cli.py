@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from fledge import __version__
+from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
@@ -132,6 +133,13 @@ def train(options: TrainOptions) -> None:
 @_command("generate", GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
+
+    run(options, ProgressDisplay())
+
+
+@_command("chat", ChatOptions)
+def chat(options: ChatOptions) -> None:
+    from fledge.jobs.chat import run
 
     run(options, ProgressDisplay())
 
