@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -27,6 +29,7 @@ from fledge.jobs.options import Options, default_of, flag_of, option_fields, rep
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
+from fledge.targets.progress import show_loading
 
 app = typer.Typer(
     help="Train EAGLE draft models for any causal language model and decode with them, losslessly and faster.",
@@ -66,7 +69,8 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
             given = _apply_negations(replace_former_names(options, given), negations)
             defaults = {f.name: values[f.name] for f in fields}
             try:
-                job(options(**defaults | given, given=frozenset(given)))
+                # in a context of its own, as what shows the loading of models belongs to this job
+                contextvars.copy_context().run(job, options(**defaults | given, given=frozenset(given)))
                 sys.stdout.flush()
             except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
                 redirect_to_devnull(sys.stdout)
@@ -89,6 +93,13 @@ def _parameter(f: dataclasses.Field, hint: Any) -> inspect.Parameter:
         info = typer.Option(flag_of(f.name), help=f.metadata["help"])
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def _display(quiet: bool = False) -> ProgressDisplay:
+    """A display that also shows the loading of targets."""
+    display = ProgressDisplay(quiet)
+    show_loading(functools.partial(display.count, unit="tensors", passing=True))
+    return display
 
 
 def _number_if_one(text: str | int) -> str | int:
@@ -119,7 +130,7 @@ def train(options: TrainOptions) -> None:
     from fledge.jobs.train import run
     from fledge.jobs.training.launch import needs_processes, start_processes
 
-    display = ProgressDisplay(quiet=os.environ.get("RANK", "0") != "0")
+    display = _display(quiet=os.environ.get("RANK", "0") != "0")
     if options.dry_run:
         from fledge.jobs.training.dry_run import dry_run
 
@@ -134,14 +145,14 @@ def train(options: TrainOptions) -> None:
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
 
-    run(options, ProgressDisplay())
+    run(options, _display())
 
 
 @_command("chat", ChatOptions)
 def chat(options: ChatOptions) -> None:
     from fledge.jobs.chat import run
 
-    run(options, ProgressDisplay())
+    run(options, _display())
 
 
 @_command("eval", EvalOptions)
@@ -158,7 +169,7 @@ def evaluate(options: EvalOptions) -> None:
         else:
             print_table(record, ResultPrinter())
 
-    record = run(options, ProgressDisplay(quiet=options.json), show)
+    record = run(options, _display(quiet=options.json), show)
     if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 
@@ -167,7 +178,7 @@ def evaluate(options: EvalOptions) -> None:
 def regenerate(options: RegenerateOptions) -> None:
     from fledge.jobs.regenerate import run
 
-    display = ProgressDisplay()
+    display = _display()
     run(options, display.say, display)
 
 
@@ -175,7 +186,7 @@ def regenerate(options: RegenerateOptions) -> None:
 def features(options: FeaturesOptions) -> None:
     from fledge.jobs.features import run
 
-    display = ProgressDisplay()
+    display = _display()
     run(options, display.say, display)
 
 
@@ -198,7 +209,7 @@ def inspect_draft(options: InspectOptions) -> None:
 def check(options: CheckOptions) -> None:
     from fledge.jobs.check import as_json, print_report, run
 
-    report = run(options, ProgressDisplay(quiet=options.json))
+    report = run(options, _display(quiet=options.json))
     if options.json:
         print(json.dumps(as_json(report), indent=2), flush=True)
     else:

@@ -142,7 +142,7 @@ def run(
         labels = {" ".join(itertools.compress((*key, name), varied)): engine for key, engine in engines.items()}
         compared = "the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting"
         answers = (len(engines) + 1) * sum(p.answers for p in prompts)
-        with progress.count(f"answers to {name} with and without {compared}", answers) as advance:
+        with progress.count(f"answers to {name} with and without {compared}", answers, unit="answers") as advance:
             records |= evaluate(
                 labels, prompts, sampling=sampling, max_new_tokens=max_new_tokens, batch=options.batch,
                 advance=advance,

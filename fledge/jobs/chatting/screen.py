@@ -54,7 +54,7 @@ class Pipes:
     standard error by `say`. On a terminal, control characters of answers are escaped."""
 
     def __init__(self, say: Callable[[str], None]):
-        self.say = self.summarize = say
+        self._say = self.summarize = say
         self._terminal = sys.stdout.isatty()
 
     def ask(self) -> str | None:
@@ -71,6 +71,10 @@ class Pipes:
     def show(self, pieces: Pieces) -> None:
         for text, _ in pieces:
             self._write(escaped(text, keep="\n\t") if self._terminal else text)
+
+    def say(self, text: str) -> None:
+        for line in text.splitlines():
+            self._say(line)
 
     def fail(self, error: Exception) -> None:
         raise error

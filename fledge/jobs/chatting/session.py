@@ -206,16 +206,16 @@ class Session:
         if cut:
             return "stopped"
         if finish == "stop":
-            return "ended by the model"
-        return "ended at the token limit" if limit == self.new_tokens else "ended as the context is full"
+            return "complete"
+        return "token limit" if limit == self.new_tokens else "context full"
 
 
 def summary(answer: Answer, other: float | None) -> str:
     """The line below an answer: τ, speed, tokens, and why it ended. `other` is the speed of the last answer decoded the
-    other way, with or without the draft, if there was one."""
+    other way, with or without the draft, if there was one. It fits 60 columns as long as the numbers are small."""
     tau = f"τ {answer.tau:.2f} · " if answer.tau is not None else ""
     way = "without" if answer.drafted else "with"
-    compared = f" ({_amount(other)} {way} the draft)" if other is not None else ""
+    compared = f" ({_amount(other)} {way})" if other is not None else ""
     tokens = f"{answer.tokens:,} token{'s' * (answer.tokens != 1)}"
     return f"{tau}{_amount(answer.speed)} tokens/s{compared} · {tokens} · {answer.ended}"
 
