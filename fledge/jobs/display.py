@@ -167,7 +167,8 @@ class ProgressDisplay:
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
-        self.console.print(format_message(line), soft_wrap=True)
+        """Prints a message; on a terminal, it is wrapped at words."""
+        self.console.print(format_message(line), soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def count(

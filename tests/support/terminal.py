@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +22,14 @@ from support.commands import TESTS
 
 
 class TerminalOf:
-    """A command (the words after `fledge`) on a terminal of a width and height in characters.
+    """A command (the words after `fledge`, or after Python's arguments `program`) on a terminal of a width and height in characters.
 
     `screen` is what is visible, and `history` all lines that were scrolled out of it. `written` is the output itself.
     """
 
-    def __init__(self, *words: Any, width: int = 60, height: int = 30, **environment: str):
+    def __init__(
+        self, *words: Any, width: int = 60, height: int = 30, program: Sequence[str] = ("-m", "fledge"), **environment: str
+    ):  # fmt: skip
         self.screen = pyte.HistoryScreen(width, height, history=10_000, ratio=0.5)
         self._stream, self.written = pyte.ByteStream(self.screen), b""
         self._master, slave = pty.openpty()
@@ -36,7 +38,7 @@ class TerminalOf:
         kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
         kept |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "PYTHONPATH": str(TESTS.parent)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fledge", *map(str, words)], stdin=slave, stdout=slave, stderr=slave,
+            [sys.executable, *program, *map(str, words)], stdin=slave, stdout=slave, stderr=slave,
             env=kept | {"OMP_NUM_THREADS": "1"} | environment, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip

@@ -52,7 +52,9 @@ def execute(session: Session, line: str) -> Outcome:
     cannot be written."""
     name, _, argument = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        raise ValueError(f"there is no command /{name}; /help lists them (a text that begins with / is written with //)")
+        raise ValueError(
+            f"there is no command /{name}; /help lists them (a text that begins with / is written with //)"
+        )
     command, argument = COMMANDS[name], argument.strip()
     if argument and not command.argument:
         raise ValueError(f"/{name} takes nothing behind it")
@@ -142,7 +144,12 @@ _LISTED = [
     Command("seed", "[N]", "the same seed gives the same text", _sampling("seed", int)),
     Command("max-new-tokens", "[N]", "the most tokens of an answer", _max_new_tokens),
     Command("system", "[TEXT|none]", "the system prompt", _system),
-    Command("retry", "", "answer the last text again, with the settings of now", lambda session, argument: Outcome(retries=True)),
+    Command(
+        "retry",
+        "",
+        "answer the last text again, with the settings of now",
+        lambda session, argument: Outcome(retries=True),
+    ),
     Command("undo", "", "remove the last text and its answer", _undo),
     Command("reset", "", "begin a new conversation", _reset),
     Command("save", "FILE", "add the conversation to a file that fledge train reads", _save),

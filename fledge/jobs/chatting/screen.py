@@ -120,7 +120,7 @@ class Terminal:
     @contextmanager
     def answering(self, thinking: bool) -> Iterator[Callable[[], bool]]:
         self._thinking = thinking
-        with _without_echo(), _interrupts() as stopped:
+        with _keys_for_later(), _interrupts() as stopped:
             yield stopped
         self.console.out("")
 
@@ -187,14 +187,16 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _without_echo() -> Iterator[None]:
-    """Context manager: keys that are pressed meanwhile are not shown within the answer; they are read afterwards."""
+def _keys_for_later() -> Iterator[None]:
+    """Context manager: keys that are pressed meanwhile are not shown within the answer. The next input line gets them
+    as they are, the enter key as the one that sends."""
     import termios
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     silent = [*before]
-    silent[3] &= ~termios.ECHO
+    silent[0] &= ~termios.ICRNL
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSANOW, silent)
     try:
         yield
