@@ -22,13 +22,15 @@ from support.commands import TESTS
 
 
 class TerminalOf:
-    """A command (the words after `fledge`, or after Python's arguments `program`) on a terminal of a width and height in characters.
+    """A command on a terminal of a width and height in characters: words after `fledge`, or after other arguments of
+    Python (`program`).
 
     `screen` is what is visible, and `history` all lines that were scrolled out of it. `written` is the output itself.
     """
 
     def __init__(
-        self, *words: Any, width: int = 60, height: int = 30, program: Sequence[str] = ("-m", "fledge"), **environment: str
+        self, *words: Any, width: int = 60, height: int = 30, program: Sequence[str] = ("-m", "fledge"),
+        **environment: str,
     ):  # fmt: skip
         self.screen = pyte.HistoryScreen(width, height, history=10_000, ratio=0.5)
         self._stream, self.written = pyte.ByteStream(self.screen), b""
