@@ -109,7 +109,7 @@ def animate(frames: list[tuple[Text, float]]) -> str:
         layers.append(
             f"<style>@keyframes {name} {{{before}{start + 0.001:.3f}%, {end:.3f}% {{opacity: 1}} "
             f"{min(end + 0.001, 100):.3f}%, 100% {{opacity: {int(i == len(frames) - 1)}}}}} "
-            f".{name} {{animation: {name} {total:.2f}s step-end infinite}}</style><g class=\"{name}\">{body}</g>"
+            f'.{name} {{animation: {name} {total:.2f}s step-end infinite}}</style><g class="{name}">{body}</g>'
         )
         began += seconds
     window = matrix.sub(lambda m: f'<g class="chat-matrix">{"".join(layers)}</g>', pictures[0], count=1)

@@ -34,9 +34,11 @@ class ChatOptions(DecodeOptions):
 
 def run(options: ChatOptions, progress: Any) -> None:
     """Loads the models and holds the conversation, until it is left or standard input ends."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        progress.say("loading ..")
     from fledge.jobs.chatting.screen import Pipes, Terminal
 
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
     session = open_session(options, progress)
     if not terminal:
         converse(session, Pipes(progress.say))

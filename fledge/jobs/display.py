@@ -167,8 +167,8 @@ class ProgressDisplay:
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
-        """Prints a message; on a terminal, it is wrapped at words."""
-        self.console.print(format_message(line), soft_wrap=not self.console.is_terminal)
+        """Prints a message. A terminal wraps it anywhere, so that commands and paths can be copied from it."""
+        self.console.print(format_message(line), soft_wrap=True)
 
     @contextmanager
     def count(
