@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fledge as package
+from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
@@ -25,7 +26,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions,
+    "check": CheckOptions, "chat": ChatOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -121,6 +122,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
+    **{f"jobs/chatting/{file.name}": ("chat",) for file in (ROOT / "jobs" / "chatting").iterdir()},
     "jobs/answers_file.py": ("regenerate",),
     "jobs/regenerate_endpoint.py": ("regenerate",),
     "jobs/evaluate_endpoint.py": ("eval",),
