@@ -149,7 +149,7 @@ _LISTED = [
         "",
         "answer the last text again, with the settings of now",
         lambda session, argument: Outcome(retries=True),
-    ),
+    ),  # fmt: skip
     Command("undo", "", "remove the last text and its answer", _undo),
     Command("reset", "", "begin a new conversation", _reset),
     Command("save", "FILE", "add the conversation to a file that fledge train reads", _save),

@@ -112,8 +112,6 @@ class Terminal:
                 text = self._line.prompt()
             except EOFError:
                 return None
-            except KeyboardInterrupt:  # Ctrl-C clears the line
-                continue
             if text.strip():
                 return text
 
@@ -161,6 +159,10 @@ class Terminal:
         @keys.add("enter")
         def send(event: KeyPressEvent) -> None:
             event.current_buffer.validate_and_handle()
+
+        @keys.add("c-c")  # in place of KeyboardInterrupt, which is how other signals end the command
+        def clear(event: KeyPressEvent) -> None:
+            event.current_buffer.reset()
 
         @keys.add("escape", "enter")
         @keys.add("c-j")
