@@ -114,6 +114,10 @@ def _reset(session: Session, argument: str) -> Outcome:
     return Outcome("a new conversation")
 
 
+def _retry(session: Session, argument: str) -> Outcome:
+    return Outcome(retries=True)
+
+
 def _undo(session: Session, argument: str) -> Outcome:
     asked = " ".join(session.conversation.undo().asked.split())
     return Outcome(f"removed: {asked if len(asked) < 40 else asked[:40] + '…'}")
@@ -144,12 +148,7 @@ _LISTED = [
     Command("seed", "[N]", "the same seed gives the same text", _sampling("seed", int)),
     Command("max-new-tokens", "[N]", "the most tokens of an answer", _max_new_tokens),
     Command("system", "[TEXT|none]", "the system prompt", _system),
-    Command(
-        "retry",
-        "",
-        "answer the last text again, with the settings of now",
-        lambda session, argument: Outcome(retries=True),
-    ),  # fmt: skip
+    Command("retry", "", "answer the last text again, with the settings of now", _retry),
     Command("undo", "", "remove the last text and its answer", _undo),
     Command("reset", "", "begin a new conversation", _reset),
     Command("save", "FILE", "add the conversation to a file that fledge train reads", _save),
