@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -16,6 +18,7 @@ import typer
 
 from fledge import __version__
 from fledge.jobs.card import CardOptions
+from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
@@ -29,6 +32,7 @@ from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
+from fledge.targets.progress import show_loading
 
 app = typer.Typer(
     help="Train EAGLE draft models for any causal language model and decode with them, losslessly and faster.",
@@ -68,7 +72,8 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
             given = _apply_negations(replace_former_names(options, given), negations)
             defaults = {f.name: values[f.name] for f in fields}
             try:
-                job(options(**defaults | given, given=frozenset(given)))
+                # in a context of its own, as what shows the loading of models belongs to this job
+                contextvars.copy_context().run(job, options(**defaults | given, given=frozenset(given)))
                 sys.stdout.flush()
             except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
                 redirect_to_devnull(sys.stdout)
@@ -92,6 +97,13 @@ def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspe
         info = typer.Option(*flags_of(options, f), help=f.metadata["help"], autocompletion=values_of(f))
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def _display(quiet: bool = False) -> ProgressDisplay:
+    """A display that also shows the loading of targets."""
+    display = ProgressDisplay(quiet)
+    show_loading(functools.partial(display.count, unit="tensors", passing=True))
+    return display
 
 
 def _number_if_one(text: str | int) -> str | int:
@@ -122,7 +134,7 @@ def train(options: TrainOptions) -> None:
     from fledge.jobs.train import run
     from fledge.jobs.training.launch import needs_processes, start_processes
 
-    display = ProgressDisplay(quiet=os.environ.get("RANK", "0") != "0")
+    display = _display(quiet=os.environ.get("RANK", "0") != "0")
     if options.dry_run:
         from fledge.jobs.training.dry_run import dry_run
 
@@ -137,7 +149,14 @@ def train(options: TrainOptions) -> None:
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
 
-    run(options, ProgressDisplay())
+    run(options, _display())
+
+
+@_command("chat", ChatOptions)
+def chat(options: ChatOptions) -> None:
+    from fledge.jobs.chat import run
+
+    run(options, _display())
 
 
 @_command("eval", EvalOptions)
@@ -155,7 +174,7 @@ def evaluate(options: EvalOptions) -> None:
         else:
             print_table(record, ResultPrinter())
 
-    record = run(options, ProgressDisplay(quiet=options.json), show)
+    record = run(options, _display(quiet=options.json), show)
     if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 
@@ -164,7 +183,7 @@ def evaluate(options: EvalOptions) -> None:
 def regenerate(options: RegenerateOptions) -> None:
     from fledge.jobs.regenerate import run
 
-    display = ProgressDisplay()
+    display = _display()
     run(options, display.say, display)
 
 
@@ -172,7 +191,7 @@ def regenerate(options: RegenerateOptions) -> None:
 def features(options: FeaturesOptions) -> None:
     from fledge.jobs.features import run
 
-    display = ProgressDisplay()
+    display = _display()
     run(options, display.say, display)
 
 
@@ -195,7 +214,7 @@ def inspect_draft(options: InspectOptions) -> None:
 def check(options: CheckOptions) -> None:
     from fledge.jobs.check import as_json, print_report, run
 
-    report = run(options, ProgressDisplay(quiet=options.json))
+    report = run(options, _display(quiet=options.json))
     if options.json:
         print(json.dumps(as_json(report), indent=2), flush=True)
     else:

@@ -496,7 +496,7 @@ def test_regenerate_reports_progress_after_each_answer(made, tmp_path):
 
     class Progress:
         @contextmanager
-        def count(self, what, total, done=0):
+        def count(self, what, total, done=0, unit=None):
             seen.append((total, done))
             yield lambda: seen.append(out.stat().st_size)
 

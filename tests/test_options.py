@@ -11,6 +11,7 @@ import pytest
 
 import fledge as package
 from fledge.jobs.card import CardOptions
+from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
@@ -27,7 +28,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions, "card": CardOptions, "push": PushOptions,
+    "check": CheckOptions, "card": CardOptions, "push": PushOptions, "chat": ChatOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -123,6 +124,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
+    **{f"jobs/chatting/{file.name}": ("chat",) for file in (ROOT / "jobs" / "chatting").iterdir()},
     "jobs/answers_file.py": ("regenerate",),
     "engines/export.py": ("export",),
     "jobs/regenerate_endpoint.py": ("regenerate",),

@@ -22,6 +22,10 @@ def test_a_round_ends_with_a_token_of_the_target():
     assert proposers(trace, 6) == [0, 1, 2, 0, 0, 1], "an answer may end within a round"
 
 
+def test_without_a_draft_all_tokens_are_the_targets_own():
+    assert proposers(Trace(), 4) == [0, 0, 0, 0]
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return fledge.load(str(PAIR / "target"), draft=str(PAIR / "draft"), depth=4)

@@ -13,7 +13,10 @@ from fledge.types import Trace
 
 def proposers(trace: Trace, tokens: int) -> list[int]:
     """For each of the first `tokens` tokens of an answer: the depth (1, 2, ...) at which the draft proposed it, or 0
-    for the target's own tokens, which are the first one, and one at the end of each round."""
+    for the target's own tokens, which are the first one, and one at the end of each round. Without a draft, the trace
+    has no rounds, and all tokens are the target's own."""
+    if not trace.rounds:
+        return [0] * tokens
     rounds = ([*range(1, r.accepted + 1), 0] for r in trace.rounds)
     return [0, *chain.from_iterable(rounds)][:tokens]
 

@@ -69,12 +69,16 @@ def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
         report.findings.append(draft)
         return report
     target = _load_target(options, draft)
-    _check_files(report, draft, target, probe, options.engine)
-    if options.engine:
-        _check_engine(report, options.draft, draft, options.engine)
-    if probe is not None:
-        _replay(report, draft, target, probe)
-    _decode(report, options.draft, draft, target, probe, progress.say)
+    with progress.count("parts of the check", 3, passing=True) as advance:
+        _check_files(report, draft, target, probe, options.engine)
+        if options.engine:
+            _check_engine(report, options.draft, draft, options.engine)
+        advance()
+        if probe is not None:
+            _replay(report, draft, target, probe)
+        advance()
+        _decode(report, options.draft, draft, target, probe, progress.say)
+        advance()
     return report
 
 

@@ -33,7 +33,8 @@ KEPT_START, KEPT_END = 1400, 600  # characters of a longer message that are prin
 LINE_INTERVAL = 20  # seconds between two progress lines, where standard error is not a terminal
 SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the remaining time
 MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
-MIN_BAR_WIDTH = 60  # a narrower terminal (in columns) shows no bar, only the counts
+MIN_BAR_WIDTH = 80  # a narrower terminal (in columns) shows no bar, only the counts
+MIN_SPEED_WIDTH = 50  # and a terminal that is still narrower no speed
 
 # control characters, line separators, lone surrogates, and characters that change the direction of text
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -166,20 +167,22 @@ class ProgressDisplay:
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
+        """Prints a message. A terminal wraps it anywhere, so that commands and paths can be copied from it."""
         self.console.print(format_message(line), soft_wrap=True)
 
     @contextmanager
     def count(
-        self, label: str, total: int | None, done: int = 0, unit: str | None = None
+        self, label: str, total: int | None, done: int = 0, unit: str | None = None, passing: bool = False
     ) -> Iterator[Callable[..., None]]:
         """Context manager: shows a progress bar of `total` items (None: it is not known how many), `done` of which are
         finished already. Yields a function that adds n finished items (by default one). With `unit`, the name of the
-        items, it also shows how many are finished per second."""
-        bar = _ProgressBar(self, label, total, done)
+        items, it also shows how many are finished per second or minute. With `passing`, nothing of it stays on a
+        terminal, and lines are printed only if it takes long."""
+        bar = _ProgressBar(self, label, total, done, passing)
 
         def advance(n: int = 1) -> None:
             finished = int(bar.task.completed) + n
-            rate = f"  {(finished - done) / (bar.task.elapsed or 1):,.0f} {unit}/s" if unit else ""
+            rate = _rate((finished - done) / (bar.task.elapsed or 1), unit) if unit else ""
             bar.update(finished, rate=rate)
 
         try:
@@ -194,7 +197,8 @@ class ProgressDisplay:
     def step(self, steps: int, metrics: dict[str, Any]) -> None:
         """Shows the metrics of a training step: loss, simulated τ, speed, and the decoded τ if it was measured."""
         tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
-        self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}  {metrics['tokens_per_s']:,.0f} tokens/s")
+        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
+        self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}", speed)
         if "eval_tau" in metrics:
             self.say(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
         if metrics["step"] == steps:
@@ -205,6 +209,13 @@ class ProgressDisplay:
         if self._training is not None:
             self._training.close()
             self._training = None
+
+
+def _rate(per_second: float, unit: str) -> str:
+    """A speed as text, by the minute where it is slow."""
+    if per_second < 1:
+        return f"{60 * per_second:.1f} {unit}/min"
+    return f"{per_second:,.{1 if per_second < 10 else 0}f} {unit}/s"
 
 
 def _loss(metrics: dict[str, Any]) -> str:
@@ -219,8 +230,10 @@ class _ProgressBar:
     """Counts, elapsed time and estimated remaining time: a bar on a terminal, otherwise a line at most every
     LINE_INTERVAL seconds and one at the end."""
 
-    def __init__(self, display: ProgressDisplay, label: str, total: int | None, done: int = 0):
-        self.say, self.label, self.note, self.printed = display.say, format_message(label), "", done
+    def __init__(self, display: ProgressDisplay, label: str, total: int | None, done: int = 0, passing: bool = False):
+        self.say, self.label, self.note = display.say, format_message(label), ""
+        self.printed = self.first = done
+        self.passing = passing
         self.prints_lines = not display.console.is_interactive
         wide = display.console.width >= MIN_BAR_WIDTH
 
@@ -228,12 +241,16 @@ class _ProgressBar:
             return kind(table_column=Column(no_wrap=True))
 
         self.elapsed, self.left = fixed(TimeElapsedColumn), fixed(TimeRemainingColumn)
-        columns = [fixed(MofNCompleteColumn), *[self.elapsed] * wide, self.left, TextColumn("left"), _LabelColumn()]
+        rate = TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True))
+        columns = [
+            fixed(MofNCompleteColumn), *[self.elapsed] * wide, *[self.left, TextColumn("left")] * (total is not None),
+            _LabelColumn(), *[rate] * (display.console.width >= MIN_SPEED_WIDTH),
+        ]  # fmt: skip
         self.bar = Progress(
             *[BarColumn(bar_width=10)] * wide, *columns, console=display.console, disable=self.prints_lines,
-            speed_estimate_period=SPEED_WINDOW,
+            speed_estimate_period=SPEED_WINDOW, transient=passing,
         )  # fmt: skip
-        self.id = self.bar.add_task(self.label, total=total, completed=done)
+        self.id = self.bar.add_task(self.label, total=total, completed=done, rate="")
         self.printed_at = time.monotonic()
         self.bar.start()
 
@@ -242,15 +259,16 @@ class _ProgressBar:
         return self.bar.tasks[0]
 
     def update(self, done: int, note: str = "", rate: str = "") -> None:
-        """Sets the number of finished items. `note` is shown in place of the label, `rate` after it; both are at the
-        end of a line."""
-        self.note = f"  {note}" if note else rate
-        self.bar.update(self.id, completed=done, description=note or self.label + rate)
+        """Sets the number of finished items. `note` is shown in place of the label, `rate` after it, where a narrow
+        terminal crops the label only; both are at the end of a line."""
+        self.note = "".join(f"  {text}" for text in (note, rate) if text)
+        self.bar.update(self.id, completed=done, description=note or self.label, rate=rate)
         if self.prints_lines and time.monotonic() - self.printed_at >= LINE_INTERVAL:
             self._print_line()
 
     def close(self) -> None:
-        if self.prints_lines and self.printed != self.task.completed:
+        brief = self.passing and self.printed == self.first
+        if self.prints_lines and self.printed != self.task.completed and not brief:
             self._print_line()
         self.bar.stop()
 

@@ -168,7 +168,7 @@ def run(
         answers = (len(engines) + 1) * sum(p.answers for p in prompts)
         origin = {"prompt_set": name, "command": command(), "fledge": __version__}
         try:
-            with progress.count(f"answers to {name} with and without {arms}", answers) as advance:
+            with progress.count(f"answers to {name} with and without {arms}", answers, unit="answers") as advance:
                 found = evaluate(
                     dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, max_new_tokens=max_new_tokens,
                     batch=options.batch, advance=advance,

@@ -157,7 +157,7 @@ async def _measure_all(
         seed = options.seed if options.was_given("seed") else None
         for (name, prompts), concurrency in itertools.product(sets.items(), concurrencies):
             total = sum(p.answers for p in prompts) * (2 if plain else 1)
-            with progress.count(f"answers to {name}, {concurrency} in flight", total) as advance:
+            with progress.count(f"answers to {name}, {concurrency} in flight", total, unit="answers") as advance:
                 ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
                 without = await measure(plain, prompts, decoding, **ask) if plain else None
                 histories = without.answers if without else None
@@ -186,7 +186,7 @@ def _add_own(
         requests = found.measurement.requests
         ids = [asked.ids for asked in requests]
         if done.get("ids") != ids:  # without --baseline-endpoint, later turns follow each measurement's own answers
-            with progress.count(f"answers to {name} by fledge", len(ids)) as advance:
+            with progress.count(f"answers to {name} by fledge", len(ids), unit="answers") as advance:
                 done = decode_own(
                     engine, ids, sampling=options.sampling(), max_new_tokens=found.decoding.max_new_tokens,
                     batch=options.batch, advance=advance,

@@ -111,7 +111,7 @@ def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
     cache = FeatureCache.open(directory)
     shards = [i for i in cache.shards if not cache.used(i).exists()]
     problems, without = [], 0
-    with progress.count("tokens", sum(map(cache.tokens, shards))) as advance:
+    with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
         for shard in shards:
             try:
                 without += not cache.verify(shard)
@@ -157,7 +157,7 @@ def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -
     _say_time(cache, missing[0], compute, left, say)
     cache = _create(cache, held_out, say)
     try:
-        with progress.count("tokens", tokens, tokens - left) as advance:
+        with progress.count("tokens", tokens, tokens - left, unit="tokens") as advance:
             FeatureWriter(cache, compute, plan.shard_budget(cache), plan.reserve, say, advance).write()
     except KeyboardInterrupt:
         say(f"stopped; run the same command again to continue {out}")

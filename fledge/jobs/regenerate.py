@@ -171,7 +171,7 @@ def _answer_remaining(
     group = 4 * (options.batch or BATCH)  # several batches, so that a finished request is replaced by the next one
     truncated = 0
     answers = [count_answers(r) for r in records]
-    counter = progress.count("answers", sum(answers), sum(answers[:done]))
+    counter = progress.count("answers", sum(answers), sum(answers[:done]), unit="answers")
     with file, counter as advance:
         for start in range(done, len(records), group):
             batch = records[start : start + group]

@@ -80,7 +80,7 @@ class _Regeneration:
         answers = [count_answers(r) for r in self.records]
         done = sum(answers[i] for i in self.file.done)
         remaining = iter([i for i in range(len(self.records)) if i not in self.file.done])
-        with self.file, self.progress.count("answers", sum(answers), done) as self.advance:
+        with self.file, self.progress.count("answers", sum(answers), done, unit="answers") as self.advance:
             workers = [asyncio.create_task(self._work(remaining)) for _ in range(self.options.concurrency)]
             try:
                 await asyncio.gather(*workers)

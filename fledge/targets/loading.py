@@ -29,6 +29,7 @@ from fledge.hub import split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
+from fledge.targets.progress import counting_tensors
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
 from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
@@ -83,7 +84,7 @@ def load_target(
             place = {"device_map": device_map} if device_map else {}
             if quantization and device.type != "cpu":
                 place = {"device_map": device_map or {"": device}}
-            with loading_alone(quantization):
+            with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 model, info = AutoModelForCausalLM.from_pretrained(
                     name, dtype=wanted, output_loading_info=True, **place, **options
                 )

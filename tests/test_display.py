@@ -1,0 +1,142 @@
+"""The progress of every command: bars on a terminal of 60 columns, occasional lines in a pipe."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import re
+from contextlib import contextmanager
+
+import pytest
+
+import fledge.jobs.display as display_module
+from fledge.jobs.display import LINE_INTERVAL, ProgressDisplay
+from fledge.models.weights import save_draft
+from fledge.targets.loading import load_target
+from fledge.targets.progress import counting_tensors, show_loading
+from support.chats import tiny_chats
+from support.files import write_rows
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
+from support.terminal import TerminalOf
+
+WIDTH = 60
+# runs several commands in one process, which saves their imports; a command that fails says so
+SCRIPT = """
+import json, sys
+from fledge.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["fledge", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            print("exit code", end.code)
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("made")
+    target = tiny_target()
+    save_draft(tiny_draft(target), root / "draft")
+    tiny_target_directory(root)
+    tiny_chats(root / "chats.jsonl", 6)
+    write_rows(root / "prompts.jsonl", [{"prompt": "the young bird"}] * 3)
+    return root
+
+
+def commands(made, out) -> dict[str, list[str]]:
+    """Each command with a bar."""
+    target, data = ["--target", made / "target"], ["--data", made / "chats.jsonl"]
+    draft, cpu = ["--draft", made / "draft"], ["--device", "cpu"]
+    listed = {
+        "train": [*target, *data, "--steps", 2, "--max-length", 64, "--out", out / "run", *cpu],
+        "eval": [*target, *draft, "--prompts", made / "prompts.jsonl", "--max-new-tokens", 2, *cpu],
+        "regenerate": [*target, *data, "--out", out / "own.jsonl", "--max-new-tokens", 2, *cpu],
+        "features": [*target, *data, "--out", out / "features", "--max-length", 64, *cpu],
+        "check": [*target, "--draft", out / "run" / "draft", *cpu],
+    }
+    return {name: [name, *map(str, words)] for name, words in listed.items()}
+
+
+BARS = [  # what stays of them, once each
+    r"\d+/\? counting chats [\d.,]+ records/(s|min)",
+    r"2/2 \d:\d\d:\d\d left loss \d+\.\d{3}  τ \d\.\d\d [\d,]+ tokens/s",
+    r"6/6 \d:\d\d:\d\d left answers to prompts with.* [\d.,]+ answers/(s|min)",
+    r"12/12 \d:\d\d:\d\d left answers [\d.,]+ answers/(s|min)",
+    r"\d+/\d+ \d:\d\d:\d\d left tokens [\d.,]+ tokens/(s|min)",
+]
+
+
+def test_bars_fit_a_narrow_terminal_and_leave_one_line(made, tmp_path):
+    words = json.dumps([*commands(made, tmp_path).values()])
+    with TerminalOf(words, width=WIDTH, program=["-c", SCRIPT], FLEDGE_CACHE=str(tmp_path / "cache")) as terminal:
+        assert terminal.wait_for_end(120) == 0
+    lines = terminal.lines
+    assert "exit code" not in terminal.text and "The draft is sound." in terminal.text, terminal.text
+    for bar in BARS:
+        assert sum(bool(re.fullmatch(bar, line)) for line in lines) == 1, f"{bar}\n{terminal.text}"
+    drawn = re.sub(rb"\x1b\[[\d;?]*[A-Za-z]", b"", terminal.written).decode()
+    bars = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r"\d+/[\d?]+ ", line)]
+    assert len(bars) > len(BARS) and max(map(len, bars)) <= WIDTH, "a bar that wraps leaves lines behind"
+    assert any(re.search(r"left tensors of \S* [\d.,]+ tensors/(s|min)", line.strip()) for line in bars)
+    assert not any("tensors of" in line for line in lines), "nothing stays of the bars of loading"
+    assert sum(line.strip() != "" for line in lines) < 90
+
+
+def test_in_a_pipe_there_are_plain_lines(made, tmp_path, fledge, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    for name, words in commands(made, tmp_path).items():
+        went = fledge(*words)
+        assert went.code == 0 and not re.search("[\x00-\x09\x0b-\x1f\x7f]", went.out + went.err), went.err
+        progress = [line for line in went.err.splitlines() if re.search(r"\d:\d\d:\d\d elapsed", line)]
+        labels = [re.match(r"\D*", line)[0] for line in progress]
+        assert len(set(labels)) == len(labels), "a short job has one line for each bar"
+        assert bool(progress) == (name != "check") and not any("tensors" in line for line in progress)
+
+
+@pytest.mark.parametrize("seconds", [2, 50])
+def test_a_passing_bar_prints_lines_only_if_it_takes_long(seconds, monkeypatch, capsys):
+    clock = [0.0]
+    display = ProgressDisplay()
+    monkeypatch.setattr(display.console, "get_time", lambda: clock[0])
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: clock[0])
+    with display.count("tensors of it", 100, unit="tensors", passing=True) as advance:
+        for _ in range(100):
+            clock[0] += seconds / 100
+            advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if seconds < LINE_INTERVAL else seconds // LINE_INTERVAL + 1)
+    assert all(re.fullmatch(r"tensors of it \d+/100, .* left  2\.0 tensors/s", line) for line in lines)
+
+
+def test_slow_work_is_shown_by_the_minute(monkeypatch, capsys):
+    clock = [0.0]
+    display = ProgressDisplay()
+    monkeypatch.setattr(display.console, "get_time", lambda: clock[0])
+    with display.count("answers", 2, unit="answers") as advance:
+        for _ in range(2):
+            clock[0] += 40
+            advance()
+    assert capsys.readouterr().err.endswith("1.5 answers/min\n")
+
+
+def test_loading_counts_every_tensor_where_it_is_shown(made):
+    counted: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def counter(label, total):
+        counted.append((label, total, steps := []))
+        yield lambda: steps.append(1)
+
+    def load() -> None:
+        show_loading(counter)
+        load_target(made / "target")
+
+    contextvars.copy_context().run(load)
+    ((label, total, steps),) = counted
+    assert label == f"tensors of {made / 'target'}" and len(steps) == total > 50
+    load_target(made / "target")
+    assert len(counted) == 1, "only in the context that asked for it"
+    with pytest.raises(OSError), counting_tensors("a"):
+        raise OSError
