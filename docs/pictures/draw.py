@@ -29,7 +29,7 @@ from fledge.kernels.ttt_attention.definition import visible
 from fledge.train.plan import plan_steps
 from fledge.types import Packed, Tree, TreeShape
 
-TEXT, LINE = "#858d97", "#8b949e"
+TEXT, LINE = "#757d87", "#8b949e"
 TARGET, DRAFT, ACCEPTED, REJECTED = "#3b8eea", "#c9822b", "#2f9e77", "#d0584f"
 
 matplotlib.rcParams.update(
@@ -91,7 +91,7 @@ def steps() -> Figure:
     row = Packed(*(torch.tensor(list(x), dtype=torch.int32) for x in (tokens, spans, positions, documents)))
     live = row.live(3)
     T = int(live[0][-1]) + 1  # keys of later tokens are read by no slot
-    figure, all_axes = plt.subplots(1, 3, figsize=(10.4, 2.7), width_ratios=[T, T + 1.4, T + 2.4])
+    figure, all_axes = plt.subplots(1, 3, figsize=(8.6, 2.4), width_ratios=[T, T + 1.4, T + 2.4])
     for k, (step, axes) in enumerate(zip(plan_steps(row, live, 0, torch.device("cpu")), all_axes, strict=True)):
         shown = [slot for slot in live[0].tolist() if slot in live[k]]
         own = step.queries.own_row_JS.shape[0]
@@ -101,12 +101,12 @@ def steps() -> Figure:
             for slot in shown:
                 _cell(axes, T + 0.5 + j, live[0].tolist().index(slot), DRAFT)
         _grid(axes, T + (own + 0.5 if own else 0), live[0].numel())
-        axes.set_title(f"step {k}: drafts token {k + 1}", fontsize=11)
+        axes.set_title(f"step {k}: drafts token {k + 1}", fontsize=10)
         axes.set_yticks(range(live[0].numel()), [f"slot {s}" if k == 0 else "" for s in live[0].tolist()], fontsize=9)
         axes.set_xticks(
             [*range(T), *(T + 0.5 + j for j in range(own))], [*range(T), *(f"s{j + 1}" for j in range(own))]
         )
-        axes.tick_params(colors=TEXT, labelsize=8)
+        axes.tick_params(colors=TEXT, labelsize=8.5, pad=1)
     return figure
 
 
@@ -144,7 +144,7 @@ def _frame(axes: Axes, x: tuple[float, float], y: tuple[float, float]) -> None:
 
 
 def _box(axes: Axes, x: float, y: float, text: str, colour: str, dashed: bool = False) -> None:
-    style = dict(boxstyle="round,pad=0.02,rounding_size=0.08", fc=colour + "26", ec=colour, lw=1.5)
+    style = dict(boxstyle="round,pad=0.02,rounding_size=0.08", fc=colour + "1a", ec=colour, lw=1.5)
     axes.add_patch(FancyBboxPatch((x - 0.33, y - 0.24), 0.66, 0.48, ls="--" if dashed else "-", **style))
     axes.text(x, y, text, ha="center", va="center")
 
