@@ -248,7 +248,8 @@ def structure(svg: str) -> tuple:
 
 @pytest.mark.skipif(not importlib.util.find_spec("material"), reason="needs mkdocs-material (pip install '.[docs]')")
 def test_the_site_builds_and_needs_no_network(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    # without --quiet, which would hide the warnings that --strict counts
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     options = (tmp_path / "site/options.html").read_text(encoding="utf-8")
