@@ -3,13 +3,14 @@
 # make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
 # make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)
+# make docs   build the documentation into build/site
 # make lint   check style and formatting with ruff
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lossless kills lint clean
+.PHONY: demo test fuzz lossless kills docs lint clean
 demo: $(VENV)/installed
 	$(BIN)/python -m fledge.demo.run
 
@@ -24,6 +25,11 @@ lossless: $(VENV)/installed
 
 kills: $(VENV)/installed
 	KILLS=20 $(BIN)/python -m pytest -q tests/test_ranks_killed.py tests/test_resume.py -k random_moments
+
+# without --quiet, which would hide the warnings that --strict counts
+docs: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

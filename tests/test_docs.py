@@ -1,0 +1,259 @@
+"""The documentation: every command in it parses, every Python block compiles, those marked `<!-- run -->` run on the
+bundled pair of models, links lead somewhere, messages exist, pictures and navigation are up to date."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *DOCS.glob("*.md")])
+COMING = {"demo"}  # commands that are not in this branch yet
+GENERATED = {"options.md"}  # by docs/hooks.py, when the site is built
+FENCE = re.compile(r"(<!-- run -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code: its page, first line, language and text; `runs` if it is marked."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    runs: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
+    return [Block(name, text.count("\n", 0, m.start()) + 1, m[2], m[3], m[1] is not None) for m in FENCE.finditer(text)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def named(blocks: list[Block]) -> list:
+    return [pytest.param(b, id=f"{b.page}:{b.line}") for b in blocks]
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The arguments of each `fledge` command of a shell block, whether it starts as `fledge` or as `.. -m fledge`."""
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a command in quotes over several lines
+            continue
+        if words[:1] == ["fledge"]:
+            found.append(words[1:])
+        elif "-m" in words and words[words.index("-m") + 1 :][:1] == ["fledge"]:
+            found.append(words[words.index("-m") + 2 :])
+    return [c for c in found if not any("$" in word or word == ".." for word in c) and c[0] not in COMING]
+
+
+SHELL = [b for b in BLOCKS if b.language in ("bash", "sh", "shell", "") and commands_of(b)]
+PYTHON = [b for b in BLOCKS if b.language == "python"]
+
+
+class Reached(Exception):
+    """The command line has accepted its arguments and has started the job."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Runs the command line up to the start of the job: all its flags, values and their contradictions are checked."""
+    import fledge.jobs
+    from fledge import cli
+
+    def reached(*arguments, **options):
+        raise Reached
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)  # for commands with --gpus
+    for module in pkgutil.walk_packages(fledge.jobs.__path__, "fledge.jobs."):
+        job = importlib.import_module(module.name)
+        for name in ("run", "dry_run", "start_processes"):
+            if callable(getattr(job, name, None)):
+                monkeypatch.setattr(job, name, reached)
+
+    def parse(arguments: list[str]) -> None:
+        error = io.StringIO()
+        with contextlib.redirect_stderr(error), warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # a former name of an option
+            try:
+                cli.app(arguments, standalone_mode=True)
+            except Reached:
+                return
+            except SystemExit as e:
+                assert e.code == 0, error.getvalue()
+
+    return parse
+
+
+@pytest.mark.parametrize("block", named(SHELL))
+def test_every_command_is_accepted_by_the_command_line(block, parse):
+    for command in commands_of(block):
+        parse(command)
+
+
+def test_a_command_with_a_wrong_flag_or_value_is_not(parse):
+    for wrong in ("train --target t --data d --dept 3", "eval --depth never", "generate --target t --top-p 0.5", "fly"):
+        with pytest.raises((AssertionError, ValueError)):
+            parse(wrong.split())
+
+
+@pytest.mark.parametrize("block", named(PYTHON))
+def test_every_python_block_compiles(block):
+    compile(block.text, f"{block.page}:{block.line}", "exec")
+
+
+RUN_PAGES = sorted({b.page for b in BLOCKS if b.runs})
+RUN = """
+import json, sys
+from fledge import cli
+
+for name, what in json.load(sys.stdin):
+    print(name, file=sys.stderr)
+    if isinstance(what, str):
+        exec(compile(what, name, "exec"), {"__name__": "__main__"})
+        continue
+    sys.argv = ["fledge", *what]
+    try:
+        cli.main()
+    except SystemExit as e:
+        if e.code:
+            raise
+"""
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_marked_blocks_run_on_the_bundled_pair(page, tmp_path):
+    """One after the other in one process, in a directory where `fledge-demo` holds the pair, as after `fledge demo`."""
+    (tmp_path / "fledge-demo").mkdir()
+    for name in ("target", "draft"):
+        (tmp_path / "fledge-demo" / name).symlink_to(ROOT / "fledge/demo" / name)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "FLEDGE_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    todo = []
+    for block in (b for b in BLOCKS if b.page == page and b.runs):
+        steps = [block.text] if block.language == "python" else commands_of(block)
+        assert steps, f"{page}:{block.line} is marked to run, but has nothing that runs"
+        todo += [(f"{page}:{block.line}", step) for step in steps]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], input=json.dumps(todo), cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", t.replace("`", "").lower()).strip().replace(" ", "-") for t in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    prose = re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.S)
+    for match in LINK.finditer(prose):
+        url = match[1] or match[2]
+        if "://" in url or url in GENERATED or url.split("#")[0] in GENERATED:
+            continue
+        path, _, anchor = url.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {url}, which does not exist"
+        if anchor:
+            assert anchor in anchors_of(target), (
+                f"{page.name} links to {url}; its anchors are {sorted(anchors_of(target))}"
+            )
+
+
+def test_every_page_is_in_the_navigation_once():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^\s+- .*: (\S+\.md)$", config, re.M)
+    outside = {"contributing.md", "tests.md", "changelog.md", "security.md"}  # of the repository; see docs/hooks.py
+    assert len(listed) == len(set(listed))
+    assert set(listed) - outside - GENERATED == {p.name for p in DOCS.glob("*.md")}
+
+
+@cache
+def literals() -> list[str]:
+    """All string constants of the package; those of an f-string as its constant parts."""
+    found = []
+    for file in (ROOT / "fledge").rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        found += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return found
+
+
+def test_quoted_messages_exist_in_the_source():
+    quoted = re.findall(r"^> (.*)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.M)
+    parts = [part.strip(" .;:()") for message in quoted for part in message.split("…")]
+    parts = [part for part in parts if len(part) > 8]
+    missing = [part for part in parts if not any(part in text for text in literals())]
+    assert len(quoted) > 30 and not missing
+
+
+def test_figures_are_linked_to_records():
+    """Every table of benchmarks.md has a record near it."""
+    sections = re.split(r"^## ", (DOCS / "benchmarks.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert all("](../bench/results/" in s or "](family.md)" in s for s in sections if "\n|" in s)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib (pip install '.[docs]')")
+def test_pictures_are_up_to_date(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, DOCS / "pictures/draw.py", tmp_path], check=True, env=env)
+    drawn = sorted(p.name for p in tmp_path.iterdir())
+    assert len(drawn) == 4
+    for name in drawn:
+        committed, now = (DOCS / "pictures" / name).read_text(), (tmp_path / name).read_text()
+        if version(committed) == version(now):
+            assert committed == now, f"{name} is out of date: python docs/pictures/draw.py"
+        else:  # another matplotlib may write the same picture otherwise
+            assert structure(committed) == structure(now), f"{name} is out of date: python docs/pictures/draw.py"
+
+
+def version(svg: str) -> str:
+    return re.search(r"Matplotlib v([\d.]+)", svg)[1]
+
+
+def structure(svg: str) -> tuple:
+    """The texts of a picture, and the number of its shapes of each colour."""
+    elements = list(ElementTree.fromstring(svg).iter())
+    texts = [e.text.strip() for e in elements if e.tag.endswith("text") and e.text]
+    fills = sorted(m for e in elements for m in re.findall(r"fill: (#\w+)", e.get("style", "")))
+    return texts, fills
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("material"), reason="needs mkdocs-material (pip install '.[docs]')")
+def test_the_site_builds_and_needs_no_network(tmp_path):
+    # without --quiet, which would hide the warnings that --strict counts
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = (tmp_path / "site/options.html").read_text(encoding="utf-8")
+    assert "--draft-vocab" in options and 'id="fledge-train"' in options
+    for page in (tmp_path / "site").glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', text), page.name
