@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test fuzz lossless kills lint clean
 demo: $(VENV)/installed
-	$(BIN)/python -m fledge.demo.run
+	$(BIN)/fledge demo --out build/demo
 
 test: $(VENV)/installed lint
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal

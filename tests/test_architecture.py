@@ -17,12 +17,12 @@ GROUPS = (
     {"data", "targets"},
     {"features"},
     {"train", "decode", "engines"},
-    {"eval"},
+    {"eval", "demo"},
     {"jobs"},
     {"cli", "__init__", "__main__"},
 )
 APART = {("train", "decode"), ("decode", "train"), ("data", "targets"), ("targets", "data")}
-WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs"}
+WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs", "demo"}
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
