@@ -3,7 +3,7 @@
 # make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
 # make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)
-# make lint   check style and formatting with ruff
+# make lint   check style and formatting with ruff, and type hints with mypy
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
@@ -28,6 +28,7 @@ kills: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fledge needs Python 3.11 or newer")'

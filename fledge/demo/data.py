@@ -38,7 +38,7 @@ def beginning(text: str) -> str:
     return text[: text.index("\n", PROMPT_CHARACTERS)]
 
 
-def write_lines(file: Path, records: list[dict]) -> None:
+def write_lines(file: Path, records: list[dict[str, str]]) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 

@@ -6,15 +6,17 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
 
 if TYPE_CHECKING:
+    import torch
+
     from fledge.decode.engine import Engine
     from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
@@ -85,12 +87,12 @@ class Options:
         return {f.name: getattr(self, f.name) for f in option_fields(self)}
 
 
-def option_fields(options: Options | type[Options]) -> list[Field]:
+def option_fields(options: Options | type[Options]) -> list[Field[Any]]:
     """The dataclass fields that are command-line options."""
     return [f for f in fields(options) if "help" in f.metadata]
 
 
-def default_of(f: Field) -> Any:
+def default_of(f: Field[Any]) -> Any:
     """The default of an option, or dataclasses.MISSING if it is required."""
     return f.default if f.default_factory is MISSING else f.default_factory()
 
@@ -100,7 +102,7 @@ def validation_problem(kind: type[Options], name: str, value: Any) -> str | None
     f = next(f for f in option_fields(kind) if f.name == name)
     if (word := f.metadata["word"]) and isinstance(value, str):
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
-    if not has_type(_hints(kind)[name], value):
+    if not has_type(_hints(cast(Hashable, kind))[name], value):
         return f"{value!r:.60} is not of type {f.type}"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
     if value is None or minimum is greater_than is maximum is None:
@@ -162,7 +164,7 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
     return check_template_kwargs(kwargs, "--template-kwargs")
 
 
-def parse_dtype(name: str | None):
+def parse_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of this name; None for None. Raises ValueError for anything but a floating-point dtype."""
     if name is None:
         return None

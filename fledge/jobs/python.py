@@ -58,7 +58,7 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     if isinstance(layers := options.get("aux_layers"), list | tuple):
         options["aux_layers"] = ",".join(map(str, layers))
     options = {name: _text(value) for name, value in options.items()}
-    defaults = {"target": None, "data": [], "out": OUT}
+    defaults: dict[str, Any] = {"target": None, "data": [], "out": OUT}
     given = {name for name, value in options.items() if value is not None and value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
 
