@@ -34,7 +34,7 @@ pieces: list[str] = [piece for piece in engine.stream([{"role": "user", "content
 trained: fledge.TrainedDraft = fledge.train_draft(target="target", data=["a.jsonl"], out="run", steps=10)
 print(text, trained.draft / "config.json", trained.metrics["loss"])
 """
-WRONG = {"engine.generate(3)": "arg-type", "done.texts": "attr-defined", "fledge.loads": "attr-defined"}
+WRONG = {"engine.generate(3)": "call-overload", "done.texts": "attr-defined", "fledge.loads": "attr-defined"}
 
 
 @pytest.fixture(scope="module")
