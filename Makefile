@@ -4,7 +4,7 @@
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
 # make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)
 # make docs   build the documentation into build/site
-# make lint   check style and formatting with ruff
+# make lint   check style and formatting with ruff, and type hints with mypy
 # make clean  remove the virtual environment and all build and run output
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test fuzz lossless kills docs lint clean
 demo: $(VENV)/installed
-	$(BIN)/python -m fledge.demo.run
+	$(BIN)/fledge demo --out build/demo
 
 test: $(VENV)/installed lint
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -34,6 +34,7 @@ docs: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fledge needs Python 3.11 or newer")'

@@ -20,6 +20,7 @@ from fledge import __version__
 from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
+from fledge.jobs.demo import DemoOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
@@ -145,6 +146,13 @@ def train(options: TrainOptions) -> None:
     display.close()
 
 
+@_command("demo", DemoOptions)
+def demo(options: DemoOptions) -> None:
+    from fledge.jobs.demo import run
+
+    run(options, lambda line: print(line, flush=True), ProgressDisplay())
+
+
 @_command("generate", GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     from fledge.jobs.generate import run
@@ -174,9 +182,9 @@ def evaluate(options: EvalOptions) -> None:
         else:
             print_table(record, ResultPrinter())
 
-    record = run(options, _display(quiet=options.json), show)
-    if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
-        raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
+    from fledge.jobs.evaluate import refuse_changed_output
+
+    refuse_changed_output(run(options, _display(quiet=options.json), show))
 
 
 @_command("regenerate", RegenerateOptions)

@@ -133,15 +133,19 @@ class RowSums:
     def __add__(self, other: RowSums) -> RowSums:
         return RowSums(
             self.loss.detach() + other.loss.detach(),
-            *(getattr(self, f) + getattr(other, f) for f in ("live_K", "scored_K", "hit_K", "survive_K", "accept_K")),
+            self.live_K + other.live_K,
+            self.scored_K + other.scored_K,
+            self.hit_K + other.hit_K,
+            self.survive_K + other.survive_K,
+            self.accept_K + other.accept_K,
             simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
         )
 
     @classmethod
     def zero(cls, steps: int) -> RowSums:
         """The sums of no row, for `steps` TTT steps."""
-        counts = [torch.zeros(steps, dtype=torch.int64) for _ in range(4)]
-        return cls(torch.zeros(()), *counts, torch.zeros(steps), (0, 0))
+        live, scored, hit, survive = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
+        return cls(torch.zeros(()), live, scored, hit, survive, torch.zeros(steps), (0, 0))
 
     def packed(self) -> Tensor:
         """All sums as one float64 vector in host memory, in which numbers up to 2^53 are exact."""
@@ -152,9 +156,10 @@ class RowSums:
     @classmethod
     def unpacked(cls, vector: Tensor) -> RowSums:
         """The sums that `packed` made a vector of."""
-        counts = vector[1:-2].view(5, -1)
-        simulated = tuple(int(n) for n in vector[-2:])
-        return cls(vector[0], *(c.long() for c in counts[:4]), counts[4], simulated)
+        *counts, accept = vector[1:-2].view(5, -1)
+        live, scored, hit, survive = (c.long() for c in counts)
+        committed, rounds = (int(n) for n in vector[-2:])
+        return cls(vector[0], live, scored, hit, survive, accept, (committed, rounds))
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ GROUPS = (
     {"data", "targets"},
     {"features"},
     {"train", "decode", "engines"},
-    {"eval"},
+    {"eval", "demo"},
     {"jobs"},
     {"cli", "__init__", "__main__"},
 )
 APART = {("train", "decode"), ("decode", "train"), ("data", "targets"), ("targets", "data")}
-WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs"}
+WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs", "demo"}
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -41,7 +41,7 @@ def rank(part: str) -> int:
 
 def test_every_part_is_in_a_group() -> None:
     parts = {part for _, part, _ in imports()} | {
-        p.name.removesuffix(".py") for p in FLEDGE.iterdir() if p.name[0] != "."
+        p.name.removesuffix(".py") for p in FLEDGE.iterdir() if p.name[0] != "." and p.name != "py.typed"
     }
     assert parts - {"__pycache__", "recipes"} <= set().union(*GROUPS)
 

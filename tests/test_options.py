@@ -13,6 +13,7 @@ import fledge as package
 from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
+from fledge.jobs.demo import DemoOptions
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
 from fledge.jobs.features import FeaturesOptions
@@ -28,7 +29,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions, "card": CardOptions, "push": PushOptions, "chat": ChatOptions,
+    "check": CheckOptions, "card": CardOptions, "push": PushOptions, "chat": ChatOptions, "demo": DemoOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -120,6 +121,7 @@ def test_sampling_refuses_values_out_of_range(name, value):
 # -- flags in messages --------------------------------------------------------------------------------------------
 
 ROOT = Path(package.__file__).parent
+COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of its own, and runs other commands
 READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
@@ -141,7 +143,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target
-    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve", "card", "push")),
+    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "card", "push")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
@@ -187,7 +189,9 @@ def test_messages_name_only_flags_of_their_command():
     for module, text in messages():
         if module in ("eval/environment.py", "engines/command.py", "cli.py"):  # flags of git and engines, the commands
             continue
-        known = {*known_to(READERS.get(module, OPTIONS)), *OTHERS}
+        if module.startswith("demo/"):  # programs with flags of their own
+            continue
+        known = {*known_to(READERS.get(module, COMMON)), *OTHERS}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])
             has = known_to([before[1]]) if before else known

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
+from fledge.decode.adaptive import AmountChooser
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
@@ -74,6 +75,12 @@ class Engine:
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> Completion: ...
+
+    @overload  # a string is a sequence of strings too, and is one prompt: the first signature counts
+    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Completion]: ...
+
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Completion | list[Completion]:
         """Decodes one prompt, with the options of `stream`, or a list of prompts, with those of `generate_all`.
 
@@ -81,10 +88,10 @@ class Engine:
         messages is one prompt, a chat.
         """
         if is_several(prompt):
-            return self.generate_all(prompt, **options)
+            return self.generate_all(cast(Sequence[Prompt], prompt), **options)
         _check_batch(options.pop("batch", None))  # has no effect on one prompt
-        completion = options.pop("into", None) or Completion()
-        for _ in self.stream(prompt, into=completion, **options):
+        completion: Completion = options.pop("into", None) or Completion()
+        for _ in self.stream(cast(Prompt, prompt), into=completion, **options):
             pass
         return completion
 
@@ -218,10 +225,13 @@ class Engine:
         for string in stop:
             check_type("stop", string, str, "a string or a list of strings")
         check_type("max_new_tokens", max_new_tokens, Integral | None, "an integer")
-        ids = isinstance(prompt, list) and isinstance(prompt[0], int)
-        prefix = list(prompt if ids else self.template.prompt_ids(prompt))
-        if not ids and not isinstance(prompt, str):
-            self.warn_of_mode(prompt)
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            prefix = cast(list[int], list(prompt))
+        else:
+            given = cast(str | list[dict[str, Any]], prompt)
+            prefix = list(self.template.prompt_ids(given))
+            if not isinstance(given, str):
+                self.warn_of_mode(given)
         if max_new_tokens is None:
             max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prefix)))
         self.check_length(len(prefix), max_new_tokens)
@@ -288,10 +298,10 @@ class Engine:
         """Decodes waiting requests with or without the draft: all of them, or some where the chooser has drafting rest
         for a number of requests."""
         chooser = self.chooser if drafts else None
-        rests = chooser is not None and chooser.rests(batch)
+        resting = chooser if chooser is not None and chooser.rests(batch) else None
 
         def batch_of_kind() -> Batch:
-            used = self.take_batch(drafts and not rests)
+            used = self.take_batch(drafts and not resting)
             used.records = drafts
             return used
 
@@ -299,17 +309,17 @@ class Engine:
         try:
             while waiting or scheduler.running:
                 free = min(batch - scheduler.running, len(waiting))
-                if free and scheduler.batches and chooser and chooser.changes(rests, batch, len(waiting)):
+                if free and scheduler.batches and chooser and chooser.changes(resting is not None, batch, len(waiting)):
                     free = 0
                     if not scheduler.running:
                         return
-                if rests:
-                    chooser.rested += free
+                if resting:
+                    resting.rested += free
                 yield from scheduler.add([waiting.popleft() for _ in range(free)])
                 for updated in scheduler.round():
                     yield updated
-                    if rests and (complete := [r for r in updated if r.over]) and chooser.probes(batch):
-                        self._probe(complete[0])
+                    if resting and (complete := [r for r in updated if r.over]) and resting.probes(batch):
+                        self._probe(complete[0], resting)
         finally:  # also if the consumer stops early
             for used in scheduler.batches:
                 used.close()
@@ -318,20 +328,21 @@ class Engine:
     @functools.cached_property
     def _prober(self) -> Proposer:
         """A proposer for `probe`, whose cache no graphs read."""
+        assert self.draft is not None  # probes follow rests, of which only a draft's chooser knows
         return self.drafting.proposer(self.draft)
 
-    def _probe(self, complete: Request) -> None:
+    def _probe(self, complete: Request, chooser: AmountChooser) -> None:
         """Lets the chooser know how well the draft guesses an answer that was decoded without it, if there is memory
         for that beside the running requests."""
         with contextlib.suppress(torch.OutOfMemoryError):
             right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
-            self.chooser.add_guesses(right, made, made)
+            chooser.add_guesses(right, made, made)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
         if idle := self._idle_batches[drafts]:
             return idle.pop()
-        if not drafts:
+        if not drafts or self.draft is None:
             return Batch(self.target, NoDrafter(), None)
         return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
 
@@ -359,7 +370,7 @@ def _samplings(
     """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError as
     `_sampling`, and ValueError if a list is not of as many, or they differ in how drafted tokens are chosen."""
     if not isinstance(given, list | tuple):
-        return [_sampling(given, options)] * len(prompts)
+        return [_sampling(cast(Sampling | None, given), options)] * len(prompts)
     _check_length("sampling", given, prompts, "one for all prompts, or a list with one for each")
     for one in given:
         check_type("sampling", one, Sampling, "a fledge.Sampling, or a list of them")
@@ -414,7 +425,8 @@ def load(
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     longrope = config is not None and config.rope.rope_type == "longrope"
-    max_length = config.provenance.max_length if longrope else None
+    max_length = config.provenance.max_length if config is not None and longrope else None
+    loaded: DecodingTarget
     if isinstance(target, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer= goes with a loaded model; a target's directory has its own")
@@ -433,7 +445,7 @@ def load(
     else:
         check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
         loaded = target
-    if config is None:
+    if draft is None or config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
     loaded_draft = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
     return Engine(loaded, loaded_draft, template_kwargs=template_kwargs, **drafting)

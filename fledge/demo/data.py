@@ -16,11 +16,17 @@ NEEDED_CHARACTERS = (
 
 
 def write(out: Path, prompts: int) -> None:
-    """Writes train.jsonl (rows with `text`) and prompts.jsonl (rows with `prompt`, from held-out files)."""
+    """Writes train.jsonl (rows with `text`) and prompts.jsonl (rows with `prompt`, from held-out files). Raises
+    ValueError if this Python comes without the source of its standard library."""
     files = stdlib_files()
     train = [{"text": text} for path, text in files if not held_out(path)]
     candidates = [(path, text) for path, text in files if held_out(path) and len(text) >= NEEDED_CHARACTERS]
     chosen = [candidates[i * len(candidates) // prompts] for i in range(min(prompts, len(candidates)))]
+    if not train or not chosen:
+        raise ValueError(
+            "this Python has no source files of its standard library, which the demo trains on; run it with a Python "
+            "from python.org, your system's packages or uv"
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", train)
     write_lines(out / "prompts.jsonl", [{"prompt": beginning(text), "path": path} for path, text in chosen])
@@ -32,7 +38,7 @@ def beginning(text: str) -> str:
     return text[: text.index("\n", PROMPT_CHARACTERS)]
 
 
-def write_lines(file: Path, records: list[dict]) -> None:
+def write_lines(file: Path, records: list[dict[str, str]]) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 

@@ -251,6 +251,12 @@ def speed_line(r: dict[str, Any]) -> str:
     )
 
 
+def refuse_changed_output(record: dict[str, Any]) -> None:
+    """Raises ValueError if an output of the record, or of one of several records by label, differs with a draft."""
+    if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
+        raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
+
+
 def amounts_line(r: dict[str, Any]) -> str:
     """How much was drafted, and why nothing was, if that is so now."""
     reason = f": {r['pause_reason']}" if r["pause_reason"] else ""

@@ -32,7 +32,8 @@ class GenerateOptions(DecodeOptions):
 
 def run(options: GenerateOptions, progress: Any) -> None:
     """Generates the answer and streams it to standard output."""
-    from fledge.decode.engine import NEW_TOKENS, Completion
+    from fledge.decode.engine import NEW_TOKENS
+    from fledge.decode.request import Completion
     from fledge.eval.metrics import alpha, tau
     from fledge.jobs.prepare import prepare_rounds
 

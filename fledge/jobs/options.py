@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from fledge.fields import check_template_kwargs
 
 if TYPE_CHECKING:
+    import torch
+
     from fledge.decode.engine import Engine
     from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
@@ -85,12 +87,12 @@ class Options:
         return {f.name: getattr(self, f.name) for f in option_fields(self)}
 
 
-def option_fields(options: Options | type[Options]) -> list[Field]:
+def option_fields(options: Options | type[Options]) -> list[Field[Any]]:
     """The dataclass fields that are command-line options."""
     return [f for f in fields(options) if "help" in f.metadata]
 
 
-def default_of(f: Field) -> Any:
+def default_of(f: Field[Any]) -> Any:
     """The default of an option, or dataclasses.MISSING if it is required."""
     return f.default if f.default_factory is MISSING else f.default_factory()
 
@@ -185,7 +187,7 @@ def dtype_option() -> Any:
     )
 
 
-def parse_dtype(name: str | None):
+def parse_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of this name; None for None and for auto. Raises ValueError for any other name."""
     if name is None:
         return None

@@ -67,6 +67,7 @@ def load_target(
     """
     check_implementation(implementation)
     device = torch.device(device)
+    info: dict[str, Any] = {"missing_keys": ()}
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
@@ -81,7 +82,7 @@ def load_target(
             )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             # quantized models are loaded on their device, and some cannot be moved
-            place = {"device_map": device_map} if device_map else {}
+            place: dict[str, Any] = {"device_map": device_map} if device_map else {}
             if quantization and device.type != "cpu":
                 place = {"device_map": device_map or {"": device}}
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
@@ -91,8 +92,7 @@ def load_target(
                 if quantization:
                     run_once(model)
         else:
-            info = {"missing_keys": ()}
-            model = _empty_model(name, config, config.dtype if wanted == "auto" else wanted, options)
+            model = _empty_model(name, config, config.dtype if isinstance(wanted, str) else wanted, options)
         tokenizer = _read_tokenizer(name, options)
     if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
         raise ValueError(
@@ -157,7 +157,7 @@ def load_head(
         if weights is None:
             return None
         if partial_layer:
-            weights |= _read_weights(name, layer, options, partial=True)
+            weights |= _read_weights(name, layer, options, partial=True) or {}
         weights = {key: x.to(device, dtype) for key, x in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
@@ -184,7 +184,7 @@ def _read_weights(
     else:
         return None
     keys = [key for key in shapes if key in file_by_key]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in {file_by_key[key] for key in keys}:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(key) for key in keys if file_by_key[key] == file}
@@ -232,9 +232,9 @@ def _make_target(
         return TransformersTarget(model, tokenizer, **options)
     problem = native_problem(model, model.config.get_text_config(decoder=True))
     if not problem:
-        target = NativeTarget(model, tokenizer, **options)
-        if not (problem := checks.native_problem(target)):
-            return target
+        native = NativeTarget(model, tokenizer, **options)
+        if not (problem := checks.native_problem(native)):
+            return native
     if implementation == "native":
         raise ValueError(f"{options['name']} cannot run natively: {problem}; use the implementation transformers")
     target = TransformersTarget(model, tokenizer, **options)
