@@ -24,6 +24,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 
@@ -197,6 +198,13 @@ def check(options: CheckOptions) -> None:
         print_report(report, ResultPrinter())
     if report.findings:
         raise typer.Exit(1)
+
+
+@_command("report", ReportOptions)
+def report(options: ReportOptions) -> None:
+    from fledge.jobs.report import run
+
+    run(options, ResultPrinter().print)
 
 
 @_command("export", ExportOptions)
