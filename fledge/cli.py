@@ -151,7 +151,15 @@ def evaluate(options: EvalOptions) -> None:
         else:
             print_table(record, ResultPrinter())
 
+    if options.report:
+        from fledge.report.page import check_report_path
+
+        check_report_path(options.report, "--report")
     record = run(options, ProgressDisplay(quiet=options.json), show)
+    if options.report:
+        from fledge.jobs.report import report_record
+
+        report_record(record, options.report)
     if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, legend, style
 from fledge.report.figure import Figure, Table, shown, spanned
 from fledge.report.read import Record, mapping, number, numbers
-from fledge.report.training import _stacked as stacked_bars
+from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
 INTERVALS = "Whiskers are 95 % intervals by bootstrap over the requests"
@@ -55,7 +55,7 @@ def alpha(records: Sequence[Record]) -> Figure:
     left_out = f" Drawn are the first {LINES} of {len(found)}; the table has all." if len(found) > LINES else ""
     caption = (
         "Share of accepted tokens among those drafted after accepted ones. "
-        + (f"{INTERVALS}. " if any(intervals.values()) else f"Intervals need `requests`; {OLDER}. ")
+        + (f"{INTERVALS}. " if any(intervals.values()) else f"Intervals need the sums of each request; {OLDER}. ")
         + "A long whisker at the end means that few rounds came so far: do not read it." + left_out
     )  # fmt: skip
     svg = drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
@@ -152,7 +152,7 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
         axes.set_xlabel(axis)
 
     rows = [[r.label, str(r.fields.get("prompt_set", "–")), spanned(y, span)] for r, y, span in found]
-    says = f"{INTERVALS}." if any(span for *_, span in found) else f"Intervals need `requests`; {OLDER}."
+    says = f"{INTERVALS}." if any(span for *_, span in found) else f"Intervals need the sums of each request; {OLDER}."
     svg = drawing(name, plot, height=1.1 + 0.46 * len(found))
     return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
 

@@ -26,7 +26,8 @@ _VARIABLES |= {c: f"s{i}" for i, c in enumerate(SERIES, 1)} | {c: f"d{i}" for i,
 _PLACEHOLDER = re.compile("|".join(_VARIABLES))
 
 _STYLE = {
-    "svg.hashsalt": "fledge", "svg.fonttype": "none", "font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left",
+    "svg.hashsalt": "fledge", "svg.fonttype": "none", "font.size": 11,
+    "axes.titlesize": 11, "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "axes.titlecolor": INK, "text.color": INK,
     "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.8,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fledge.files import check_output_path, replace_text
 from fledge.report.decoding import decoding_figures, interval
 from fledge.report.figure import Table, shown, spanned
-from fledge.report.read import Material, Record, Run, mapping, number, read
+from fledge.report.read import Material, Record, Run, mapping, number
 from fledge.report.training import training_figures
 
 MARK = '<meta name="generator" content="fledge report">'
@@ -27,18 +26,18 @@ def check_report_path(path: str | Path, flag: str) -> Path:
     if path.exists() and path.stat().st_size:
         with path.open(encoding="utf-8", errors="replace") as file:
             if MARK not in file.read(2000):
-                raise ValueError(f"{flag} {path} exists and is no report of fledge, so it is not replaced; choose another")
+                raise ValueError(
+                    f"{flag} {path} exists and is no report of fledge, so it is not replaced; choose another"
+                )
     return path
 
 
-def write_report(sources: Sequence[str | Path], out: str | Path) -> Material:
-    """Reads runs and records, and writes their report. Returns what was read."""
-    material = read(sources)
+def write_report(material: Material, out: str | Path) -> None:
+    """Writes the report of what was read. Raises ValueError if another file is at `out`."""
     out = check_report_path(out, "--out")
     page = render(material)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, page)
-    return material
 
 
 def render(material: Material) -> str:
@@ -58,7 +57,7 @@ def render(material: Material) -> str:
         headline=[headline(r) for r in own],
         training_line=training_line(material.runs),
         notes=material.notes,
-        warnings=[w for r in own for w in warnings(r)],
+        warnings=[*few_requests(own), *(w for r in own for w in warnings(r))],
         decoding=decoding_figures(own),
         training=training_figures(material.runs),
         results=results(own),
@@ -126,17 +125,24 @@ def warnings(r: Record) -> list[str]:
             f"{r.label}: {different:.0f} outputs differ from those without the draft by more than rounding noise. "
             "Decoding is not lossless here; please report it."
         )
-    requests = len(r.requests) or r.number("prompts")
-    if requests is not None and requests < FEW:
-        found.append(f"{r.label}: only {requests:.0f} requests; the figures are a hint, and their intervals too narrow.")
     if (stopped := r.number("stopped")) is not None:
         found.append(f"{r.label}: interrupted, with {shown(r.number('prompts'), 0)} of {stopped:.0f} answers.")
     tau, speed = r.number("tau"), r.number("speedup")
     if tau and speed and r.number("batch") == 1 and speed > tau:
         found.append(f"{r.label}: a speedup above τ is not possible; something else slowed the baseline down.")
     if (ratio := r.number("baseline_over_transformers")) is not None and ratio < 0.95:
-        found.append(f"{r.label}: decoding without a draft is slower than transformers' own, so the speedup is too high.")
+        found.append(
+            f"{r.label}: decoding without a draft is slower than transformers' own, so the speedup is too high."
+        )
     return found
+
+
+def few_requests(records: Sequence[Record]) -> list[str]:
+    """A warning that names the records of few requests, if there are any."""
+    counts = [(r, len(r.requests) or r.number("prompts")) for r in records]
+    few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
+    named = ", ".join(few)
+    return [f"Few requests, so that these figures are a hint and their intervals too narrow: {named}."] if few else []
 
 
 def training_line(runs: Sequence[Run]) -> list[str]:
@@ -164,7 +170,9 @@ def results(records: Sequence[Record]) -> Table | None:
             shown(r.number("baseline_tokens_per_s"), 0), shown(r.number("tokens_per_s"), 0),
             spanned(r.number("speedup"), interval(r, "speedup")), identical(r),
         ])  # fmt: skip
-    return Table(("record", "drafting", "τ [95 %]", "tokens/s alone", "with draft", "speedup [95 %]", "identical"), rows)
+    return Table(
+        ("record", "drafting", "τ [95 %]", "tokens/s alone", "with draft", "speedup [95 %]", "identical"), rows
+    )
 
 
 def served(records: Sequence[Record]) -> Table | None:
@@ -201,7 +209,7 @@ def printable(text: str) -> str:
     """The text with a visible symbol for each control character but newline and tab, and for those that change the
     direction of text."""
     return "".join(
-        c if c in "\n\t" or c.isprintable() or c.isspace() and ord(c) > 0x1F and ord(c) != 0x85
+        c if c in "\n\t" or c.isprintable() or (c.isspace() and ord(c) > 0x1F and ord(c) != 0x85)
         else chr(0x2400 + ord(c)) if ord(c) < 0x20 else "␡" if ord(c) == 0x7F else "\N{REPLACEMENT CHARACTER}"
         for c in text
     )  # fmt: skip
@@ -239,7 +247,9 @@ def origin(x: Run | Record) -> dict[str, Any]:
 
 def recipes(runs: Sequence[Run]) -> Table | None:
     """The options of the runs side by side, those that differ first."""
-    flat = [{k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs]
+    flat = [
+        {k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs
+    ]
     keys = list(dict.fromkeys(k for options in flat for k in options))
     if not keys:
         return None

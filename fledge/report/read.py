@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,14 @@ class Material:
 
 
 def read(paths: Sequence[str | Path]) -> Material:
-    """Reads directories of runs and JSON files of evaluations. Raises ValueError or OSError, with the path, for anything
-    else, and if there is nothing to report yet."""
+    """Reads directories of runs and JSON files of evaluations. Raises ValueError or OSError, with the path, for
+    anything else, and if there is nothing to report yet."""
     runs, records, notes = [], [], []
     for path in dict.fromkeys(map(Path, paths)):
         if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist; give the directory of a run or a file of fledge eval --out")
+            raise FileNotFoundError(
+                f"{path} does not exist; give the directory of a run or a file of fledge eval --out"
+            )
         if path.is_dir() or path.name == "metrics.jsonl":
             runs.append(read_run(path if path.is_dir() else path.parent, notes))
         else:
@@ -91,6 +93,11 @@ def read(paths: Sequence[str | Path]) -> Material:
         raise ValueError(f"{empty} has no steps yet; its report can be drawn after the first step")
     notes += [f"{run.path} has no steps yet." for run in runs if not run.steps]
     return Material(_named([run for run in runs if run.steps]), _labelled(records), notes)
+
+
+def material_of(record: dict[str, Any], source: str | Path) -> Material:
+    """A record, or an object of records by label, that `fledge eval` has just made. `source` names it."""
+    return Material([], _labelled(records_in(record, Path(source))))
 
 
 def read_run(path: Path, notes: list[str]) -> Run:
@@ -109,7 +116,9 @@ def read_run(path: Path, notes: list[str]) -> Run:
             bad += 1
     if bad:
         lines = "line of it is" if bad == 1 else "lines of it are"
-        notes.append(f"{metrics}: {bad} {lines} incomplete and left out. A run that is still training may be writing it.")
+        notes.append(
+            f"{metrics}: {bad} {lines} incomplete and left out. A run that is still training may be writing it."
+        )
     text = _text(recipe) if recipe.exists() else ""
     found = _parsed(_text(path / "summary.json")) if (path / "summary.json").exists() else {}
     return Run(path.resolve().name, path, steps, text, _options(text), found if isinstance(found, dict) else {})
@@ -123,10 +132,15 @@ def read_records(path: Path) -> list[Record]:
         value = json.loads(_text(path))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no record of fledge eval, which is JSON: {e}") from None
-    found = [Record(label, path, fields) for label, fields in _records_in(value, ())]
+    found = records_in(value, path)
     if not found:
         raise ValueError(f"{path} is no record of fledge eval: nothing in it has τ (tau) and α (alpha)")
     return found
+
+
+def records_in(value: Any, source: Path) -> list[Record]:
+    """The records in a parsed file, each with the names on the way to it as its label."""
+    return [Record(label, source, fields) for label, fields in _records_in(value, ())]
 
 
 def number(value: Any) -> float | None:
@@ -151,7 +165,9 @@ def _is_request(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(number(value.get(k)) is not None for k in keys)
-        and all(isinstance(value.get(k), list) and len(numbers(value[k])) == len(value[k]) for k in ("reached", "passed"))
+        and all(
+            isinstance(value.get(k), list) and len(numbers(value[k])) == len(value[k]) for k in ("reached", "passed")
+        )
         and len(value["reached"]) == len(value["passed"])
     )
 
@@ -213,13 +229,3 @@ def _distinct(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def shared_words(labels: Mapping[str, Any] | Sequence[str]) -> int:
-    """The length of the beginning that all labels share, up to a path separator or a space."""
-    labels = list(labels)
-    if len(labels) < 2:
-        return 0
-    shortest = min(map(len, labels))
-    end = next((i for i in range(shortest) if len({label[i] for label in labels}) > 1), shortest)
-    return max((labels[0].rfind(sign, 0, end) + 1 for sign in "/ "), default=0)

@@ -79,7 +79,9 @@ def acceptance(runs: Sequence[Run]) -> Figure:
     """Acceptance by position: all positions of one run, or the first position of several."""
     data = {run.name: run.columns("accept") for run in runs}
     if not any(rows for _, rows in data.values()):
-        return Figure("acceptance", "Acceptance by position over training", missing=f"It needs `accept`; {OLDER}.")
+        return Figure(
+            "acceptance", "Acceptance by position over training", missing=f"It needs the acceptance of steps; {OLDER}."
+        )
 
     def plot(axes) -> None:
         for i, (name, (steps, rows)) in enumerate(data.items()):
@@ -92,7 +94,7 @@ def acceptance(runs: Sequence[Run]) -> Figure:
         axes.set_ylim(0, 1)
         legend(axes, len(axes.lines))
 
-    name, (_, rows) = next((name, found) for name, found in data.items() if found[1])
+    _, (_, rows) = next((name, found) for name, found in data.items() if found[1])
     title = "Acceptance of the first drafted token over training"
     if len(runs) == 1:
         last = [smoothed([row[k] for row in rows])[-1] for k in (0, len(rows[0]) - 1)]
@@ -147,7 +149,9 @@ def step_parts(runs: Sequence[Run]) -> Figure:
     """The mean time of a step by part."""
     means = {run.name: found for run in runs if (found := _mean_parts(run))}
     if not means:
-        return Figure("step-parts", "Time of a step by part", missing=f"It needs the `parts` of steps; {OLDER}.")
+        return Figure(
+            "step-parts", "Time of a step by part", missing=f"It needs the seconds of steps by part; {OLDER}."
+        )
     title = "Time of a step by part"
     if len(means) == 1:
         found = next(iter(means.values()))
@@ -155,12 +159,12 @@ def step_parts(runs: Sequence[Run]) -> Figure:
         title = f"{found[largest] / max(sum(found.values()), 1e-12):.0%} of a step's time goes to: {PARTS[largest]}"
 
     def plot(axes) -> None:
-        _stacked(axes, {name: {PARTS[k]: 1e3 * v for k, v in found.items()} for name, found in means.items()})
+        stacked_bars(axes, {name: {PARTS[k]: 1e3 * v for k, v in found.items()} for name, found in means.items()})
         axes.set_xlabel("milliseconds per step")
 
     rows = [[name, PARTS[k], shown(1e3 * v, 2)] for name, found in means.items() for k, v in found.items()]
     caption = (
-        "Mean over all steps, of the first process. Saving and measuring τ happen in few steps and are spread over all. "
+        "Mean over all steps, of the first process. Saving and measuring τ, in few steps, are spread over all. "
         "Much waiting for data: more --data-workers or a faster disk. Mostly target: store its hidden states once "
         "(fledge features)."
     )
@@ -215,16 +219,15 @@ def _lines(
     return Figure(name, title, caption, svg, Table(("run", "of", "step", "value"), rows))
 
 
-def _stacked(axes, bars: dict[str, dict[str, float]]) -> None:
+def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:
     """Horizontal bars, one a name, stacked from the parts by label."""
     parts = list(dict.fromkeys(part for found in bars.values() for part in found))
     left = dict.fromkeys(bars, 0.0)
     for i, part in enumerate(parts):
         widths = [found.get(part, 0.0) for found in bars.values()]
         axes.barh(
-            range(len(bars)), widths, left=[*left.values()], height=0.6, color=SERIES[i % len(SERIES)], label=part,
-            hatch=(None, "////", "....", "\\\\\\\\")[i % 4], edgecolor="#020202", linewidth=0,
-        )  # fmt: skip
+            range(len(bars)), widths, left=[*left.values()], height=0.6, color=SERIES[i % len(SERIES)], label=part
+        )
         left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
     bars_from_left(axes, list(bars))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
@@ -268,5 +271,3 @@ def _moved(first: float, last: float) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
-
-

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
-from fledge.jobs.report import NAME, draw_beside
+from fledge.jobs.report import report_run
 from fledge.jobs.training.loggers import make_logger
 from fledge.jobs.training.probe import Attach
 from fledge.jobs.training.recipe import Recipe
@@ -73,7 +73,7 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     result = f"trained in {state.seconds:.0f} s" if metrics else "this run was already finished"
     say(f"{result}; the draft is {run.directory.draft}{_best_step_note(state, run.schedule)}")
     if run.ranks.leads:
-        draw_beside(run.directory.path, run.directory.path / NAME, say)
+        report_run(run.directory.path, say)
     return metrics
 
 
