@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, legend, style
+from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, legend, shortened, style
 from fledge.report.figure import Figure, Table, shown, spanned
 from fledge.report.read import Record, mapping, number, numbers
 from fledge.report.training import stacked_bars
@@ -77,7 +77,7 @@ def speedups(records: Sequence[Record]) -> Figure:
         "Tokens per second with the draft over those without it, in the same run. Left of the line at 1, decoding "
         "is faster without the draft. {}"
     )
-    ordered = sorted(records, key=lambda r: str(r.fields.get("prompt_set", "")))
+    ordered = sorted(records, key=prompt_set)
     return _dots("speedup", "Speedup", "speedup", "times as fast as without a draft", caption, ordered)
 
 
@@ -151,7 +151,7 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
         axes.margins(x=0.12)
         axes.set_xlabel(axis)
 
-    rows = [[r.label, str(r.fields.get("prompt_set", "–")), spanned(y, span)] for r, y, span in found]
+    rows = [[r.label, prompt_set(r) or "–", spanned(y, span)] for r, y, span in found]
     says = f"{INTERVALS}." if any(span for *_, span in found) else f"Intervals need the sums of each request; {OLDER}."
     svg = drawing(name, plot, height=1.1 + 0.46 * len(found))
     return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
@@ -168,8 +168,14 @@ def interval(record: Record, key: str) -> tuple[float, float] | None:
 
 
 def _row_label(record: Record) -> str:
-    prompts = record.fields.get("prompt_set")
-    return record.label if not isinstance(prompts, str) or prompts in record.label else f"{record.label} · {prompts}"
+    prompts = prompt_set(record)
+    return record.label if prompts in record.label else f"{record.label} · {prompts}"
+
+
+def prompt_set(record: Record) -> str:
+    """The name of a record's prompts; empty if it is not recorded."""
+    name = record.fields.get("prompt_set")
+    return name if isinstance(name, str) else ""
 
 
 def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: str) -> Figure:
@@ -200,9 +206,9 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
             axes.set_xlabel(axis)
             axes.set_title(label)
         both[1].axhline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
-        legend(both[0], 0)
         if len(groups) > 1:
-            both[0].figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper left", ncols=1)
+            handles, labels = both[0].get_legend_handles_labels()
+            both[0].figure.legend(handles, [shortened(x, 80) for x in labels], loc="outside upper left", ncols=1)
 
     rows = [
         [g, f"{r.number(key):.0f}", spanned(r.number("tau"), interval(r, "tau")),
@@ -221,7 +227,7 @@ def _without(record: Record, key: str) -> str:
     """What a record has besides `key`: a label for the records that only differ in it."""
     words = f"{'depth' if key == 'depth' else ''} {record.number(key):.0f} {'nodes' if key == 'nodes' else ''}".strip()
     fields = record.fields
-    prompts = fields.get("prompt_set") or ""
+    prompts = prompt_set(record)
     label = record.label.replace(words, "").replace("  ", " ").strip(" :")
     more = [f"{k} {fields[k]}" for k in ("depth", "nodes", "batch") if k != key and number(fields.get(k)) is not None]
-    return " ".join([label, *([str(prompts)] if prompts not in label else []), *(m for m in more if m not in label)])
+    return " ".join([label, *([prompts] if prompts not in label else []), *(m for m in more if m not in label)])

@@ -70,7 +70,10 @@ def legend(axes: Axes, entries: int) -> None:
     """A legend above the axes, where it hides nothing."""
     if entries > 1:
         columns = 2 if entries > 3 else entries
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.6)
+        handles, labels = axes.get_legend_handles_labels()
+        labels = [shortened(label, 74 // columns) for label in labels]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": columns}
+        axes.legend(handles, labels, **place, borderaxespad=0.2, handlelength=2.6)
 
 
 def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:

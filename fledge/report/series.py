@@ -11,7 +11,7 @@ POINTS = 600  # of a line on the page; more cannot be told apart
 
 def smoothing_window(steps: int) -> int:
     """The number of steps that a smoothed line is the mean of."""
-    return max(1, steps // 40)
+    return max(1, steps // 20)
 
 
 def smoothed(y: Sequence[float]) -> list[float]:

@@ -13,6 +13,7 @@ PARTS = {
     "data": "waiting for data", "target": "target", "draft": "draft", "optimizer": "optimizer", "save": "saving",
     "eval": "measuring τ",
 }  # fmt: skip
+SHARES = ("supervised_share", "filled")  # drawn from 0 to 1
 OLDER = "runs of earlier versions have not recorded it"
 
 
@@ -67,7 +68,7 @@ def tau(runs: Sequence[Run]) -> Figure:
         rows += [[run.name, "simulated", *row] for row in _sampled(*run.series(keys[run.name]), 3)]
         rows += [[run.name, "decoded", *row] for row in _sampled(*run.series("eval_tau"), 3)]
     caption = (
-        f"1 means that no drafted token is accepted. Line: simulated on the training rows. {_smoothing(runs)} Markers: "
+        f"1 means that no drafted token is accepted. Line: simulated on the training rows. {_smoothing(runs, faint=False)} Markers: "
         "decoded on held-out prompts, which is what counts. Decoded far below simulated means that the target's own "
         "text differs from the training data: train on answers of the target (fledge regenerate)."
     )
@@ -101,7 +102,7 @@ def acceptance(runs: Sequence[Run]) -> Figure:
         title = f"α of the first drafted token ends at {last[0]:.2f}"
         title += f", of position {len(rows[0])} at {last[1]:.2f}" if len(rows[0]) > 1 else ""
     caption = (
-        f"How much of the target's distribution the draft covers at each drafted token. {_smoothing(runs)} "
+        f"How much of the target's distribution the draft covers at each drafted token. {_smoothing(runs, faint=False)} "
         + ("Positions go from dark to light. " if len(runs) == 1 else "The table has the later positions. ")
         + "It falls with the position, since the draft continues from its own tokens; a steep fall asks for training "
         "with more --depth."
@@ -206,6 +207,8 @@ def _lines(
                 # an average would show a learning rate that was never used
                 axes.plot(*thinned(x, y if key in ("lr", "peak_gib") else smoothed(y)), label=run.name, **style(i))
             axes.set_ylabel(label)
+            if key in SHARES:
+                axes.set_ylim(0, 1.05)
         all_axes[-1].set_xlabel("step")
         legend(all_axes[0], len(runs))
 
@@ -257,11 +260,11 @@ def _sampled(x: Sequence[int], y: Sequence[float], digits: int) -> list[list[str
     return [[f"{x[i]:,}", shown(y[i], digits)] for i in sampled_rows(len(x), 20)]
 
 
-def _smoothing(runs: Sequence[Run]) -> str:
+def _smoothing(runs: Sequence[Run], *, faint: bool = True) -> str:
     windows = sorted({smoothing_window(len(run.steps)) for run in runs})
     span = f"{windows[0]:,}" if len(windows) == 1 else f"{windows[0]:,} to {windows[-1]:,}"
-    faint = "; the thin line behind it is each step's value" if len(runs) == 1 else ""
-    return f"Lines are means over {span} steps{faint}." if windows[-1] > 1 else ""
+    behind = "; the thin line behind it is each step's value" if faint and len(runs) == 1 else ""
+    return f"Lines are means over {span} steps{behind}." if windows[-1] > 1 else ""
 
 
 def _moved(first: float, last: float) -> str:
