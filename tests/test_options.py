@@ -18,6 +18,7 @@ from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, flag_of, option_fields
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.types import Sampling
@@ -25,7 +26,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions,
+    "check": CheckOptions, "report": ReportOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -128,11 +129,13 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "eval/endpoint.py": ("eval",),
     "eval/prompt_sets.py": ("eval",),
     "data/dataset.py": ("train",),
+    "report/training.py": ("train",),
+    "report/decoding.py": ("eval",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/vocab.py": ("train",),
-    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve")),  # which load no target
+    "targets/loading.py": tuple(c for c in OPTIONS if c not in ("export", "serve", "report")),  # which load no target
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }

@@ -68,9 +68,10 @@ def tau(runs: Sequence[Run]) -> Figure:
         rows += [[run.name, "simulated", *row] for row in _sampled(*run.series(keys[run.name]), 3)]
         rows += [[run.name, "decoded", *row] for row in _sampled(*run.series("eval_tau"), 3)]
     caption = (
-        f"1 means that no drafted token is accepted. Line: simulated on the training rows. "
-        f"{_smoothing(runs, faint=False)} Markers: decoded on held-out prompts, which is what counts. Decoded far below simulated means that the target's own "
-        "text differs from the training data: train on answers of the target (fledge regenerate)."
+        "1 means that no drafted token is accepted. Line: simulated on the training rows. "
+        f"{_smoothing(runs, faint=False)} Markers: decoded on held-out prompts, which is what counts. Decoded far below "
+        "simulated means that the target's own text differs from the training data: train on answers of the target "
+        "(fledge regenerate)."
     )
     height = 3.1 + 0.16 * len(runs)
     return Figure("tau", title, caption, drawing("tau", plot, height=height), Table(("run", "kind", "step", "τ"), rows))
@@ -102,7 +103,7 @@ def acceptance(runs: Sequence[Run]) -> Figure:
         title = f"α of the first drafted token ends at {last[0]:.2f}"
         title += f", of position {len(rows[0])} at {last[1]:.2f}" if len(rows[0]) > 1 else ""
     caption = (
-        f"How much of the target's distribution the draft covers at each drafted token. "
+        "How much of the target's distribution the draft covers at each drafted token. "
         + f"{_smoothing(runs, faint=False)} "
         + ("Positions go from dark to light. " if len(runs) == 1 else "The table has the later positions. ")
         + "It falls with the position, since the draft continues from its own tokens; a steep fall asks for training "
