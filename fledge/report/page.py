@@ -34,7 +34,7 @@ def check_report_path(path: str | Path, flag: str) -> Path:
 
 def write_report(material: Material, out: str | Path) -> None:
     """Writes the report of what was read. Raises ValueError if another file is at `out`."""
-    out = check_report_path(out, "--out")
+    out = check_report_path(out, "the report")
     page = render(material)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, page)

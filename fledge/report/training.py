@@ -69,9 +69,9 @@ def tau(runs: Sequence[Run]) -> Figure:
         rows += [[run.name, "decoded", *row] for row in _sampled(*run.series("eval_tau"), 3)]
     caption = (
         "1 means that no drafted token is accepted. Line: simulated on the training rows. "
-        f"{_smoothing(runs, faint=False)} Markers: decoded on held-out prompts, which is what counts. Decoded far below "
-        "simulated means that the target's own text differs from the training data: train on answers of the target "
-        "(fledge regenerate)."
+        f"{_smoothing(runs, faint=False)} Markers: decoded on held-out prompts, which is what counts. Decoded far "
+        "below simulated means that the target's own text differs from the training data: train on answers of the "
+        "target (fledge regenerate)."
     )
     height = 3.1 + 0.16 * len(runs)
     return Figure("tau", title, caption, drawing("tau", plot, height=height), Table(("run", "kind", "step", "τ"), rows))
