@@ -156,7 +156,7 @@ def step_parts(runs: Sequence[Run]) -> Figure:
             "step-parts", "Time of a step by part", missing=f"It needs the seconds of steps by part; {OLDER}."
         )
     title = "Time of a step by part"
-    if len(means) == 1:
+    if len(runs) == len(means) == 1:
         found = next(iter(means.values()))
         largest = max(found, key=found.__getitem__)
         title = f"{found[largest] / max(sum(found.values()), 1e-12):.0%} of a step's time goes to: {PARTS[largest]}"
