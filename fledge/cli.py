@@ -31,6 +31,7 @@ from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.targets.progress import show_loading
@@ -184,7 +185,16 @@ def evaluate(options: EvalOptions) -> None:
 
     from fledge.jobs.evaluate import refuse_changed_output
 
-    refuse_changed_output(run(options, _display(quiet=options.json), show))
+    if options.report:
+        from fledge.report.page import check_report_path
+
+        check_report_path(options.report, "--report")
+    record = run(options, _display(quiet=options.json), show)
+    if options.report:
+        from fledge.jobs.report import report_record
+
+        report_record(record, options.report)
+    refuse_changed_output(record)
 
 
 @_command("regenerate", RegenerateOptions)
@@ -229,6 +239,13 @@ def check(options: CheckOptions) -> None:
         print_report(report, ResultPrinter())
     if report.findings:
         raise typer.Exit(1)
+
+
+@_command("report", ReportOptions)
+def report(options: ReportOptions) -> None:
+    from fledge.jobs.report import run
+
+    run(options, ResultPrinter().print)
 
 
 @_command("export", ExportOptions)

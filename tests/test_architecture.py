@@ -18,6 +18,7 @@ GROUPS = (
     {"features"},
     {"train", "decode", "engines"},
     {"eval", "demo"},
+    {"report"},
     {"jobs"},
     {"cli", "__init__", "__main__"},
 )

@@ -22,6 +22,7 @@ from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, flag_of, option_fields
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
+from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.types import Sampling
@@ -30,6 +31,7 @@ OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
     "check": CheckOptions, "card": CardOptions, "push": PushOptions, "chat": ChatOptions, "demo": DemoOptions,
+    "report": ReportOptions,
 }  # fmt: skip
 SOME = {
     "generate": ["--target", "t"], "train": ["--target", "t", "--data", "d"],
@@ -137,13 +139,15 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "eval/prompts.py": ("eval",),
     "data/dataset.py": ("train",),
     **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
+    "report/training.py": ("train",),
+    "report/decoding.py": ("eval",),
     "features/budget.py": ("features",),
     "features/source.py": ("train",),
     **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target
-    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "card", "push")),
+    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "card", "push", "report")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
+from fledge.jobs.report import report_run
 from fledge.jobs.training.loggers import make_logger
 from fledge.jobs.training.probe import Attach
 from fledge.jobs.training.recipe import Recipe
@@ -71,6 +72,8 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
         raise KeyboardInterrupt
     result = f"trained in {state.seconds:.0f} s" if metrics else "this run was already finished"
     say(f"{result}; the draft is {run.directory.draft}{_best_step_note(state, run.schedule)}")
+    if run.ranks.leads:
+        report_run(run.directory.path, say)
     return metrics
 
 

@@ -1,0 +1,233 @@
+"""The figures of evaluations by fledge's decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, legend, shortened, style
+from fledge.report.figure import Figure, Table, shown, spanned
+from fledge.report.read import Record, mapping, number, numbers
+from fledge.report.training import stacked_bars
+
+LINES = 10  # records that can be told apart in one figure of lines
+INTERVALS = "Whiskers are 95 % intervals by bootstrap over the requests"
+OLDER = "records of earlier versions have not kept it"
+ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
+
+
+def decoding_figures(records: Sequence[Record]) -> list[Figure]:
+    """All figures of the records."""
+    if not records:
+        return []
+    return [alpha(records), taus(records), speedups(records), depths(records), trees(records), rounds(records)]
+
+
+def alpha(records: Sequence[Record]) -> Figure:
+    """α by position, with intervals where requests are recorded."""
+    from fledge.eval.intervals import alpha_intervals
+
+    found = [(r, numbers(r.fields.get("alpha"))) for r in records]
+    found = [(r, y) for r, y in found if y]
+    title = "Acceptance by position when decoding"
+    if not found:
+        return Figure("alpha", title, missing="It needs rounds in which something was drafted.")
+    intervals = {r.label: alpha_intervals(r.requests) if r.requests else [] for r, _ in found}
+    drawn = found[:LINES]
+    if len(found) == 1:
+        title = f"The first drafted token is accepted in {found[0][1][0]:.0%} of the rounds"
+
+    def plot(axes) -> None:
+        for i, (r, y) in enumerate(drawn):
+            x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in range(len(y))]
+            axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], label=r.label, **style(i))
+            for at, (low, high) in zip(x, intervals[r.label], strict=False):
+                axes.plot([at, at], [low, high], color=SERIES[i % len(SERIES)], linewidth=1.1)
+        axes.set_xlabel("position of the drafted token")
+        axes.set_ylabel("acceptance rate α")
+        axes.set_ylim(0, 1.03)
+        axes.set_xticks(range(1, max(len(y) for _, y in drawn) + 1))
+        legend(axes, len(drawn))
+
+    rows = []
+    for r, y in found:
+        spans = intervals[r.label] if len(intervals[r.label]) == len(y) else [None] * len(y)
+        rows += [[r.label, str(k), spanned(a, span)] for k, (a, span) in enumerate(zip(y, spans, strict=True), 1)]
+    left_out = f" Drawn are the first {LINES} of {len(found)}; the table has all." if len(found) > LINES else ""
+    caption = (
+        "Share of accepted tokens among those drafted after accepted ones. "
+        + (f"{INTERVALS}. " if any(intervals.values()) else f"Intervals need the sums of each request; {OLDER}. ")
+        + "A long whisker at the end means that few rounds came so far: do not read it." + left_out
+    )  # fmt: skip
+    svg = drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
+    return Figure("alpha", title, caption, svg, Table(("record", "position", "α [95 %]"), rows))
+
+
+def taus(records: Sequence[Record]) -> Figure:
+    """τ of each record."""
+    caption = (
+        "Tokens committed per round; at 1, drafting is useless. {} Where intervals are far apart, the difference is "
+        "more than chance on these prompts."
+    )
+    return _dots("tau-decoded", "τ", "tau", "τ, tokens per round", caption, records)
+
+
+def speedups(records: Sequence[Record]) -> Figure:
+    """The speedup of each record, those of a prompt set together."""
+    caption = (
+        "Tokens per second with the draft over those without it, in the same run. Left of the line at 1, decoding "
+        "is faster without the draft. {}"
+    )
+    ordered = sorted(records, key=prompt_set)
+    return _dots("speedup", "Speedup", "speedup", "times as fast as without a draft", caption, ordered)
+
+
+def depths(records: Sequence[Record]) -> Figure:
+    """τ and speedup against depth."""
+    return _sweep(
+        records, "depth-sweep", "depth", "depth, drafted tokens",
+        "fledge eval with --depth several times (--depth 1 --depth 3 --depth 5)",
+    )  # fmt: skip
+
+
+def trees(records: Sequence[Record]) -> Figure:
+    """τ and speedup against the size of the tree."""
+    return _sweep(
+        records, "tree-sweep", "nodes", "nodes of the tree",
+        "fledge eval --draft-mode tree with --tree-nodes several times (--tree-nodes 8 --tree-nodes 30)",
+    )  # fmt: skip
+
+
+def rounds(records: Sequence[Record]) -> Figure:
+    """The parts of a round beside a token without a draft."""
+    title = "Time of a round by part"
+    splits = {r.label: mapping(r.fields.get("round")) for r in records}
+    keys = (*ROUND, "vanilla_token_ms")
+    splits = {k: v for k, v in splits.items() if all(number(v.get(key)) is not None for key in keys)}
+    if not splits:
+        return Figure("round", title, missing="It needs a record of --batch 1; in a batch, requests share their time.")
+    if len(splits) == 1:
+        (split,) = splits.values()
+        total = sum(split[k] for k in ROUND)
+        title = f"A round takes as long as {total / max(split['vanilla_token_ms'], 1e-9):.2f} tokens without a draft"
+
+    def plot(axes) -> None:
+        stacked_bars(axes, {k: {part: max(v[key], 0.0) for key, part in ROUND.items()} for k, v in splits.items()})
+        for i, split in enumerate(splits.values()):
+            axes.plot([split["vanilla_token_ms"]] * 2, [i - 0.42, i + 0.42], color=INK, linewidth=2.2)
+        axes.plot([], [], color=INK, linewidth=2.2, label="a token without a draft")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
+        axes.set_xlabel("milliseconds")
+
+    rows = [
+        [label, *(shown(split[k], 2) for k in keys), shown(number(split.get("ceiling")))]
+        for label, split in splits.items()
+    ]
+    caption = (
+        "A mean round: drafting, the target's verification, and everything else; the mark is a token without a draft. "
+        "A round pays if it commits more tokens than its bar is longer than the mark. The ceiling in the table is "
+        "the speedup if drafting took only the time to read its weights, and the rest none."
+    )
+    table = Table(("record", "draft ms", "verification ms", "rest ms", "token without ms", "ceiling"), rows)
+    return Figure("round", title, caption, drawing("round", plot, height=1.75 + 0.42 * len(splits)), table)
+
+
+def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[Record]) -> Figure:
+    found = [(r, r.number(key), interval(r, key)) for r in records]
+    found = [(r, y, span) for r, y, span in found if y]
+    title = f"{what} of each record" if len(records) > 1 else what
+    if not found:
+        return Figure(name, title, missing="It needs rounds in which something was drafted.")
+    best = max(found, key=lambda each: each[1])
+    title = f"{what} is {best[1]:.2f}" if len(found) == 1 else f"{what} is highest with {best[0].label}: {best[1]:.2f}"
+
+    def plot(axes) -> None:
+        for i, (_, y, span) in enumerate(found):
+            if span:
+                axes.plot(span, [i, i], color=SERIES[0], linewidth=2)
+            axes.plot([y], [i], color=SERIES[0], marker="o", markersize=7)
+            axes.annotate(f"{y:.2f}", (y, i), (0, 8), textcoords="offset points", ha="center", fontsize=10)
+        axes.axvline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
+        bars_from_left(axes, [_row_label(r) for r, _, _ in found])
+        axes.margins(x=0.12)
+        axes.set_xlabel(axis)
+
+    rows = [[r.label, prompt_set(r) or "–", spanned(y, span)] for r, y, span in found]
+    says = f"{INTERVALS}." if any(span for *_, span in found) else f"Intervals need the sums of each request; {OLDER}."
+    svg = drawing(name, plot, height=1.1 + 0.46 * len(found))
+    return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
+
+
+def interval(record: Record, key: str) -> tuple[float, float] | None:
+    """The interval of `tau` or `speedup`: as recorded, or computed from the requests."""
+    from fledge.eval.intervals import speedup_interval, tau_interval
+
+    if recorded := record.interval(key):
+        return recorded
+    compute = {"tau": tau_interval, "speedup": speedup_interval}[key]
+    return compute(record.requests) if record.requests else None
+
+
+def _row_label(record: Record) -> str:
+    prompts = prompt_set(record)
+    return record.label if prompts in record.label else f"{record.label} · {prompts}"
+
+
+def prompt_set(record: Record) -> str:
+    """The name of a record's prompts; empty if it is not recorded."""
+    name = record.fields.get("prompt_set")
+    return name if isinstance(name, str) else ""
+
+
+def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: str) -> Figure:
+    """τ and speedup against the number `key`, a line for each group of records that differ in nothing else."""
+    groups: dict[str, list[Record]] = {}
+    for r in records:
+        if r.number(key) is not None and r.number("tau"):
+            groups.setdefault(_without(r, key), []).append(r)
+    groups = {g: sorted(rs, key=lambda r: r.number(key)) for g, rs in groups.items()}
+    groups = {g: rs for g, rs in groups.items() if len({r.number(key) for r in rs}) > 1}
+    title = f"τ and speedup against {'depth' if key == 'depth' else 'tree size'}"
+    if not groups:
+        return Figure(name, title, missing=f"It needs records that differ in it: {command}.")
+    if len(groups) == 1:
+        best = max((r for rs in groups.values() for r in rs), key=lambda r: r.number("speedup") or 0)
+        title = f"{'Depth' if key == 'depth' else 'A tree of'} {best.number(key):.0f}" + " nodes" * (key == "nodes")
+        title += f" is fastest, at {shown(best.number('speedup'))} times"
+
+    def plot(*both) -> None:
+        for axes, (of, label) in zip(both, (("tau", "τ"), ("speedup", "speedup")), strict=True):
+            for i, (group, rs) in enumerate(groups.items()):
+                rs = [r for r in rs if r.number(of) is not None]
+                x = [r.number(key) for r in rs]
+                axes.plot(x, [r.number(of) for r in rs], marker=MARKERS[i % len(MARKERS)], label=group, **style(i))
+                for r in rs:
+                    if span := interval(r, of):
+                        axes.plot([r.number(key)] * 2, span, color=SERIES[i % len(SERIES)], linewidth=1.1)
+            axes.set_xlabel(axis)
+            axes.set_title(label)
+        both[1].axhline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
+        if len(groups) > 1:
+            handles, labels = both[0].get_legend_handles_labels()
+            both[0].figure.legend(handles, [shortened(x, 80) for x in labels], loc="outside upper left", ncols=1)
+
+    rows = [
+        [g, f"{r.number(key):.0f}", spanned(r.number("tau"), interval(r, "tau")),
+         spanned(r.number("speedup"), interval(r, "speedup"))]
+        for g, rs in groups.items() for r in rs
+    ]  # fmt: skip
+    caption = (
+        f"τ grows as more is drafted, and each round takes longer: the best setting is where the speedup is highest. "
+        f"{INTERVALS}; settings with overlapping whiskers are equal for practical purposes."
+    )
+    svg = drawing(name, plot, panels=2, side_by_side=True, height=3.0 + 0.2 * (len(groups) > 1) * len(groups))
+    return Figure(name, title, caption, svg, Table(("records", axis, "τ [95 %]", "speedup [95 %]"), rows))
+
+
+def _without(record: Record, key: str) -> str:
+    """What a record has besides `key`: a label for the records that only differ in it."""
+    words = f"{'depth' if key == 'depth' else ''} {record.number(key):.0f} {'nodes' if key == 'nodes' else ''}".strip()
+    fields = record.fields
+    prompts = prompt_set(record)
+    label = record.label.replace(words, "").replace("  ", " ").strip(" :")
+    more = [f"{k} {fields[k]}" for k in ("depth", "nodes", "batch") if k != key and number(fields.get(k)) is not None]
+    return " ".join([label, *([prompts] if prompts not in label else []), *(m for m in more if m not in label)])

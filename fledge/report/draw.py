@@ -1,0 +1,101 @@
+"""Drawing with matplotlib: SVG for the page, in colours that the page's style sheet defines.
+
+matplotlib draws in placeholder colours, which are then replaced by CSS variables, so that one drawing serves the light
+and the dark page. Text stays text. The same data give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#010101", "#020202", "#030303"
+SERIES = tuple(f"#0401{i:02x}" for i in range(1, 7))  # lines that are told apart
+DEPTHS = tuple(f"#0501{i:02x}" for i in range(1, 7))  # positions, from the first to the last: one scale
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+MARKERS = "osD^vPX"
+WIDTH = 6.6  # inches, of 72 CSS pixels
+
+_VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"}
+_VARIABLES |= {c: f"s{i}" for i, c in enumerate(SERIES, 1)} | {c: f"d{i}" for i, c in enumerate(DEPTHS, 1)}
+_PLACEHOLDER = re.compile("|".join(_VARIABLES))
+
+_STYLE = {
+    "svg.hashsalt": "fledge", "svg.fonttype": "none", "font.size": 11,
+    "axes.titlesize": 11, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "axes.titlecolor": INK, "text.color": INK,
+    "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.8,
+    "xtick.major.size": 0, "ytick.major.size": 0, "axes.labelsize": 10.5, "xtick.labelsize": 10, "ytick.labelsize": 10,
+    "legend.frameon": False, "legend.fontsize": 10, "figure.facecolor": "none", "axes.facecolor": "none",
+    "savefig.facecolor": "none", "axes.unicode_minus": True, "text.parse_math": False, "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+
+def drawing(
+    name: str, plot: Callable[..., None], *, panels: int = 1, height: float = 3.0, side_by_side: bool = False
+) -> str:
+    """The SVG of what `plot` draws into the axes of its panels. `name` makes the ids in it unique on the page."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
+        shape = (1, panels) if side_by_side else (panels, 1)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots(*shape, squeeze=False, sharex=not side_by_side)
+        plot(*axes.flat)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _for_page(out.getvalue(), name)
+
+
+def style(i: int) -> dict[str, Any]:
+    """Colour and dashes of the i-th line; those of the first six differ in colour, and neighbours in dashes too."""
+    return {"color": SERIES[i % len(SERIES)], "linestyle": DASHES[(i // len(SERIES) + i) % len(DASHES)]}
+
+
+def depth_color(k: int, of: int) -> str:
+    """The colour of the k-th of several positions, from 0."""
+    return DEPTHS[round(k * (len(DEPTHS) - 1) / max(of - 1, 1))]
+
+
+def legend(axes: Axes, entries: int) -> None:
+    """A legend above the axes, where it hides nothing."""
+    if entries > 1:
+        columns = 2 if entries > 3 else entries
+        handles, labels = axes.get_legend_handles_labels()
+        labels = [shortened(label, 74 // columns) for label in labels]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": columns}
+        axes.legend(handles, labels, **place, borderaxespad=0.2, handlelength=2.6)
+
+
+def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:
+    """Prepares axes for one horizontal bar or dot a label, the first one on top."""
+    axes.set_yticks(range(len(labels)), [shortened(label) for label in labels])
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", labelcolor=INK)
+
+
+def shortened(label: str, width: int = 34) -> str:
+    """A label that fits beside a drawing: its beginning and its end."""
+    printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in label)
+    keep = width // 2
+    return printable if len(printable) <= width else f"{printable[: keep - 1]}…{printable[-keep:]}"
+
+
+def _for_page(svg: str, name: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 aria-hidden="true"', svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    return _PLACEHOLDER.sub(lambda m: f"var(--{_VARIABLES[m[0]]})", svg)

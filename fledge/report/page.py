@@ -1,0 +1,291 @@
+"""Puts figures on one HTML page that loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fledge.files import check_output_path, replace_text
+from fledge.report.decoding import decoding_figures, interval
+from fledge.report.figure import Table, shown, spanned
+from fledge.report.read import Material, Record, Run, mapping, number
+from fledge.report.training import training_figures
+
+MARK = '<meta name="generator" content="fledge report">'
+FEW = 10  # requests below which a result is a hint
+SHOWN_SAMPLES = 6
+SCALE = 6  # colours of depths
+
+
+def check_report_path(path: str | Path, flag: str) -> Path:
+    """Checks that a report can be written at `path`. Raises ValueError, naming the option `flag`, if it cannot, or if
+    another file than an earlier report is there."""
+    path = check_output_path(path, flag)
+    if path.exists() and path.stat().st_size:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if MARK not in file.read(2000):
+                raise ValueError(
+                    f"{flag} {path} exists and is no report of fledge, so it is not replaced; choose another"
+                )
+    return path
+
+
+def write_report(material: Material, out: str | Path) -> None:
+    """Writes the report of what was read. Raises ValueError if another file is at `out`."""
+    out = check_report_path(out, "the report")
+    page = render(material)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, page)
+
+
+def render(material: Material) -> str:
+    """The page as HTML."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("fledge.report", "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["svg"] = Markup  # our own drawings, whose texts matplotlib has escaped
+    own = [r for r in material.records if not r.served]
+    return environment.get_template("report.html").render(
+        mark=Markup(MARK),
+        title=title(material),
+        headline=[headline(r) for r in own],
+        training_line=training_line(material.runs),
+        notes=material.notes,
+        warnings=[*few_requests(own), *(w for r in own for w in warnings(r))],
+        decoding=decoding_figures(own),
+        training=training_figures(material.runs),
+        results=results(own),
+        served=served([r for r in material.records if r.served]),
+        samples=samples(own),
+        vocabulary=[v for run in material.runs if (v := vocabulary(run))],
+        runs=material.runs,
+        origins=[origin(x) for x in (*material.runs, *_one_per_source(material.records))],
+        recipes=recipes(material.runs),
+        scale=SCALE,
+    )
+
+
+def title(material: Material) -> str:
+    """What the page is about."""
+    targets = {str(x) for run in material.runs if (x := run.summary.get("target") or run.recipe.get("target"))}
+    targets |= {str(x) for r in material.records if (x := r.fields.get("target"))}
+    names = {Path(t).name for t in targets}
+    about = f"Drafts for {names.pop()}" if len(names) == 1 else "Drafts"
+    return about if len(material.runs) + len(material.records) > 1 else about.replace("Drafts", "A draft", 1)
+
+
+def headline(r: Record) -> dict[str, Any]:
+    """The main figures of a record, as text."""
+    speed, tau = r.number("speedup"), r.number("tau")
+    return {
+        "label": r.label,
+        "speedup": shown(speed) + "×" * (speed is not None),
+        "speedup_span": _span(interval(r, "speedup"), "×"),
+        "tau": shown(tau or None),
+        "tau_span": _span(interval(r, "tau")),
+        "identical": identical(r),
+        "differs": bool(r.number("different")),
+        "what": measured(r),
+    }
+
+
+def identical(r: Record) -> str:
+    """How many outputs are those without the draft."""
+    same, prompts = r.number("identical"), r.number("prompts")
+    return "not compared" if same is None or prompts is None else f"{same:.0f} of {prompts:.0f}"
+
+
+def measured(r: Record) -> str:
+    """How a record was measured, in a line."""
+    f, environment = r.fields, mapping(r.fields.get("environment"))
+    temperature = number(mapping(f.get("sampling")).get("temperature"))
+    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}" if temperature is not None else ""
+    prompts, new = r.number("prompts"), r.number("max_new_tokens")
+    parts = [
+        f"{prompts:.0f} answers" if prompts is not None else "",
+        f"of up to {new:.0f} tokens" if new is not None else "",
+        f"to {f['prompt_set']}" if isinstance(f.get("prompt_set"), str) else "",
+    ]
+    drafting = " ".join(str(f[k]) for k in ("mode",) if k in f) + (f" of depth {f['depth']}" if "depth" in f else "")
+    where = " ".join(str(environment[k]) for k in ("device", "dtype") if k in environment)
+    return ", ".join(x for x in (" ".join(p for p in parts if p), kind, drafting.strip(), where) if x)
+
+
+def warnings(r: Record) -> list[str]:
+    """What makes the figures of a record doubtful."""
+    found = []
+    if different := r.number("different"):
+        found.append(
+            f"{r.label}: {different:.0f} outputs differ from those without the draft by more than rounding noise. "
+            "Decoding is not lossless here; please report it."
+        )
+    if (stopped := r.number("stopped")) is not None:
+        found.append(f"{r.label}: interrupted, with {shown(r.number('prompts'), 0)} of {stopped:.0f} answers.")
+    tau, speed = r.number("tau"), r.number("speedup")
+    if tau and speed and r.number("batch") == 1 and speed > tau:
+        found.append(f"{r.label}: a speedup above τ is not possible; something else slowed the baseline down.")
+    if (ratio := r.number("baseline_over_transformers")) is not None and ratio < 0.95:
+        found.append(
+            f"{r.label}: decoding without a draft is slower than transformers' own, so the speedup is too high."
+        )
+    return found
+
+
+def few_requests(records: Sequence[Record]) -> list[str]:
+    """A warning that names the records of few requests, if there are any."""
+    counts = [(r, len(r.requests) or r.number("prompts")) for r in records]
+    few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
+    named = ", ".join(few)
+    return [f"Few requests, so that these figures are a hint and their intervals too narrow: {named}."] if few else []
+
+
+def training_line(runs: Sequence[Run]) -> list[str]:
+    """A sentence on each run."""
+    lines = []
+    for run in runs:
+        steps, seconds = run.steps[-1]["step"], sum(number(s.get("seconds")) or 0 for s in run.steps)
+        planned = number(mapping(run.recipe.get("settled")).get("steps")) or number(run.recipe.get("steps"))
+        of = f" of {planned:,.0f}: still training, or stopped" if planned and planned > steps else ""
+        decoded = run.series("eval_tau")[1]
+        last = f"; highest decoded τ {max(decoded):.2f}" if decoded else ""
+        lines.append(f"{run.name}: {steps:,} steps{of}, {seconds / 60:,.1f} minutes of training{last}.")
+    return lines
+
+
+def results(records: Sequence[Record]) -> Table | None:
+    """All records in a table."""
+    if not records:
+        return None
+    rows = []
+    for r in records:
+        amounts = [r.fields.get("mode"), r.fields.get("depth"), r.fields.get("nodes")]
+        rows.append([
+            r.label, " ".join(str(x) for x in amounts if x is not None), spanned(r.number("tau"), interval(r, "tau")),
+            shown(r.number("baseline_tokens_per_s"), 0), shown(r.number("tokens_per_s"), 0),
+            spanned(r.number("speedup"), interval(r, "speedup")), identical(r),
+        ])  # fmt: skip
+    return Table(
+        ("record", "drafting", "τ [95 %]", "tokens/s alone", "with draft", "speedup [95 %]", "identical"), rows
+    )
+
+
+def served(records: Sequence[Record]) -> Table | None:
+    """The records of servers in a table."""
+    rows = []
+    for r in records:
+        own, first, later = (mapping(r.fields.get(k)) for k in ("own", "ttft_ms", "itl_ms"))
+        server = mapping(r.fields.get("server"))
+        rows.append([
+            r.label, " ".join(str(server[k]) for k in ("engine", "version") if server.get(k)) or "–",
+            shown(r.number("concurrency"), 0), shown(r.number("tau")), shown(number(own.get("tau"))),
+            shown(r.number("tokens_per_s"), 0), shown(r.number("speedup")),
+            shown(number(first.get("median")), 1), shown(number(later.get("median")), 2),
+        ])  # fmt: skip
+    columns = (
+        "record", "server", "in flight", "τ", "τ of fledge", "tokens/s", "speedup", "first token ms", "later ms"
+    )  # fmt: skip
+    return Table(columns, rows) if rows else None
+
+
+def samples(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Answers in pieces with their proposer: one of each record in turn."""
+    found = [(r, s) for r in records for s in _samples_of(r)]
+    rank = {id(s): i for r in records for i, s in enumerate(_samples_of(r))}
+    found.sort(key=lambda each: rank[id(each[1])])
+    return [
+        {"label": r.label, "prompt": printable(s["prompt"]), "drafted": _drafted_share(s["pieces"]),
+         "pieces": [(printable(text), by) for text, by in s["pieces"]]}
+        for r, s in found[:SHOWN_SAMPLES]
+    ]  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """The text with a visible symbol for each control character but newline and tab, and for those that change the
+    direction of text."""
+    return "".join(
+        c if c in "\n\t" or c.isprintable() or (c.isspace() and ord(c) > 0x1F and ord(c) != 0x85)
+        else chr(0x2400 + ord(c)) if ord(c) < 0x20 else "␡" if ord(c) == 0x7F else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )  # fmt: skip
+
+
+def vocabulary(run: Run) -> dict[str, Any] | None:
+    """The coverage of a run's draft vocabulary, and the words that it lacks."""
+    v = mapping(run.summary.get("vocabulary"))
+    coverage = number(v.get("coverage"))
+    if coverage is None:
+        return None
+    missing = v.get("missing")
+    words = [
+        (printable(str(m["text"])).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣"), f"{count:,.0f}")
+        for m in (missing if isinstance(missing, list) else ())
+        if isinstance(m, dict) and "text" in m and (count := number(m.get("count"))) is not None
+    ]
+    size, target_size = number(v.get("size")), number(v.get("target_size"))
+    return {"run": run.name, "coverage": coverage, "words": words, "size": shown(size, 0), "of": shown(target_size, 0)}
+
+
+def origin(x: Run | Record) -> dict[str, Any]:
+    """Command, versions and machine of a run or a record."""
+    fields = x.summary if isinstance(x, Run) else x.fields
+    command = fields.get("command")
+    facts = {**mapping(fields.get("environment")), **mapping(fields.get("versions"))}
+    if isinstance(x, Run):
+        facts |= {"fledge": x.recipe["fledge_version"]} if "fledge_version" in x.recipe else {}
+    elif "fledge" in fields:
+        facts["fledge"] = fields["fledge"]
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    facts = {k: str(v) for k, v in facts.items() if v is not None}
+    return {"name": x.name if isinstance(x, Run) else x.source.name, "command": shlex.join(words), "facts": facts}
+
+
+def recipes(runs: Sequence[Run]) -> Table | None:
+    """The options of the runs side by side, those that differ first."""
+    flat = [
+        {k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs
+    ]
+    keys = list(dict.fromkeys(k for options in flat for k in options))
+    if not keys:
+        return None
+    rows = [[str(k), *(_option(options.get(k)) for options in flat)] for k in keys]
+    if len(runs) > 1:
+        rows = [[("≠ " if len(set(row[1:])) > 1 else "") + row[0], *row[1:]] for row in rows]
+        rows.sort(key=lambda row: not row[0].startswith("≠"))
+    return Table(("option", *(run.name for run in runs)), rows)
+
+
+def _option(value: Any) -> str:
+    return "–" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _span(found: tuple[float, float] | None, unit: str = "") -> str:
+    return f"{found[0]:.2f} to {found[1]:.2f}{unit}" if found else ""
+
+
+def _one_per_source(records: Sequence[Record]) -> list[Record]:
+    return list({r.source: r for r in reversed(records)}.values())[::-1]
+
+
+def _samples_of(record: Record) -> list[dict[str, Any]]:
+    found = record.fields.get("samples")
+    return [s for s in found if _is_sample(s)] if isinstance(found, list) else []
+
+
+def _is_sample(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        return False
+    pieces = value.get("pieces")
+    return isinstance(pieces, list) and all(
+        isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], int) and p[1] >= 0
+        for p in pieces
+    )
+
+
+def _drafted_share(pieces: Sequence[Sequence[Any]]) -> str:
+    return f"{sum(by > 0 for _, by in pieces) / max(len(pieces), 1):.0%}"

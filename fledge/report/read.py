@@ -1,0 +1,231 @@
+"""Reads what `fledge train` and `fledge eval` have written. Fields that a file lacks, or that have another type, count
+as not recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**28  # a larger JSON file is no record
+REQUIRED = {"tau", "alpha"}  # of every record of an evaluation
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: the metrics of its steps, its options as text and by name, and its summary (maybe empty)."""
+
+    name: str
+    path: Path
+    steps: list[dict[str, Any]]
+    recipe_text: str
+    recipe: dict[str, Any]
+    summary: dict[str, Any]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """The steps that have the number `key`, and these numbers."""
+        found = [(int(s["step"]), number(s.get(key))) for s in self.steps]
+        return [step for step, y in found if y is not None], [y for _, y in found if y is not None]
+
+    def columns(self, key: str) -> tuple[list[int], list[list[float]]]:
+        """The steps that have a list of numbers as `key`, all of the length in the last step, and these lists."""
+        found = [(int(s["step"]), numbers(s.get(key))) for s in self.steps]
+        width = len(found[-1][1]) if found else 0
+        kept = [(step, row) for step, row in found if width and len(row) == width]
+        return [step for step, _ in kept], [row for _, row in kept]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of an evaluation, by fledge's decoder or of a server (`served`), with a label that tells it apart."""
+
+    label: str
+    source: Path
+    fields: dict[str, Any]
+
+    @property
+    def served(self) -> bool:
+        return "endpoint" in self.fields
+
+    def number(self, key: str) -> float | None:
+        return number(self.fields.get(key))
+
+    def interval(self, key: str) -> tuple[float, float] | None:
+        """An interval [low, high], e.g. of `tau`; None if it is not recorded."""
+        found = numbers(self.fields.get(f"{key}_interval"))
+        return (found[0], found[1]) if len(found) == 2 else None
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """The requests; none if they are not recorded or incomplete."""
+        found = self.fields.get("requests")
+        valid = isinstance(found, list) and all(_is_request(r) for r in found)
+        return found if valid else []
+
+
+@dataclass(frozen=True)
+class Material:
+    """All that a report is made of. `notes` say what was left out on reading."""
+
+    runs: list[Run]
+    records: list[Record]
+    notes: list[str] = field(default_factory=list)
+
+
+def read(paths: Sequence[str | Path]) -> Material:
+    """Reads directories of runs and JSON files of evaluations. Raises ValueError or OSError, with the path, for
+    anything else, and if there is nothing to report yet."""
+    runs, records, notes = [], [], []
+    for path in dict.fromkeys(map(Path, paths)):
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} does not exist; give the directory of a run or a file of fledge eval --out"
+            )
+        if path.is_dir() or path.name == "metrics.jsonl":
+            runs.append(read_run(path if path.is_dir() else path.parent, notes))
+        else:
+            records += read_records(path)
+    if not records and not any(run.steps for run in runs):
+        empty = ", ".join(str(run.path) for run in runs)
+        raise ValueError(f"{empty} has no steps yet; its report can be drawn after the first step")
+    notes += [f"{run.path} has no steps yet." for run in runs if not run.steps]
+    return Material(_named([run for run in runs if run.steps]), _labelled(records), notes)
+
+
+def material_of(record: dict[str, Any], source: str | Path) -> Material:
+    """A record, or an object of records by label, that `fledge eval` has just made. `source` names it."""
+    return Material([], _labelled(records_in(record, Path(source))))
+
+
+def read_run(path: Path, notes: list[str]) -> Run:
+    """The run in a directory; what was left out is added to `notes`. A run that is being written can be read."""
+    metrics, recipe = path / "metrics.jsonl", path / "recipe.yaml"
+    if not metrics.exists() and not recipe.exists() and not (path / "train.json").exists():
+        raise ValueError(f"{path} is no run of fledge train: it has neither metrics.jsonl nor recipe.yaml")
+    steps, bad = [], 0
+    for line in _text(metrics).splitlines() if metrics.exists() else ():
+        if not line.strip():
+            continue
+        value = _parsed(line)
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            steps.append(value)
+        else:
+            bad += 1
+    if bad:
+        lines = "line of it is" if bad == 1 else "lines of it are"
+        notes.append(
+            f"{metrics}: {bad} {lines} incomplete and left out. A run that is still training may be writing it."
+        )
+    text = _text(recipe) if recipe.exists() else ""
+    found = _parsed(_text(path / "summary.json")) if (path / "summary.json").exists() else {}
+    return Run(path.resolve().name, path, steps, text, _options(text), found if isinstance(found, dict) else {})
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records in a JSON file, at any depth of named objects. Raises ValueError if there is none."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} is no record of fledge eval: it is larger than {MAX_BYTES >> 20} MiB")
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no record of fledge eval, which is JSON: {e}") from None
+    found = records_in(value, path)
+    if not found:
+        raise ValueError(f"{path} is no record of fledge eval: nothing in it has τ (tau) and α (alpha)")
+    return found
+
+
+def records_in(value: Any, source: Path) -> list[Record]:
+    """The records in a parsed file, each with the names on the way to it as its label."""
+    return [Record(label, source, fields) for label, fields in _records_in(value, ())]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if valid else None
+
+
+def numbers(value: Any) -> list[float]:
+    """A list of finite numbers; empty if it is anything else."""
+    found = [number(v) for v in value] if isinstance(value, list) else []
+    return [] if None in found else found
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """An object with its entries, or an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _is_request(value: Any) -> bool:
+    keys = ("tokens", "rounds", "committed")
+    return (
+        isinstance(value, dict)
+        and all(number(value.get(k)) is not None for k in keys)
+        and all(
+            isinstance(value.get(k), list) and len(numbers(value[k])) == len(value[k]) for k in ("reached", "passed")
+        )
+        and len(value["reached"]) == len(value["passed"])
+    )
+
+
+def _records_in(value: Any, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not isinstance(value, dict) or len(names) > 8:
+        return
+    if value.keys() >= REQUIRED and ("speedup" in value or "endpoint" in value):
+        yield " ".join(names), value
+        return
+    for name, inner in value.items():
+        yield from _records_in(inner, (*names, name))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _options(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return mapping(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return {}
+
+
+def _named(runs: list[Run]) -> list[Run]:
+    """The runs, with as much of their path as tells them apart."""
+    names = _distinct([run.path for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _labelled(records: list[Record]) -> list[Record]:
+    """The records with the name of their file before the label, where there are several files."""
+    files = list(dict.fromkeys(r.source for r in records))
+    names = dict(zip(files, _distinct([f.with_suffix("") for f in files]), strict=True))
+    several = len(files) > 1
+
+    def label(record: Record) -> str:
+        parts = [names[record.source]] * (several or not record.label) + [record.label] * bool(record.label)
+        return ": ".join(parts)
+
+    return [replace(r, label=label(r)) for r in records]
+
+
+def _distinct(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths, of one or more parts, that tell them apart."""
+    full = [path.resolve().parts for path in paths]
+    for n in range(1, max(map(len, full), default=1) + 1):
+        names = ["/".join(parts[-n:]) for parts in full]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
