@@ -6,11 +6,11 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
 
@@ -99,14 +99,16 @@ def default_of(f: Field[Any]) -> Any:
 
 def validation_problem(kind: type[Options], name: str, value: Any) -> str | None:
     """Why `value` is not valid for the option `name`: its type or bounds. None if it is valid."""
-    f, hint = next(f for f in option_fields(kind) if f.name == name), _hints(kind)[name]
-    if get_origin(hint) is list and has_type(hint, value):
+    f, hint = next(f for f in option_fields(kind) if f.name == name), _hints(cast(Hashable, kind))[name]
+    if get_origin(hint) is list:
+        if not has_type(hint, value):
+            return f"{value!r:.60} is not of type {f.type}"
         problems = (_value_problem(f, get_args(hint)[0], x) for x in value)
         return next((problem for problem in problems if problem), None)
     return _value_problem(f, hint, value)
 
 
-def _value_problem(f: Field, hint: Any, value: Any) -> str | None:
+def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
     """`validation_problem` of one value, which should have the type `hint`."""
     if (word := f.metadata["word"]) and isinstance(value, str):
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
@@ -195,7 +197,8 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
         raise ValueError(f"--dtype {name} is not one of {', '.join(DTYPES)}")
     import torch
 
-    return getattr(torch, DTYPES[name]) if DTYPES[name] else None
+    long_name = DTYPES[name]
+    return getattr(torch, long_name) if long_name else None
 
 
 def trust_remote_code_option() -> Any:
@@ -367,10 +370,12 @@ class DecodeOptions(Options):
             template_kwargs=parse_template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
             target_impl=self.target_impl,
         )  # fmt: skip
-        loaded = engine.target
-        chosen = engine.draft is None or self.template_kwargs is not None or loaded.tokenizer.chat_template is None
-        if not chosen and (choice := several_modes(engine.draft.config.provenance, engine.template.kwargs)):
-            say(choice)
+        loaded, loaded_draft = engine.target, engine.draft
+        chat = loaded.tokenizer.chat_template is not None
+        if loaded_draft is not None and chat and self.template_kwargs is None:
+            choice = several_modes(loaded_draft.config.provenance, engine.template.kwargs)
+            if choice:
+                say(choice)
         if target is None and loaded.implementation not in ("native", self.target_impl):
             say(f"{loaded.name} is computed by {loaded.implementation}")
         return engine
