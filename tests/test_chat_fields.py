@@ -12,7 +12,7 @@ from itertools import groupby
 import pytest
 
 from fledge.data.answering import reasoning_field, split_conversation, stops_at_tool
-from fledge.data.chat_fields import as_sent
+from fledge.data.chat_fields import RenderedFields, as_sent, prepared
 from fledge.data.dataset import make_documents
 from fledge.data.record import Record, parse_record
 from fledge.data.template import ChatTemplate
@@ -253,3 +253,21 @@ def test_what_is_sent_to_a_server_is_in_the_form_of_its_api():
     sent = as_sent(chat(arguments={"at": "bird"}).messages[1])
     assert sent["tool_calls"][0]["function"]["arguments"] == '{"at": "bird"}'
     assert sent["reasoning"] == sent["reasoning_content"] == "I must look."
+
+
+def test_reasoning_is_rendered_once():
+    """Templates that know several names of it get one."""
+    fields = RenderedFields("reasoning", tools=True, calls=True, json_arguments=False, null_content=True)
+    given = [{"role": "assistant", "content": "b", "reasoning_content": "r"}]
+    assert prepared(given, fields) == [{"role": "assistant", "content": "b", "reasoning": "r"}]
+
+
+def test_function_calls_of_sharegpt_are_tool_calls():
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    ]
+    message = parse_record({"conversations": turns}, "here").messages[1]
+    assert message["content"] is None and message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    with pytest.raises(ValueError, match="here: a function_call turn needs a JSON object"):
+        parse_record({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "here")

@@ -80,7 +80,7 @@ def test_train_writes_a_draft_and_its_metrics(made, draft, trained):
         assert len(m["hit"]) == 3 and m["live"][0] >= m["scored"][0] > 0 and m["loss"] > 0
     config = json.loads((draft / "config.json").read_text())
     assert config["fledge"]["depth"] == 3 and config["fledge"]["template_kwargs"] == {"enable_thinking": False}
-    left = ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml", "summary.json"]
+    left = ["checkpoint", "draft", "metrics.jsonl", "recipe.yaml", "report.html", "summary.json"]
     assert sorted(p.name for p in (made / "run").iterdir()) == left
 
 

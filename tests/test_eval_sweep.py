@@ -198,6 +198,19 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     monkeypatch.setattr(eval_run._Comparison, "_generate", generating)
 
 
+def test_an_interruption_after_the_last_answer_loses_none(monkeypatch) -> None:
+    """Then transformers' `generate` is timed, which a record may lack."""
+
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eval_run, "compare_with_transformers", interrupt)
+    with pytest.raises(EvaluationStopped) as stopped:
+        record_of()
+    (record,) = stopped.value.records.values()
+    assert record["prompts"] == record["stopped"] == 6 and "baseline_over_transformers" not in record
+
+
 @pytest.mark.parametrize("answers", [1, 2, 5])
 def test_an_interrupted_evaluation_has_what_all_arms_have_answered(answers: int, monkeypatch) -> None:
     whole = whole_record()

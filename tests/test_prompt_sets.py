@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from fledge.data.read import SourceReader
 from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS
-from fledge.eval.prompts import EvalPrompt, read_prompts
+from fledge.eval.prompts import EvalPrompt, prompt_set_name, read_prompts
 from support.files import write_rows
 
 # (arguments of load_dataset, a row in the layout of the hub, what is asked)
@@ -103,3 +104,28 @@ def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: [{"Question": "q"}])
     with pytest.raises(ValueError, match=r"row 1: openai/gsm8k has other columns than fledge reads \(Question\)"):
         read_prompts("gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("gsm8k", "gsm8k"),
+        ("sets/chats.jsonl", "chats"),
+        ("sets/chats.jsonl.zst", "chats"),
+        ("chats.jsonl@0.5", "chats"),
+        ('{"source": "sets/chats.jsonl", "columns": {"messages": "a/b.c"}}', "chats"),
+    ],
+)
+def test_the_name_of_a_set_in_tables(source: str, name: str) -> None:
+    assert prompt_set_name(source) == name
+
+
+def test_a_preset_is_recognized_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default its test split is read, and 80 prompts of it, not the rows that drafts are trained on."""
+    read: list[tuple[str, int]] = []
+    monkeypatch.setattr(SourceReader, "spread", lambda self, count: read.append((self.hub.split, count)) or [])
+    for source in ("ultrachat", '{"source": "ultrachat"}'):
+        read_prompts(source)
+    assert read == [("test_sft", DEFAULT_PROMPTS)] * 2
+    with pytest.raises(ValueError, match="give --limit, not a share"):
+        read_prompts("ultrachat@0.1")

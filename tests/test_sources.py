@@ -67,3 +67,10 @@ def test_an_existing_file_is_never_read_as_json(tmp_path, monkeypatch):
 def test_what_is_no_source_is_refused(written, message):
     with pytest.raises(ValueError, match=message):
         Source.parse(written)
+
+
+def test_a_long_mapping_is_no_file_name():
+    """File names end at 255 bytes; asking for such a file raises an OSError of its own."""
+    given = {"source": "a.jsonl", "template_kwargs": {"system": "x" * 300}}
+    assert Source.parse(json.dumps(given)).template_kwargs == given["template_kwargs"]
+    assert Source.parse("y" * 300).path == "y" * 300

@@ -764,6 +764,6 @@ def test_a_run_that_writes_nothing_leaves_no_directory(tmp_path):
 def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
     run = RunDirectory(tmp_path)
     run.truncate_metrics(3)  # none yet
-    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 3, "parts": {"data": 1}')
     run.truncate_metrics(2)
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n' and listing(tmp_path) == ["metrics.jsonl"]

@@ -93,7 +93,9 @@ def prepared(messages: Sequence[Message], fields: RenderedFields) -> list[Messag
 def _prepared(message: Message, fields: RenderedFields) -> Message:
     changed = dict(message)
     reasoning = _reasoning_of(message)
-    if reasoning and fields.reasoning:
+    if reasoning and fields.reasoning:  # under this name alone: some templates would render every name that they know
+        for name in REASONING_FIELDS:
+            changed.pop(name, None)
         changed[fields.reasoning] = reasoning
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [_with_arguments(call, fields.json_arguments) for call in calls]

@@ -173,7 +173,24 @@ def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where}: unknown speaker {_short(speaker)}; the known ones are {', '.join(SHAREGPT_ROLES)}")
     kept = {field: turn[field] for field in TEMPLATE_FIELDS if turn.get(field) is not None}
+    if speaker == "function_call" and "tool_calls" not in kept:
+        return {"role": "assistant", "content": None, "tool_calls": _called(turn[content], where)} | kept
     return {"role": SHAREGPT_ROLES[speaker], "content": turn.get(content)} | kept
+
+
+def _called(value: Any, where: str) -> list[dict[str, Any]]:
+    """The tool calls of a ShareGPT turn `function_call`: a JSON object with `name` and `arguments`, or several."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(
+            f"{where}: a function_call turn needs a JSON object with `name` and `arguments`, got {_short(value)}"
+        )
+    named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    return [{"type": "function", "function": function} for function in named]
 
 
 def _turns(turns: list[Any], where: str) -> tuple[str, ...]:

@@ -96,7 +96,19 @@ def _json(path: Path) -> Iterator[Row]:
         if buffer.peek() == "[":
             yield from _list_items(buffer, path)
         else:
-            yield _parse(buffer.text + f.read(), str(path)), f"{path}, record 1"
+            row = _parse(buffer.text + f.read(), str(path))
+            _check_no_list_of_records(row, path)
+            yield row, f"{path}, record 1"
+
+
+def _check_no_list_of_records(row: Any, path: Path) -> None:
+    """Raises ValueError for an object that is no record but holds a list of records, e.g. under `data`."""
+    known = {"messages", "conversations", "turns", "prompt", "instruction", "text"}
+    if not isinstance(row, dict) or known & row.keys():
+        return
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and known & value[0].keys():
+            raise ValueError(f"{path} is one object whose `{name}` holds the records; write a file of that list alone")
 
 
 def _is_lines(path: Path) -> bool:

@@ -11,6 +11,7 @@ Python and, as JSON, on the command line:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Source:
         """
         if isinstance(value, Source):
             return value
-        if isinstance(value, str) and value.lstrip().startswith("{") and not Path(value).exists():
+        if isinstance(value, str) and value.lstrip().startswith("{") and not os.path.exists(value):
             value = _json_object(value)
         return Source(*split_share(value)) if isinstance(value, str) else _from_mapping(value)
 
@@ -79,7 +80,7 @@ def split_share(text: str) -> tuple[str, float]:
     a share; any other suffix is a revision. Raises ValueError for a share that is not in (0, MAX_SHARE].
     """
     name, at, share = text.rpartition("@")
-    if not at or "/" in share or Path(text).exists():
+    if not at or "/" in share or os.path.exists(text):
         return text, 1.0
     if not re.fullmatch(r"\d+(\.\d+)?", share):
         if not is_local(name):
@@ -95,7 +96,7 @@ def is_local(name: str) -> bool:
 
     A hub id may look like `owner/name-2.5:train[:100]`.
     """
-    return Path(name).exists() or Path(name).suffix in (*READABLE, *COMPRESSED) or not HUB_ID.fullmatch(name)
+    return os.path.exists(name) or Path(name).suffix in (*READABLE, *COMPRESSED) or not HUB_ID.fullmatch(name)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from fledge.data.presets import is_preset
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record
-from fledge.data.sources import Source
+from fledge.data.sources import COMPRESSED, Source
 from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS, read_prompt_set
 
 
@@ -39,12 +39,21 @@ def read_prompts(source: str | Path, limit: int | None = None, columns: str | No
     the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
-    if Source.parse(str(source)).template_kwargs:
+    parsed = Source.parse(str(source))
+    if parsed.template_kwargs:
         raise ValueError(f"{source}: prompts have no template_kwargs of their own; give --template-kwargs")
-    if is_preset(str(source)):
-        reader = SourceReader(str(source), prompts=True)
+    if is_preset(parsed.path):
+        if parsed.share != 1:
+            raise ValueError(f"{source}: of a data set by name, a number of prompts is read; give --limit, not a share")
+        reader = SourceReader(parsed, prompts=True)
         return [prompt_of(record) for record in reader.spread(limit or DEFAULT_PROMPTS)]
     return spread([prompt_of(record) for record in read_records(with_columns([str(source)], columns))], limit)
+
+
+def prompt_set_name(source: str) -> str:
+    """What a source of prompts is called in tables and records: the name of its file without suffixes, or of a set."""
+    path = Path(Source.parse(source).path)
+    return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem
 
 
 def spread(items: list[Any], limit: int | None) -> list[Any]:

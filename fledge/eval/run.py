@@ -63,26 +63,22 @@ def evaluate(
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
     first = [comparison.prompt_ids(p, (), max_new_tokens) if p.tools else first_prompt(p) for p in prompts[:batch]]
     comparison.warm_up(first, options | dict(max_new_tokens=8), batch)
+    more: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     try:
         comparison.decode(prompts, options, batch, advance)
+        if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
+            # a few prompts are enough to show that the baseline is not slow
+            ids = comparison.ids[:4]
+            ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
+            more["baseline_over_transformers"] = ratio
     except KeyboardInterrupt:
         if not comparison.groups:
             raise
         comparison.keep_complete()
-        asked = sum(p.answers for p in prompts)
-        records = {name: _record(engine, comparison, name, sampling, batch) for name, engine in engines.items()}
-        more = {"max_new_tokens": max_new_tokens, "stopped": asked}
-        raise EvaluationStopped({name: record | more for name, record in records.items()}) from None
-    over_transformers = None
-    if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
-        # a few prompts are enough to show that the baseline is not slow
-        ids = comparison.ids[:4]
-        over_transformers = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
-    records = {}
-    for name, engine in engines.items():
-        records[name] = _record(engine, comparison, name, sampling, batch) | {"max_new_tokens": max_new_tokens}
-        if over_transformers is not None:
-            records[name]["baseline_over_transformers"] = over_transformers
+        more["stopped"] = sum(p.answers for p in prompts)
+    records = {name: _record(engine, comparison, name, sampling, batch) | more for name, engine in engines.items()}
+    if "stopped" in more:
+        raise EvaluationStopped(records)
     return records
 
 

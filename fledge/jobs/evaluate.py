@@ -99,13 +99,12 @@ def run(
     `show` is called with the result before it is written to --out, so that no result is lost if the disk is full. Both
     also happen if the job is interrupted after a part of the requests, before it raises KeyboardInterrupt.
     """
-    from pathlib import Path
 
     from fledge import __version__
     from fledge.data.presets import shadowed_presets
     from fledge.decode.propose import Drafting
     from fledge.eval.environment import command
-    from fledge.eval.prompts import read_prompts
+    from fledge.eval.prompts import prompt_set_name, read_prompts
     from fledge.eval.record import check_record_path, write_record
     from fledge.eval.run import EvaluationStopped, evaluate, longest_request
     from fledge.jobs.evaluate_ways import load_engines, names, ways
@@ -118,7 +117,7 @@ def run(
     for flag, values in (
         ("--draft", options.draft), ("--draft-mode", options.draft_mode), ("--depth", options.depth),
         ("--tree-nodes", options.tree_nodes), ("--tree-width", options.tree_width),
-        ("--prompts", [Path(p).stem for p in options.prompts]),
+        ("--prompts", [prompt_set_name(p) for p in options.prompts]),
     ):  # fmt: skip
         if len(set(values)) < len(values):
             listed = ", ".join(map(str, values))
@@ -144,7 +143,7 @@ def run(
     families = {draft: read_draft_config(draft).family for draft in options.draft}
     for way in compared:
         drafting[way].for_method(families[way.draft])
-    sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
+    sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     engines = load_engines(options, compared, progress.say)
     first = engines[0]  # also decodes without a draft
     max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)

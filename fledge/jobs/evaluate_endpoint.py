@@ -9,7 +9,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.modes import ModeWarning, untrained_mode
@@ -17,7 +16,7 @@ from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
-from fledge.eval.prompts import EvalPrompt, conversation, read_prompts
+from fledge.eval.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
@@ -47,7 +46,7 @@ def run(
     if kwargs is None and config is not None:
         kwargs = config.provenance.template_kwargs
     template = _template_of(options, kwargs)
-    sets = {Path(p).stem: read_prompts(p, options.limit, options.columns) for p in options.prompts}
+    sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     if config is not None and template is not None:
         _warn_of_mode(template, config, sets)
     measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))

@@ -316,6 +316,8 @@ def _train(
         attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
         if recorded is not None:
             check_settled(recorded, settled, directory)
+            if ranks.leads and not directory.summary.exists():  # the run was killed as it started
+                directory.write_summary(summarize(recipe, target, draft, documents, ranks))
         elif ranks.leads:
             summary = summarize(recipe, target, draft, documents, ranks)
             directory.start(recipe_text(replace(options, method=recipe.choice), settled), summary)

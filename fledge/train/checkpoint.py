@@ -103,7 +103,11 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.recipe, recipe)  # first: with it, the directory holds a run, which can be resumed
         if summary is not None:
-            replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
+            self.write_summary(summary)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes what the run trains on and where it was started."""
+        replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def options_file(self) -> Path:
         """The file with the run's options: recipe.yaml, or train.json if an earlier version started the run. Raises
@@ -266,7 +270,8 @@ class RunDirectory:
         """
         if not self.metrics.exists():
             return
-        lines = [(i, line) for i, line in enumerate(self.metrics.read_bytes().split(b"\n"), 1) if line.endswith(b"}")]
+        *complete, _ = self.metrics.read_bytes().split(b"\n")
+        lines = [(i, line) for i, line in enumerate(complete, 1) if line.endswith(b"}")]
         kept = [line.decode() for i, line in lines if self._step_of(line, i) <= step]
         replace_text(self.metrics, "".join(line + "\n" for line in kept))
 
