@@ -256,3 +256,13 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
     for page in (tmp_path / "site").glob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', text), page.name
+
+
+def test_the_recipes_of_examples_exist():
+    """A --config names a recipe that comes with fledge, one that a run writes, or one of the reader's own."""
+    known = {file.stem for file in (ROOT / "fledge" / "recipes").glob("*.yaml")}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"--config ([\w./-]+)", page.read_text(encoding="utf-8"))}
+    assert named & known, "there are examples"
+    others = {name for name in named - known if not re.fullmatch(r"(my-)?run/recipe\.yaml|[\w-]+\.yaml", name)}
+    assert others <= {"NAME", "file"}, others
