@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -189,11 +190,14 @@ def evaluate(options: EvalOptions) -> None:
         from fledge.report.page import check_report_path
 
         check_report_path(options.report, "--report")
-    record = run(options, _display(quiet=options.json), show)
-    if options.report:
-        from fledge.jobs.report import report_record
+    from fledge.jobs.report import report_file, report_record
 
+    display = _display(quiet=options.json)
+    record = run(options, display, show)
+    if options.report:
         report_record(record, options.report)
+    elif options.out:
+        report_file(Path(options.out), display.say)
     refuse_changed_output(record)
 
 

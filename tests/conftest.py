@@ -14,11 +14,30 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
 pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values
 
+from fledge.jobs import report
+from fledge.report.page import MARK, check_report_path
 from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran
 from support.targets import tiny_target
 
 torch.set_num_threads(1)  # more threads make models of this size slower
+
+draw_report = report.draw
+
+
+def note_report(material: Any, out: Any) -> None:
+    """Writes an empty report. Drawing one takes a second, and most commands of most tests would draw one."""
+    check_report_path(out, "the report").write_text(MARK)
+
+
+report.draw = note_report
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands draw their reports."""
+    monkeypatch.setattr(report, "draw", draw_report)
+
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -40,6 +40,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainOptions | EvalOptions]:
     monkeypatch.setattr("fledge.jobs.train.run", train)
     monkeypatch.setattr("fledge.jobs.evaluate.run", evaluate)
     monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
+    monkeypatch.setattr("fledge.jobs.report.run", lambda options, say: ran.append(options))
     return ran
 
 
@@ -48,7 +49,7 @@ def test_the_printed_commands_are_those_that_run(fledge: Callable[..., Ran], job
     ran = fledge("demo", "--out", out, "--prompts", 4)
     printed = [shlex.split(line[2:]) for line in ran.out.splitlines() if line.startswith("$ fledge ")]
     direct, jobs[:] = list(jobs), []
-    assert [words[1] for words in printed] == ["eval", "train", "eval", "eval"]
+    assert [words[1] for words in printed] == ["eval", "train", "eval", "eval", "report"]
     shutil.rmtree(out / "run")
     for words in printed:
         fledge(*words[1:])
@@ -107,7 +108,7 @@ def test_a_changed_output_ends_the_demo(
 
 
 def test_the_commands_to_try_next_exist(tmp_path: Path) -> None:
-    commands = demo.next_commands(tmp_path, {"shipped": tmp_path / "draft"})
+    commands = demo.next_commands(tmp_path)
     assert {shlex.split(command)[1] for command in commands} <= {command.name for command in app.registered_commands}
 
 

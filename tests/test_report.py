@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fledge.jobs.report import ReportOptions, report_run, run
+from fledge.jobs.report import ReportOptions, report_file, report_run, run
 from fledge.report.page import render
 from fledge.report.read import read
 from fledge.report.series import smoothed, thinned
 from support.reports import record, sweep, write_records, write_run
 
+pytestmark = pytest.mark.usefixtures("drawing")
 TRAINING = ("loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "vocabulary")
 DECODING = ("alpha", "tau-decoded", "speedup", "depth-sweep", "tree-sweep", "round")
 
@@ -158,6 +159,16 @@ def test_a_report_that_cannot_be_drawn_is_one_message(tmp_path: Path, monkeypatc
     monkeypatch.setattr("fledge.report.page.render", lambda material: 1 / 0)
     report_run(directory, said.append)
     assert "was not drawn" in said[1] and "fledge report" in said[1] and len(said) == 2
+
+
+def test_the_report_of_a_record_is_beside_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = write_records(tmp_path / "sweep.json", sweep())
+    report_file(file, said.append)
+    assert figures((tmp_path / "sweep.html").read_text()) >= {"speedup", "depth-sweep"}
+    (tmp_path / "other.html").write_text("notes")
+    report_file(write_records(tmp_path / "other.json", sweep()), said.append)
+    assert (tmp_path / "other.html").read_text() == "notes" and "is no report of fledge" in said[1]
 
 
 def test_records_of_servers_are_a_table(tmp_path: Path) -> None:

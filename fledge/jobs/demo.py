@@ -10,7 +10,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -65,11 +65,12 @@ def run(options: DemoOptions, say: Callable[[str], None], progress: Any) -> None
     seconds = time.monotonic() - start
     result = json.dumps({"seconds": seconds, "results": results}, indent=2)
     (demo.out / "result.json").write_text(result + "\n", encoding="utf-8")
+    demo.report(drafts, (0,) if options.quick else (0, 1))
     say(f"\nIn {seconds / 60:.1f} minutes:")
     for name, record in results.items():
         say(f"  {_summary(name, record)}")
     say("\nNext, for example:")
-    for command in next_commands(demo.out, drafts):
+    for command in next_commands(demo.out):
         say(f"  {command}")
 
 
@@ -150,6 +151,17 @@ class Demo:
         refuse_changed_output(record)
         return {name: record if len(drafts) == 1 else record[str(draft)] for name, draft in drafts.items()}
 
+    def report(self, drafts: dict[str, Path], temperatures: Sequence[int]) -> None:
+        """Draws the runs of the drafts, and what was measured at these temperatures, on one page."""
+        from fledge.jobs.report import ReportOptions, run
+
+        runs = [draft.parent for draft in drafts.values() if draft.parent != self.out]
+        records = [self.out / f"eval-{temperature}.json" for temperature in temperatures]
+        sources = [str(path) for path in (*runs, *records)]
+        page = str(self.out / "report.html")
+        self.say(f"\n$ {shlex.join(['fledge', 'report', *sources, '--out', page])}")
+        run(ReportOptions(sources=sources, out=page, given=frozenset({"sources", "out"})), self.say)
+
     def _print_command(self, name: str, given: dict[str, Any]) -> None:
         self.say(f"$ {command_line(name, given)}")
 
@@ -163,7 +175,7 @@ def command_line(command: str, given: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def next_commands(out: Path, drafts: dict[str, Path]) -> list[str]:
+def next_commands(out: Path) -> list[str]:
     """Commands to try after the demo."""
     pair = {"target": str(out / "target"), "draft": str(out / "draft")}
     prompts = [str(out / "prompts.jsonl")]
@@ -171,9 +183,7 @@ def next_commands(out: Path, drafts: dict[str, Path]) -> list[str]:
         command_line("generate", pair | {"stats": True, "prompt": "import json"}),
         command_line("chat", pair),
         command_line("eval", pair | {"prompts": prompts, "draft_mode": "tree", "tree_nodes": "auto"}),
-        shlex.join(["fledge", "report", *dict.fromkeys(str(d.parent) for d in drafts.values() if d.parent != out),
-                    str(out / "eval-0.json")]),
-    ]  # fmt: skip
+    ]
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -78,7 +78,7 @@ class EvalOptions(DecodeOptions):
     request_timeout: float = request_timeout_option()
     out: str | None = opt("also write the results to this JSON file; only an earlier result is replaced", None)
     report: str | None = opt(
-        "also draw the results as an HTML page in this file; fledge report draws those of --out, several together", None
+        "HTML page of the results (default: beside --out, if that is given); fledge report draws several together", None
     )  # fmt: skip
     json: bool = opt("print the results as JSON instead of a table", False)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import Options, opt
+
+if TYPE_CHECKING:
+    from fledge.report.read import Material
 
 NAME = "report.html"
 
@@ -24,12 +27,12 @@ class ReportOptions(Options):
 
 def run(options: ReportOptions, say: Callable[[str], None]) -> None:
     """Writes the report. Raises ValueError or OSError, with the file, for sources that are no runs and no records."""
-    from fledge.report.page import check_report_path, write_report
+    from fledge.report.page import check_report_path
     from fledge.report.read import read
 
     check_report_path(options.out, "--out")
     found = read(options.sources)
-    write_report(found, options.out)
+    draw(found, options.out)
     for note in found.notes:
         say(note)
     counts = [
@@ -38,24 +41,38 @@ def run(options: ReportOptions, say: Callable[[str], None]) -> None:
     say(f"{options.out} has {' and '.join(counts)}; open it in a browser")
 
 
-def report_run(directory: Path, say: Callable[[str], None]) -> None:
-    """Draws the report of a run beside its metrics. A failure is said and raises nothing: the run is complete, and
-    `fledge report` can draw it again."""
+def draw(material: Material, out: str | Path) -> None:
+    """Writes the page. Raises ValueError if another file than an earlier report is at `out`."""
     from fledge.report.page import write_report
-    from fledge.report.read import read
 
-    out = directory / NAME
-    try:
-        write_report(read([directory]), out)
-    except Exception as e:
-        say(f"the report {out} was not drawn ({type(e).__name__}: {e}); try fledge report {directory}")
-    else:
-        say(f"its report is {out}")
+    write_report(material, out)
 
 
 def report_record(record: dict[str, Any], out: str) -> None:
     """Draws the report of what `fledge eval` returned."""
-    from fledge.report.page import write_report
     from fledge.report.read import material_of
 
-    write_report(material_of(record, Path(out).with_suffix("")), out)
+    draw(material_of(record, Path(out).with_suffix("")), out)
+
+
+def report_run(directory: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a complete run beside its metrics."""
+    _draw_beside(directory, directory / NAME, say)
+
+
+def report_file(record: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a record of `fledge eval --out` beside it: record.html for record.json."""
+    _draw_beside(record, record.with_name(f"{record.stem}.html"), say)
+
+
+def _draw_beside(source: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a source. A failure is said and raises nothing: the work is done, and `fledge report` can
+    draw it again."""
+    from fledge.report.read import read
+
+    try:
+        draw(read([source]), out)
+    except Exception as e:
+        say(f"the report {out} was not drawn ({type(e).__name__}: {e}); try fledge report {source}")
+    else:
+        say(f"its report is {out}")
