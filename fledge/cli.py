@@ -6,16 +6,18 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
+import typer.core
 
 from fledge import __version__
 from fledge.jobs.card import CardOptions
@@ -25,7 +27,7 @@ from fledge.jobs.demo import DemoOptions
 from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
-from fledge.jobs.familiar import flags_of, values_of
+from fledge.jobs.familiar import flags_of, same_option, values_of
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
@@ -84,9 +86,35 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
 
         hidden = [*former, *(_hidden_parameter(no, bool) for no in negations)]
         run.__signature__ = inspect.Signature([context, *shown, *hidden])
-        app.command(name, help=options.__doc__)(run)
+        app.command(name, cls=_Command, help=options.__doc__)(run)
 
     return register
+
+
+class _Command(typer.core.TyperCommand):
+    """A command that refuses two names of one option, of which the parser would take the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)  # the parser empties the list
+        rest = super().parse_args(ctx, args)
+        options = [p for p in self.params if isinstance(p, typer.core.TyperOption)]
+        given = set(_flags_in(words, [flag for option in options if option.is_flag for flag in option.opts]))
+        for option in options:
+            names = sorted(given.intersection(option.opts))
+            if len(names) > 1 and not option.multiple and not ctx.resilient_parsing:
+                raise ValueError(same_option(*names[:2]))
+        return rest
+
+
+def _flags_in(words: list[str], switches: Collection[str]) -> Iterator[str]:
+    """The flags among the words of a command, without the values that look like one. `switches` take no value."""
+    rest = iter(words)
+    for word in itertools.takewhile(lambda word: word != "--", rest):
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--"):
+            yield flag
+            if not equals and flag not in switches:
+                next(rest, None)
 
 
 def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspect.Parameter:

@@ -94,6 +94,10 @@ def test_a_stopped_answer_is_kept_and_a_failed_retry_changes_nothing():
         assert asked == "the" and not session.conversation.exchanges
         raise OSError
     assert session.conversation.exchanges[0].answer == answer.text
+    session.conversation.dropped = 1
+    with pytest.raises(OSError), session.retrying():
+        raise OSError
+    assert session.conversation.dropped == 1, "what the model does not see is as before"
 
 
 def test_the_line_below_an_answer_compares_with_and_without_the_draft():
@@ -142,11 +146,19 @@ def test_commands_change_the_settings_of_the_next_answer():
     assert session.settings == Settings(Sampling(0.7, 5, 0.9, 1.1, 3), 3, drafts=False)
     assert session.engine.chooser is not None and not session.drafts
     assert ask(session, "the").tokens <= 3
-    execute(session, "/draft")
+    assert execute(session, "/draft").said.endswith("without the draft") and not session.drafts, "only shown"
+    assert execute(session, "/draft on").said == execute(session, "/draft").said
     assert session.drafts and "the" in execute(session, "/undo").said and not session.conversation.exchanges
     assert execute(session, "/system none").said == "system prompt removed"
     assert execute(session, "/quit").ends and execute(session, "/retry").retries
     assert all(f"/{name}" in help_text() for name in COMMANDS)
+
+
+def test_settings_are_shown_exactly():
+    session = session_of()
+    for line in ("temperature 0.1234567", "temperature 1", "seed 12345678", "top-p 0.9999999", "top-k 1234567"):
+        assert execute(session, f"/{line}").said == line
+    assert execute(session, "/seed").said == "seed 12345678"
 
 
 def test_a_sampled_answer_repeats_with_its_seed():
@@ -180,9 +192,10 @@ def test_a_text_may_begin_with_a_slash():
 
 def test_without_a_draft_its_commands_say_so():
     session = session_of(draft=False)
-    for line in ("/draft", "/depth 3"):
+    for line in ("/draft on", "/depth 3"):
         with pytest.raises(ValueError, match="there is no draft"):
             execute(session, line)
+    assert execute(session, "/draft") == execute(session, "/depth") == Outcome("there is no draft")
     assert ask(session, "the").tau is None
 
 

@@ -47,6 +47,27 @@ def test_a_command_takes_both_names(fledge, monkeypatch):
     assert took[0] == took[1] and took[0].given == took[1].given and took[0].lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["train --lr 1e-4 --learning-rate 1e-3", "train --learning-rate=1e-3 --resume run --lr=1e-4",
+     "train --lr 1e-4 --config a.yaml --learning-rate 1e-4 --dry-run"],
+)  # fmt: skip
+def test_a_command_refuses_two_names_of_one_option(fledge, words):
+    done = fledge(*words.split())
+    assert done.code == 2 and "--learning-rate and --lr are the same option; give one of them" in done.err
+    assert "--draft and --draft-model are the same" in fledge("card", "--draft", "A", "--draft-model", "B").err
+
+
+def test_a_list_takes_both_names_and_a_value_may_look_like_one(fledge, monkeypatch):
+    took = []
+    monkeypatch.setattr("fledge.jobs.train.run", lambda options, say, progress: took.append(options))
+    monkeypatch.setattr("fledge.jobs.generate.run", lambda options, progress: took.append(options))
+    done = fledge("train", "--target", "t", "--data", "d", "--dataset", "e", "--lr", "1", "--lr", "2")
+    assert done.code == 0 and took[0].data == ["d", "e"] and took[0].lr == 2, done.err
+    done = fledge("generate", "--target", "t", "--draft", "d", "--prompt", "--draft-model")
+    assert done.code == 0 and took[1].prompt == "--draft-model", done.err
+
+
 def test_help_shows_the_names_next_to_the_flag(fledge, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert "--lr,--learning-rate" in fledge("train", "--help").out.replace(" ", "")
@@ -72,6 +93,13 @@ def test_recipes_and_python_take_both_names(tmp_path):
     assert options.given == {"target", "data", "out", "steps"}
     with pytest.raises(ValueError, match="model and target are the same option"):
         _options("t", ["d"], "draft-run", {"model": "u"})
+
+
+def test_none_counts_as_not_given():
+    given = {"steps": None, "max_steps": 5, "lr": None, "dataset": "d", "keep_unseen": None, "keep_out_of_vocab": True}
+    options = _options("t", None, None, given)
+    assert (options.steps, options.data, options.out) == (5, ["d"], TrainOptions.out)
+    assert options.given == {"target", "steps", "data", "keep_out_of_vocab"}
 
 
 @pytest.mark.parametrize("name", [None, "auto"])

@@ -61,13 +61,30 @@ def test_a_later_draft_replaces_all_of_the_earlier_one(hub, push, draft):
     """Also the probe, with which `fledge check` would find damage, and weights that were in several files."""
     assert push("--draft", draft, "bird/draft").code == 0
     stale = ["fledge/record.json", "fledge/probe.safetensors", "model-00001-of-00002.safetensors"]
-    hub.files().update(dict.fromkeys([*stale, "LICENSE", "pictures/tree.png"], b"x"))
+    stale += ["pytorch_model-00001-of-00002.bin"]
+    others = ["LICENSE", "draft.gguf", "fledge/notes.txt", "optimizer.pt", "parts/model.safetensors"]
+    hub.files().update(dict.fromkeys([*stale, *others], b"x"))
     reconfigure(draft, rms_norm_eps=1e-6)
     done = push("--draft", draft, "bird/draft")
     assert done.code == 0 and all(name in done.err for name in stale), done.err
-    assert hub.listing() == sorted(["LICENSE", CARD, CONFIG, WEIGHTS, "pictures/tree.png"])
+    assert hub.listing() == sorted([CARD, CONFIG, WEIGHTS, *others])
     assert json.loads(hub.files()[CONFIG])["rms_norm_eps"] == 1e-6
     assert hub.sent == 1, "weights that the hub has are not sent again"
+
+
+@pytest.mark.parametrize("branch", ["main", "v2"])
+def test_what_others_change_during_an_upload_is_not_overwritten(hub, push, draft, branch):
+    words = ["--draft", draft, "bird/draft", *(["--revision", branch] if branch != "main" else [])]
+    assert push(*words).code == 0
+    reconfigure(draft, rms_norm_eps=1e-6)
+    there = hub.files(branch=branch)[CONFIG]
+    hub.meanwhile = {CARD: b"# Theirs\n"}
+    refused = push(*words)
+    assert refused.code == 2 and "bird/draft was changed during the upload" in refused.err, refused.err
+    assert hub.files(branch=branch)[CARD] == b"# Theirs\n" and hub.files(branch=branch)[CONFIG] == there
+    again = push(*words)
+    assert again.code == 0 and "--replace-card" in again.err and hub.files(branch=branch)[CARD] == b"# Theirs\n"
+    assert hub.files(branch=branch)[CONFIG] != there
 
 
 def test_cards_that_people_edited_are_kept(hub, push, draft):
@@ -164,11 +181,17 @@ def test_a_damaged_probe_is_refused_or_left_out(fledge, draft):
     assert fledge("push", "--draft", draft, "bird/draft", "--dry-run", "--no-probe").code == 0
 
 
-def test_a_target_that_is_named_by_a_path_is_noted(fledge, draft):
+@pytest.mark.parametrize(
+    ("target", "noted"),
+    [("/home/bird/models/target", True), ("../bird/target", True), ("~/bird", True), ("C:\\bird\\target", True),
+     ("bird/target", False), ("bird/target@main", False), ("", False)],
+)  # fmt: skip
+def test_a_target_that_is_named_by_a_path_is_noted(fledge, draft, target, noted):
     hf = json.loads((draft / CONFIG).read_text())
-    reconfigure(draft, fledge=hf["fledge"] | {"target": "/home/bird/models/target"})
+    reconfigure(draft, fledge=hf["fledge"] | {"target": target})
     done = fledge("push", "--draft", draft, "bird/draft", "--dry-run")
-    assert done.code == 0 and "path on this machine" in done.err and "/home" not in done.out
+    assert done.code == 0 and ("config.json names the target by its path on this machine" in done.err) == noted
+    assert not noted or target not in done.out
 
 
 def test_what_is_pushed_is_what_is_downloaded():

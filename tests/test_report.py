@@ -67,6 +67,31 @@ def test_text_of_models_and_files_is_escaped(tmp_path: Path) -> None:
     assert " f(x):\n\t</span>" in page  # whitespace is kept
 
 
+def legend_of(page: str, figure: str) -> str:
+    svg = page[page.index(f'<figure id="{figure}"') :]
+    return re.sub(r"<[^>]*>", "\n", svg[svg.index("legend_1") : svg.index("</svg>")])
+
+
+def test_names_that_begin_with_an_underscore_are_in_legends(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("_old", "new")]
+    records = {f"{name} depth {n}": record(depth=n) for name in ("_old", "new") for n in (1, 3)}
+    page = page_of(*runs, write_records(tmp_path / "r.json", records))
+    for figure in ("loss", "tau", "acceptance", "schedule", "packing", "speed", "alpha", "depth-sweep"):
+        assert re.search(r"\n\W?_old", legend_of(page, figure)), figure
+        assert re.search(r"\nnew", legend_of(page, figure)), figure
+
+
+def test_names_that_look_like_parts_of_a_drawing_stay_as_they_are(tmp_path: Path) -> None:
+    names = ["#010101", 'id="url(#a)"', 'href="#b"']
+    page = page_of(write_records(tmp_path / "r.json", {name: record() for name in names}))
+    for figure in ("alpha", "speedup"):
+        svg = page[page.index(f'<figure id="{figure}"') :]
+        svg = svg[svg.index("<svg") : svg.index("</svg>")]
+        text = re.sub(r"<[^>]*>", "\n", svg)
+        assert all(f"\n{name}" in text for name in names), figure
+        assert "#010101" not in "".join(re.findall(r"<[^>]*>", svg)) and "var(--ink)" in svg
+
+
 def test_old_runs_and_records_say_what_is_left_out(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run", old=True), write_records(tmp_path / "r.json", record(old=True)))
     assert {"loss", "tau", "acceptance", "schedule", "speed", "alpha", "speedup", "round"} <= figures(page)

@@ -79,6 +79,11 @@ def replace_aliases(kind: type[Options], values: Mapping[str, Any], as_written: 
     for name, value in values.items():
         if (new := own.get(name, name)) in replaced:
             first, second = sorted((name, next(n for n in values if own.get(n, n) == new)))
-            raise ValueError(f"{as_written(first)} and {as_written(second)} are the same option; give one of them")
+            raise ValueError(same_option(as_written(first), as_written(second)))
         replaced[new] = value
     return replaced
+
+
+def same_option(first: str, second: str) -> str:
+    """The message for two names of one option."""
+    return f"{first} and {second} are the same option; give one of them"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
+DRAFT_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")  # of fledge and other trainers
+WEIGHTS = (*DRAFT_WEIGHTS, "*.bin", "*.gguf", "*.pt", "*.pth")
 LOGIN = "log in with `hf auth login`, or set the environment variable HF_TOKEN to a token that may write"
 
 
@@ -67,7 +68,8 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
             "it out"
         )
     if names := _private_paths(uploads):
-        say(f"note: {' and '.join(names)} name the target by its path on this machine")
+        verb = "names" if len(names) == 1 else "name"
+        say(f"note: {' and '.join(names)} {verb} the target by its path on this machine, not by a hub id")
     if options.dry_run:
         for upload in uploads:
             show(f"{upload.path}: {_size(upload.size)}")
@@ -118,17 +120,19 @@ def _card_in(uploads: Sequence[Upload]) -> bytes:
 
 
 def _private_paths(uploads: Sequence[Upload]) -> list[str]:
-    """The JSON files in which the target is named by an absolute path."""
+    """The JSON files in which the target is named, and not by a hub id."""
     files = [upload for upload in uploads if upload.path.endswith(".json")]
     return [file.path for file in files if _names_a_path(json.loads(file.content.read_text(encoding="utf-8")))]
 
 
 def _names_a_path(content: Any) -> bool:
-    """Whether a field for the target, in a config of fledge or speculators, is an absolute path."""
+    """Whether a field for the target, in a config of fledge or speculators, is something else than a hub id."""
+    from fledge.hub import hub_id
+
     if not isinstance(content, dict):
         return False
     names = (content.get(key) for key in ("target", "name_or_path"))
-    return any(isinstance(name, str) and Path(name).is_absolute() for name in names) or any(
+    return any(isinstance(name, str) and name and not hub_id(name) for name in names) or any(
         map(_names_a_path, content.values())
     )
 
@@ -144,12 +148,12 @@ def _push(options: PushOptions, uploads: list[Upload], say: Callable[[str], None
     from fledge.jobs.model_card import CARD
 
     api = HfApi(library_name="fledge", library_version=__version__)
-    present = _prepared_repository(api, options)
-    if CARD in present and not options.replace_card and not _may_replace_card(api, options, _card_in(uploads)):
+    before = _prepared_repository(api, options)
+    if CARD in before.paths and not options.replace_card and not _may_replace_card(before, _card_in(uploads)):
         say(f"{CARD} of {options.repository} was edited there and is kept; --replace-card replaces it")
         uploads = [upload for upload in uploads if upload.path != CARD]
     additions = [CommitOperationAdd(upload.path, _as_hub_content(upload.content)) for upload in uploads]
-    stale = sorted(set(filter(_is_of_a_draft, present)) - {upload.path for upload in uploads})
+    stale = sorted(set(filter(_is_of_a_draft, before.paths)) - {upload.path for upload in uploads})
     if stale:
         say(f"removing {', '.join(stale)} of the draft that was there before")
     say(f"uploading {_size(sum(upload.size for upload in uploads))} to {options.repository}")
@@ -158,6 +162,7 @@ def _push(options: PushOptions, uploads: list[Upload], say: Callable[[str], None
         [*additions, *(CommitOperationDelete(path) for path in stale)],
         commit_message=options.message or f"Draft model, by fledge {__version__}",
         revision=options.revision,
+        parent_commit=before.commit,  # a commit that others have made meanwhile is not overwritten
     )
     branch = f"/tree/{options.revision}" if options.revision else ""
     return f"{api.endpoint}/{options.repository}{branch}"
@@ -167,9 +172,22 @@ def _as_hub_content(content: Path | bytes) -> str | bytes:
     return content if isinstance(content, bytes) else str(content)
 
 
-def _prepared_repository(api: HfApi, options: PushOptions) -> list[str]:
-    """Creates the repository and the branch if they are not there. Returns the files that the branch has. Raises
-    ValueError if they are not those of a draft."""
+@dataclass(frozen=True)
+class Before:
+    """The newest commit of the branch before the upload, and the paths of its files."""
+
+    api: HfApi
+    repository: str
+    commit: str | None
+    paths: list[str]
+
+    def read(self, path: str) -> bytes:
+        return Path(self.api.hf_hub_download(self.repository, path, revision=self.commit)).read_bytes()
+
+
+def _prepared_repository(api: HfApi, options: PushOptions) -> Before:
+    """Creates the repository and the branch if they are not there. Returns what the branch has. Raises ValueError if
+    that is not a draft."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -185,43 +203,40 @@ def _prepared_repository(api: HfApi, options: PushOptions) -> list[str]:
             raise ValueError(f"{name} exists and is public; make it private in its settings, or leave --private out")
     if options.revision:
         api.create_branch(name, branch=options.revision, exist_ok=True)
-    present = [file.rfilename for file in api.model_info(name, revision=options.revision).siblings or ()]
-    _check_kind(api, options, present)
-    return present
+    info = api.model_info(name, revision=options.revision)
+    before = Before(api, name, info.sha, [file.rfilename for file in info.siblings or ()])
+    _check_kind(before)
+    return before
 
 
-def _check_kind(api: HfApi, options: PushOptions, present: Sequence[str]) -> None:
+def _check_kind(before: Before) -> None:
     """Raises ValueError if a repository holds a model that is not a draft, since its files would be removed."""
     from fledge.config import DraftConfig
     from fledge.models.weights import CONFIG
 
-    other = f"{options.repository} holds something else than a draft"
-    if CONFIG in present:
+    other = f"{before.repository} holds something else than a draft"
+    if CONFIG in before.paths:
         try:
-            DraftConfig.from_hf(json.loads(_download(api, options, CONFIG)))
+            DraftConfig.from_hf(json.loads(before.read(CONFIG)))
         except (ValueError, RecursionError) as e:
             raise ValueError(f"{other} ({e}); choose another repository") from e
-    elif found := [path for path in present if any(fnmatch(path, pattern) for pattern in WEIGHTS)]:
+    elif found := [path for path in before.paths if any(fnmatch(path, pattern) for pattern in WEIGHTS)]:
         raise ValueError(f"{other} ({found[0]} without {CONFIG}); choose another repository")
 
 
-def _may_replace_card(api: HfApi, options: PushOptions, card: bytes) -> bool:
+def _may_replace_card(before: Before, card: bytes) -> bool:
     """Whether the card in the repository is as fledge wrote it, or the same as the new one."""
     from fledge.jobs.model_card import CARD, is_unedited
 
-    there = _download(api, options, CARD)
+    there = before.read(CARD)
     return there == card or is_unedited(there.decode(errors="replace"))
-
-
-def _download(api: HfApi, options: PushOptions, path: str) -> bytes:
-    return Path(api.hf_hub_download(options.repository, path, revision=options.revision)).read_bytes()
 
 
 def _is_of_a_draft(path: str) -> bool:
     """Whether a path in a repository is one of the files that a draft has beside its config and card."""
     from fledge.eval.probe import RECORD, TENSORS
 
-    return path in (RECORD, TENSORS) or ("/" not in path and any(fnmatch(path, pattern) for pattern in WEIGHTS))
+    return path in (RECORD, TENSORS) or ("/" not in path and any(fnmatch(path, pattern) for pattern in DRAFT_WEIGHTS))
 
 
 @contextlib.contextmanager
@@ -255,6 +270,8 @@ def _refusal(error: Any, repository: str, again: str) -> Exception:
             f"the login has no permission to write to {repository} ({said}); check the owner's name with `hf auth "
             "whoami`, and that the token may write"
         )
+    if status == 412:
+        return ValueError(f"{repository} was changed during the upload, so nothing was replaced; {again}")
     if status >= 500 or not status:
         return ConnectionError(f"the hub failed ({said}); {again}")
     return ValueError(f"the hub refuses the upload to {repository} ({said})")

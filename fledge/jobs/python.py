@@ -55,7 +55,8 @@ def train_draft(
 def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
     """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
     named = {"target": target, "data": data, "out": out}
-    named = {name: value for name, value in named.items() if value != _DEFAULTS[name]}
+    named = {name: value for name, value in named.items() if value is not None and value != _DEFAULTS[name]}
+    options = {name: value for name, value in options.items() if value is not None}
     options = replace_aliases(TrainOptions, named | replace_former_names(TrainOptions, options, str), str)
     target, data, out = (options.get(name, default) for name, default in _DEFAULTS.items())
     sources = [data] if isinstance(data, str | Path | Mapping) else data
@@ -68,7 +69,7 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
         options["aux_layers"] = ",".join(map(str, layers))
     options = {name: _text(value) for name, value in options.items()}
     defaults = _DEFAULTS | {"data": []}
-    given = {name for name, value in options.items() if value is not None and value != defaults.get(name)}
+    given = {name for name, value in options.items() if value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
 
 

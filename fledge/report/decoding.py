@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, legend, shortened, style
+from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, in_legend, legend, style
 from fledge.report.figure import Figure, Table, shown, spanned
 from fledge.report.read import Record, mapping, number, numbers
 from fledge.report.training import stacked_bars
@@ -39,7 +39,7 @@ def alpha(records: Sequence[Record]) -> Figure:
     def plot(axes) -> None:
         for i, (r, y) in enumerate(drawn):
             x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in range(len(y))]
-            axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], label=r.label, **style(i))
+            axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], label=in_legend(r.label), **style(i))
             for at, (low, high) in zip(x, intervals[r.label], strict=False):
                 axes.plot([at, at], [low, high], color=SERIES[i % len(SERIES)], linewidth=1.1)
         axes.set_xlabel("position of the drafted token")
@@ -199,7 +199,9 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
             for i, (group, rs) in enumerate(groups.items()):
                 rs = [r for r in rs if r.number(of) is not None]
                 x = [r.number(key) for r in rs]
-                axes.plot(x, [r.number(of) for r in rs], marker=MARKERS[i % len(MARKERS)], label=group, **style(i))
+                axes.plot(
+                    x, [r.number(of) for r in rs], marker=MARKERS[i % len(MARKERS)], label=in_legend(group), **style(i)
+                )
                 for r in rs:
                     if span := interval(r, of):
                         axes.plot([r.number(key)] * 2, span, color=SERIES[i % len(SERIES)], linewidth=1.1)
@@ -208,7 +210,7 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
         both[1].axhline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
         if len(groups) > 1:
             handles, labels = both[0].get_legend_handles_labels()
-            both[0].figure.legend(handles, [shortened(x, 80) for x in labels], loc="outside upper left", ncols=1)
+            both[0].figure.legend(handles, [in_legend(x, 80) for x in labels], loc="outside upper left", ncols=1)
 
     rows = [
         [g, f"{r.number(key):.0f}", spanned(r.number("tau"), interval(r, "tau")),

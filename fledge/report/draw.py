@@ -20,6 +20,7 @@ DEPTHS = tuple(f"#0501{i:02x}" for i in range(1, 7))  # positions, from the firs
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 MARKERS = "osD^vPX"
 WIDTH = 6.6  # inches, of 72 CSS pixels
+ZERO_WIDTH = "\N{ZERO WIDTH SPACE}"
 
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"}
 _VARIABLES |= {c: f"s{i}" for i, c in enumerate(SERIES, 1)} | {c: f"d{i}" for i, c in enumerate(DEPTHS, 1)}
@@ -71,9 +72,16 @@ def legend(axes: Axes, entries: int) -> None:
     if entries > 1:
         columns = 2 if entries > 3 else entries
         handles, labels = axes.get_legend_handles_labels()
-        labels = [shortened(label, 74 // columns) for label in labels]
+        labels = [in_legend(label, 74 // columns) for label in labels]
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": columns}
         axes.legend(handles, labels, **place, borderaxespad=0.2, handlelength=2.6)
+
+
+def in_legend(label: str, width: int | None = None) -> str:
+    """A label for a legend, shortened to a width if one is given. matplotlib leaves out labels that begin with `_`."""
+    text = label.removeprefix(ZERO_WIDTH)
+    text = text if width is None else shortened(text, width)
+    return ZERO_WIDTH + text if text.startswith("_") else text
 
 
 def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:
@@ -96,6 +104,10 @@ def _for_page(svg: str, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 aria-hidden="true"', svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    return _PLACEHOLDER.sub(lambda m: f"var(--{_VARIABLES[m[0]]})", svg)
+    return re.sub(r"<[^>]*>", lambda tag: _tag_for_page(tag[0], name), svg)
+
+
+def _tag_for_page(tag: str, name: str) -> str:
+    tag = re.sub(r'\bid="', f'id="{name}-', tag)
+    tag = tag.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    return _PLACEHOLDER.sub(lambda m: f"var(--{_VARIABLES[m[0]]})", tag)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fledge.report.draw import MARKERS, SERIES, bars_from_left, depth_color, drawing, legend, style
+from fledge.report.draw import MARKERS, SERIES, bars_from_left, depth_color, drawing, in_legend, legend, style
 from fledge.report.figure import Figure, Table, shown
 from fledge.report.read import Run, mapping, number
 from fledge.report.series import sampled_rows, smoothed, smoothing_window, thinned
@@ -54,11 +54,11 @@ def tau(runs: Sequence[Run]) -> Figure:
     def plot(axes) -> None:
         for i, run in enumerate(runs):
             x, y = run.series(keys[run.name])
-            axes.plot(*thinned(x, smoothed(y)), label=f"{run.name}, simulated", **style(i))
+            axes.plot(*thinned(x, smoothed(y)), label=in_legend(f"{run.name}, simulated"), **style(i))
             x, y = run.series("eval_tau")
             if y:
                 color, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
-                axes.plot(x, y, color=color, marker=marker, linewidth=0.8, label=f"{run.name}, decoded")
+                axes.plot(x, y, color=color, marker=marker, linewidth=0.8, label=in_legend(f"{run.name}, decoded"))
         axes.set_xlabel("step")
         axes.set_ylabel("τ, tokens per round")
         legend(axes, 2 * len(runs))
@@ -89,7 +89,7 @@ def acceptance(runs: Sequence[Run]) -> Figure:
         for i, (name, (steps, rows)) in enumerate(data.items()):
             for k in range(len(rows[0]) if rows and len(data) == 1 else min(1, len(rows))):
                 looks = {"color": depth_color(k, len(rows[0])), "linestyle": "-"} if len(data) == 1 else style(i)
-                label = f"position {k + 1}" if len(data) == 1 else name
+                label = f"position {k + 1}" if len(data) == 1 else in_legend(name)
                 axes.plot(*thinned(steps, smoothed([row[k] for row in rows])), label=label, **looks)
         axes.set_xlabel("step")
         axes.set_ylabel("acceptance rate α")
@@ -207,7 +207,9 @@ def _lines(
                 if len(runs) == 1 and len(y) > 1 and key != "lr":
                     axes.plot(*thinned(x, y), color=SERIES[0], linewidth=0.6, alpha=0.3)
                 # an average would show a learning rate that was never used
-                axes.plot(*thinned(x, y if key in ("lr", "peak_gib") else smoothed(y)), label=run.name, **style(i))
+                axes.plot(
+                    *thinned(x, y if key in ("lr", "peak_gib") else smoothed(y)), label=in_legend(run.name), **style(i)
+                )
             axes.set_ylabel(label)
             if key in SHARES:
                 axes.set_ylim(0, 1.05)

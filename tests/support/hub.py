@@ -29,13 +29,15 @@ class Repository:
 @dataclass
 class Hub:
     """`owners` are the names under which the token may create and write. `objects` are large files, by SHA-256.
-    `failures` are statuses of the next requests that upload or commit, 0 for a closed connection."""
+    `failures` are statuses of the next requests that upload or commit, 0 for a closed connection. `meanwhile` are files
+    that somebody else commits to a branch as soon as an upload to it begins."""
 
     token: str = "hf_good"
     owners: tuple[str, ...] = ("bird",)
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
+    meanwhile: dict[str, bytes] = field(default_factory=dict)
     sent: int = 0  # large files
     url: str = ""
 
@@ -122,14 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _files(self, name: str, branch: str | None) -> dict[str, bytes]:
         branches = self._repository(name).branches
-        if (branch or "main") not in branches:
-            raise _Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
-        return branches[branch or "main"]
+        if (branch or "main") in branches:
+            return branches[branch or "main"]
+        if found := [files for files in branches.values() if _commit(files) == branch]:
+            return found[0]
+        raise _Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
 
     def info(self, body: bytes, name: str, branch: str | None = None) -> Any:
         files, repository = self._files(name, branch), self._repository(name)
         siblings = [{"rfilename": path} for path in sorted(files)]
-        return _json({"id": name, "private": repository.private, "sha": "a" * 40, "siblings": siblings})
+        return _json({"id": name, "private": repository.private, "sha": _commit(files), "siblings": siblings})
 
     def create(self, body: bytes) -> Any:
         asked = json.loads(body)
@@ -151,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, body: bytes, name: str, branch: str) -> Any:
         self._writable(name)
+        self._files(name, branch).update(self.hub.meanwhile)
+        self.hub.meanwhile = {}
         files = [
             {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
              "shouldIgnore": False}
@@ -181,6 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
             operation = json.loads(line)
             value = operation["value"]
             if operation["key"] == "header":
+                if value.get("parentCommit") not in (None, _commit(files)):
+                    raise _Refused(412, "A commit has happened since. Please refresh and try again.", "")
                 self._repository(name).messages.append(value["summary"])
             elif operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
@@ -190,14 +198,19 @@ class _Handler(BaseHTTPRequestHandler):
                 assert operation["key"] == "deletedFile"
                 del files[value["path"]]
         self._repository(name).branches[branch] = files
-        return _json({"commitUrl": f"{self.hub.url}/{name}/commit/{'b' * 40}", "commitOid": "b" * 40})
+        return _json({"commitUrl": f"{self.hub.url}/{name}/commit/{_commit(files)}", "commitOid": _commit(files)})
 
     def file(self, body: bytes, name: str, branch: str, path: str) -> Any:
         files = self._files(name, branch)
         if path not in files:
             raise _Refused(404, "Entry not found", "EntryNotFound")
         etag = hashlib.sha256(files[path]).hexdigest()
-        return 200, files[path], {"ETag": f'"{etag}"', "X-Repo-Commit": etag[:40]}
+        return 200, files[path], {"ETag": f'"{etag}"', "X-Repo-Commit": _commit(files)}
+
+
+def _commit(files: dict[str, bytes]) -> str:
+    """The id of the commit that has these files."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
 
 
 def _json(value: Any) -> tuple[int, bytes, dict[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fledge.jobs.chatting.conversation import save
-from fledge.jobs.chatting.session import Session
+from fledge.jobs.chatting.session import Session, exact
 
 KEYS = (
     ("F2 or Ctrl-T", "the draft on or off"),
@@ -69,9 +69,12 @@ def help_text() -> str:
 
 def _draft(session: Session, argument: str) -> Outcome:
     if argument not in ("", "on", "off"):
-        raise ValueError("/draft takes on, off or nothing, which switches to the other")
-    on = session.toggle_draft({"": None, "on": True, "off": False}[argument])
-    return Outcome(f"the next answers are decoded {'with' if on else 'without'} the draft")
+        raise ValueError("/draft takes on, off or nothing, which shows whether it is on")
+    if argument:
+        session.toggle_draft(argument == "on")
+    elif not session.has_draft:
+        return Outcome("there is no draft")
+    return Outcome(f"the next answers are decoded {'with' if session.drafts else 'without'} the draft")
 
 
 def _depth(session: Session, argument: str) -> Outcome:
@@ -91,7 +94,7 @@ def _sampling(field: str, kind: type) -> Run:
         sampling = session.settings.sampling
         without = sampling.greedy and field in ("top_k", "top_p", "seed")
         idle = "; it has no effect at temperature 0, which decodes greedily" if without else ""
-        return Outcome(f"{field.replace('_', '-')} {getattr(sampling, field):g}{idle}")
+        return Outcome(f"{field.replace('_', '-')} {exact(getattr(sampling, field))}{idle}")
 
     return run
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from fledge.jobs.chatting.session import Pieces, Session
+from fledge.jobs.chatting.session import Pieces, Session, exact
 from fledge.jobs.display import escaped, format_message
 
 # colours of drafted tokens by depth, the last one for all that are deeper; each has a contrast of at least 3.5 with
@@ -149,7 +149,7 @@ class Terminal:
         if session.has_draft:
             depth = f" (depth {session.depth})" if session.drafts else ""
             parts.append(f"draft {'on' if session.drafts else 'off'}{depth}, F2: {'off' if session.drafts else 'on'}")
-        parts.append(f"temperature {settings.sampling.temperature:g}")
+        parts.append(f"temperature {exact(settings.sampling.temperature)}")
         parts.append(f"{session.tokens:,}/{session.longest:,} tokens")
         return " · ".join(parts)[: self._line.output.get_size().columns]
 

@@ -126,13 +126,15 @@ class Session:
 
     @contextmanager
     def retrying(self) -> Iterator[str]:
-        """Context manager: takes the last exchange out, to answer its text again, and yields the text. The exchange
-        comes back if that fails. Raises ValueError if there is none."""
+        """Context manager: takes the last exchange out, to answer its text again, and yields the text. The conversation
+        is as before if that fails. Raises ValueError if there is none."""
+        dropped = self.conversation.dropped
         exchange = self.conversation.undo()
         try:
             yield exchange.asked
         except BaseException:
             self.conversation.exchanges.append(exchange)
+            self.conversation.dropped = dropped
             raise
 
     def answer(
@@ -218,6 +220,11 @@ def summary(answer: Answer, other: float | None) -> str:
     compared = f" ({_amount(other)} {way})" if other is not None else ""
     tokens = f"{answer.tokens:,} token{'s' * (answer.tokens != 1)}"
     return f"{tau}{_amount(answer.speed)} tokens/s{compared} · {tokens} · {answer.ended}"
+
+
+def exact(x: float) -> str:
+    """A number with all its digits, e.g. 0.7, 1 and 12345678."""
+    return str(x).removesuffix(".0")
 
 
 def _amount(speed: float) -> str:
