@@ -1,4 +1,4 @@
-# make demo   install, train a draft for the bundled model and measure it (three to six minutes on two cores)
+# make demo   install, train a draft for the bundled model and measure it (about four minutes on two cores)
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)

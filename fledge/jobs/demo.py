@@ -6,7 +6,6 @@ Every step is a `fledge` command, which is printed before it runs. OUT/result.js
 from __future__ import annotations
 
 import filecmp
-import json
 import shlex
 import shutil
 import time
@@ -16,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fledge.eval.record import record_text
 from fledge.files import check_output_path, replace_directory
 from fledge.jobs.options import Options, flag_of, opt
 
@@ -63,7 +63,7 @@ def run(options: DemoOptions, say: Callable[[str], None], progress: Any) -> None
         results = demo.measure(drafts, 0, options.prompts, 128)
         results |= demo.measure(drafts, 1, max(1, options.prompts // 4), 64)
     seconds = time.monotonic() - start
-    result = json.dumps({"seconds": seconds, "results": results}, indent=2)
+    result = record_text({"seconds": seconds, "results": results})
     (demo.out / "result.json").write_text(result + "\n", encoding="utf-8")
     demo.report(drafts, (0,) if options.quick else (0, 1))
     say(f"\nIn {seconds / 60:.1f} minutes:")
