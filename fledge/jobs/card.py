@@ -92,8 +92,9 @@ def exported_card(name: str, exported: Path) -> dict[str, bytes]:
     if not card.is_file():
         return {}
     text, draft = read_card(card), open_draft(exported)
-    with contextlib.suppress(ValueError):
-        text = with_section(text, SERVING, serving_text(draft.config, lambda engine: needs_export(draft, engine)))
+    commands = serving_text(draft.config, lambda engine: needs_export(draft, engine))
+    with contextlib.suppress(ValueError):  # the section was removed
+        text = with_section(text, SERVING, commands)
     return {CARD: text.encode()}
 
 
