@@ -21,6 +21,9 @@ Other engines have `wall_ms` only: transformers' `generate` for one token, and v
 chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
 vLLM that failed has an `error` in place of times. `bench/prompt_sets.py` compares a trained pair with its target alone.
 
+With `--sampling`, fledge's rows are measured for each named way to choose tokens, which is in `sampling`; draft tokens
+are the draft's argmax, so that a round that samples does what a greedy one does and samples.
+
 With `--draft-device`, the draft is on another GPU: rows have `devices` 2, `draft_ms` includes the copies between the
 two, and `bytes_per_round` is what they copy.
 """
@@ -57,6 +60,7 @@ from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.targets.sharded import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
+from fledge.types import Sampling
 
 REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
@@ -66,6 +70,13 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (d
     "chain of 7": ({}, dict(depth=7)),
     "tree of 60": ({}, dict(mode="tree", nodes=60, width=10, depth=8)),
     "one pass of 7": (dict(method="peagle", mask_token_id=5, num_hidden_layers=4), dict(depth=7)),
+}
+
+SAMPLING = {
+    "greedy": Sampling(),
+    "temperature": Sampling(temperature=1.0),
+    "top-k and top-p": Sampling(temperature=1.0, top_k=50, top_p=0.9),
+    "top-p": Sampling(temperature=1.0, top_p=0.9),
 }
 
 
@@ -79,6 +90,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200, help="tokens after each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=SAMPLING)
     parser.add_argument("--engine", nargs="+", default=["fledge", "transformers"], choices=ENGINES)
     parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a few rounds of each row")
@@ -111,9 +123,10 @@ def main() -> None:
             if "fledge" in options.engine:
                 engine = Engine(target, draft, **drafting)
                 devices = 1 if draft is None or draft.device == target.device else 2
-                for context, batch in sizes:
+                for (context, batch), name in itertools.product(sizes, options.sampling):
                     row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}
-                    add(row | measure(engine, batch, context, options.new, gbps, options.profile))
+                    row |= {"sampling": name}
+                    add(row | measure(engine, SAMPLING[name], batch, context, options.new, gbps, options.profile))
                 del engine
             if "transformers" in options.engine and draft is None:
                 for context, batch in sizes:
@@ -191,14 +204,16 @@ def read_gbps(device: str) -> float:
     return x.numel() * 4 / best / 1e9
 
 
-def measure(engine: Engine, batch: int, context: int, new: int, gbps: float, profiled: bool) -> dict[str, Any]:
+def measure(
+    engine: Engine, sampling: Sampling, batch: int, context: int, new: int, gbps: float, profiled: bool
+) -> dict[str, Any]:
     """The times of decoding `batch` prompts of `context` tokens."""
     prompts = random_prompts(batch, context).tolist()
 
     def decode(tokens: int) -> list[Any]:
-        return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens)
+        return engine.generate_all(prompts, batch=batch, max_new_tokens=tokens, sampling=sampling)
 
-    prepared = engine.prepare(batch, tokens=context + new)
+    prepared = engine.prepare(batch, tokens=context + new, sampling=sampling)
     wall, done = median_run(lambda: decode(new))
     rounds = done[0].trace.rounds
     if rounds:

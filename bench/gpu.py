@@ -51,6 +51,10 @@ STAGES = {
     "rounds_16k": Stage(
         "bench/decode.py --context 16384 --case 'chain of 7' --batch 1 --commit {commit} --out {out}", 60
     ),
+    "rounds_sampled": Stage(
+        "bench/decode.py --case token 'chain of 7' --engine fledge --sampling greedy temperature top-p "
+        "'top-k and top-p' --commit {commit} --out {out}", 120,
+    ),
     "rounds_moe": Stage("bench/decode.py --shape 30b-a3b --commit {commit} --out {out}", 150),
     "engines": Stage("bench/decode.py --engine fledge transformers vllm --commit {commit} --out {out}", 360),
     "draft": Stage(
