@@ -7,7 +7,8 @@
 Each stage is a command of its own, which writes its record OUT/STAGE.json; all output goes to OUT/log.txt. A stage that
 fails does not end the others. One that would exceed the time that is left is not started, and one that takes twice its
 estimate is ended. The table at the end, also in OUT/stages.json, has each stage's seconds and exit code. Stages about
-a trained draft use OUT/draft, which `draft` trains, unless --draft names another.
+a trained draft use the one that `draft` trains, unless --draft names another; `vllm` and `sglang` use those of
+`drafts`.
 """
 
 import argparse
@@ -37,7 +38,23 @@ class Stage:
 
 
 TRAINED = ("target", "prompts")
-SERVING = "--target {target} --draft eagle3={draft} --k 3 5 7 --concurrency 1 4 16 --prompts {prompts}/gsm8k.jsonl"
+SERVED = {"vllm": "eagle1 eagle3 eagle3.1 peagle", "sglang": "eagle1 eagle3 eagle3.1"}
+LIMITS = {  # of the memory of one of the engines that start together
+    "vllm": "--dtype bfloat16 --max-model-len 2048 --enforce-eager --gpu-memory-utilization 0.06 "
+    "--kv-cache-memory-bytes 2G",
+    "sglang": "--dtype bfloat16 --context-length 2048 --mem-fraction-static 0.5 --max-total-tokens 65536",
+}
+
+
+def serving(engine: str) -> str:
+    drafts = " ".join(f"{method}={{work}}/drafts/{method}/draft" for method in SERVED[engine].split())
+    return (
+        f"bench/serving.py --engine {engine} --target {{target}} --draft {drafts} --k 3 5 7 --concurrency 1 4 16 "
+        "--prompts {prompts}/gsm8k.jsonl --limit 48 --new 64 --parallel 12 --commit {commit} --out {out} -- "
+        + LIMITS[engine]
+    )
+
+
 STAGES = {
     "tests": Stage(f"{PYTEST} -m gpu tests", 240),
     "more_tests": Stage(f"{PYTEST} {' '.join(f'tests/test_{name}.py' for name in ON_BOTH.split())}", 180),
@@ -66,14 +83,12 @@ STAGES = {
         "--temperature 0 1 --repeats 7 --commit {commit} --out {out}", 400, needs=TRAINED,
     ),
     "served_features": Stage("bench/served_features.py --target {target} --out {out}", 190, needs=("target",)),
-    "vllm": Stage(
-        f"bench/serving.py --engine vllm {SERVING} --limit 48 --new 64 --commit {{commit}} --out {{out}} -- "
-        "--max-model-len 2048 --gpu-memory-utilization 0.4", 540, needs=TRAINED,
+    "drafts": Stage(
+        "bench/drafts.py --target {target} --data {data} --steps 600 --out {work}/drafts", 120,
+        needs=("target", "data"),
     ),
-    "sglang": Stage(
-        f"bench/serving.py --engine sglang {SERVING} --limit 48 --new 64 --commit {{commit}} --out {{out}}", 540,
-        needs=TRAINED,
-    ),
+    "vllm": Stage(serving("vllm"), 200, needs=TRAINED),
+    "sglang": Stage(serving("sglang"), 250, needs=TRAINED),
     "scale": Stage(
         "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --commit {commit} --out {out}", 240, gpus=2
     ),

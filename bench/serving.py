@@ -5,8 +5,11 @@
 
 For each draft (method=DIR) and K, it starts the engine with the command of `fledge serve`, waits until it is healthy,
 measures as `fledge eval --endpoint` does at each concurrency, ends the engine, and decodes the same token ids with
-fledge. Arguments after `--` go to the engine. A start takes a minute or two, so cases can be run one by one: rows are
-added to an existing record of the same commit and target, and replace those of the same method, K and concurrency.
+fledge. Arguments after `--` go to the engine. A start takes a minute or two: with `--parallel N`, N engines start
+and are measured together, each with a part of the GPU's memory that the arguments have to limit; then `tokens_per_s`,
+`ttft_ms` and `itl_ms` are those of an engine that shares its machine.
+Cases can also be run one by one: rows are added to an existing record of the same commit and target, and replace those
+of the same method, K and concurrency. A case whose engine does not start has no rows, and the exit status is then 1.
 `--plain` measures the engine without a draft too (method "none", K 0), once.
 
 `tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
@@ -25,6 +28,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,7 @@ from fledge.jobs.options import parse_dtype
 from fledge.jobs.serve import ServeOptions, command_of
 from fledge.models.weights import read_draft_config
 from fledge.targets.loading import load_target
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
 
 PLAIN = "none"  # the method of rows without a draft
@@ -62,6 +68,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--new", type=int, default=128, help="the most new tokens of a prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--parallel", type=int, default=1, help="engines that run at a time")
     parser.add_argument("--start-timeout", type=float, default=480, help="seconds until the engine must be healthy")
     parser.add_argument("--device", default="auto", help="of fledge's decoder")
     parser.add_argument("--dtype", default=None, help="of fledge's decoder (default: the target's)")
@@ -72,17 +79,44 @@ def main() -> None:
     check_record_path(options.out, "--out")
     drafts = dict(text.split("=", 1) for text in options.draft)
     record = _record(options)
-    cases: list[tuple[str, str | None, int]] = [(m, d, k) for m, d in drafts.items() for k in options.k]
+    cases = [Case(method, draft, k) for method, draft in drafts.items() for k in options.k]
     if options.plain:
-        cases.insert(0, (PLAIN, None, 0))
+        cases.insert(0, Case(PLAIN, None, 0))
     head = load_target(options.target, weights=False)
-    for method, draft, k in cases:
-        kwargs = read_draft_config(draft).provenance.template_kwargs if draft else {}
-        template = ChatTemplate(head.tokenizer, head.stop_ids, kwargs)
-        rows = run_case(options, method, draft, k, template, arguments)
-        asked = {(row["method"], row["k"], row["concurrency"]) for row in rows}
-        record["rows"] = [r for r in record["rows"] if (r["method"], r["k"], r["concurrency"]) not in asked] + rows
-        write_record(options.out, record)
+    prompts, failed = read_prompts(options.prompts, options.limit), False
+
+    def measured(case: Case) -> tuple[list[Measurement], str | None]:
+        with started(options, case, arguments) as server:
+            server.wait(options.start_timeout)
+            return asyncio.run(_measure(server.url, prompts, options, case.template(head)))
+
+    with ThreadPoolExecutor(options.parallel) as threads:
+        for case, done in [(case, threads.submit(measured, case)) for case in cases]:
+            try:
+                rows = rows_of(options, case, *done.result())
+            except ChildProcessError as e:
+                print(f"{case.method}, K = {case.k}: {e}", flush=True)
+                failed = True
+                continue
+            asked = {(row["method"], row["k"], row["concurrency"]) for row in rows}
+            record["rows"] = [r for r in record["rows"] if (r["method"], r["k"], r["concurrency"]) not in asked] + rows
+            write_record(options.out, record)
+    if failed:
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A draft that is served with K drafted tokens a round; none for the engine alone."""
+
+    method: str
+    draft: str | None
+    k: int
+
+    def template(self, target: TransformersTarget) -> ChatTemplate:
+        """The target's chat template as the draft was trained on it."""
+        kwargs = read_draft_config(self.draft).provenance.template_kwargs if self.draft else {}
+        return ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +126,7 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
     fixed = {
         "engine": options.engine, "target": Path(options.target).name, "prompts": Path(options.prompts).name,
         "limit": options.limit, "new": options.new, "temperature": options.temperature,
+        "parallel": options.parallel,
     }  # fmt: skip
     if options.out.exists() and options.out.stat().st_size:
         found = json.loads(options.out.read_text())
@@ -101,14 +136,11 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
     return {"environment": here, **fixed, "rows": []}
 
 
-def run_case(
-    options: argparse.Namespace, method: str, draft: str | None, k: int, template: ChatTemplate, arguments: list[str]
+def rows_of(
+    options: argparse.Namespace, case: Case, measured: list[Measurement], version: str | None
 ) -> list[dict[str, Any]]:
-    """The rows of one draft at one K, one for each concurrency."""
-    prompts = read_prompts(options.prompts, options.limit)
-    with started(options, draft, k, arguments) as url:
-        measured, version = asyncio.run(_measure(url, prompts, options, template))
-    own = _decode(options, draft, k, measured[0]) if draft else None
+    """The rows of a draft at one K, one for each concurrency, with fledge's own figures for the same prompts."""
+    own = _decode(options, case, measured[0]) if case.draft else None
     rows = []
 
     def answers(m: Measurement) -> list[Answer]:
@@ -117,7 +149,7 @@ def run_case(
     for found in measured:
         shown = found.record()
         row = {
-            "method": method, "k": k, "concurrency": found.concurrency,
+            "method": case.method, "k": case.k, "concurrency": found.concurrency,
             "tau": own["figures"]["tau"] if own else None, "alpha": own["figures"]["alpha"] if own else None,
             f"{options.engine}_tau": shown["tau"], f"{options.engine}_alpha": shown["alpha"],
             "fledge_identical": _same(own, found) if own else None, "requests": shown["requests"],
@@ -150,9 +182,9 @@ async def _measure(
         return found, await client.version()
 
 
-def _decode(options: argparse.Namespace, draft: str | None, k: int, measurement: Measurement) -> dict[str, Any]:
+def _decode(options: argparse.Namespace, case: Case, measurement: Measurement) -> dict[str, Any]:
     """fledge's own decoding of the prompts of a measurement."""
-    engine = load(options.target, draft, device=options.device, dtype=parse_dtype(options.dtype), depth=k)
+    engine = load(options.target, case.draft, device=options.device, dtype=parse_dtype(options.dtype), depth=case.k)
     ids = [asked.ids for asked in measurement.requests]
     sampling = Sampling(temperature=options.temperature)
     return decode_own(engine, ids, sampling=sampling, max_new_tokens=options.new, batch=min(8, len(ids)))
@@ -167,56 +199,59 @@ def _same(own: dict[str, Any], measurement: Measurement) -> int:
 # -- the engine ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Server:
+    """An engine that was started, and the file with its output."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+    began: float  # of time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the engine is healthy. Raises ChildProcessError, after the end of its output was printed, if it
+        ended or is not healthy so many seconds after its start."""
+        while time.monotonic() - self.began < seconds and self.process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                if response.status == 200:
+                    print(f"healthy after {time.monotonic() - self.began:.0f} s", flush=True)
+                    return
+            time.sleep(0.3)
+        print("\n".join(self.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+        ended = "ended" if self.process.poll() is not None else f"was not healthy after {seconds:g} s"
+        raise ChildProcessError(f"the engine {ended}; its output is in {self.log}")
+
+
 @contextlib.contextmanager
-def started(options: argparse.Namespace, draft: str | None, k: int, arguments: list[str]) -> Iterator[str]:
-    """Context manager: runs the engine in a process group of its own, and yields its address once it is healthy. Its
-    output goes to a file beside --out."""
+def started(options: argparse.Namespace, case: Case, arguments: list[str]) -> Iterator[Server]:
+    """Context manager: runs the engine in a process group of its own. Its output goes to a file beside --out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
-    if draft is None:
+    if case.draft is None:
         target = [options.target] if options.engine == "vllm" else ["--model-path", options.target]
         command = [*program(options.engine), *target, *arguments]
     else:
-        serve = ServeOptions(target=options.target, draft=draft, engine=options.engine, depth=k, arguments=arguments)
-        command = command_of(serve)
-    log = options.out.with_suffix(".log")
+        command = command_of(
+            ServeOptions(
+                target=options.target, draft=case.draft, engine=options.engine, depth=case.k, arguments=arguments
+            )
+        )
+    log = options.out.with_name(f"{options.out.stem}_{case.method}_{case.k}.log")
     print("starting", *command, flush=True)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(url, process, log, options.start_timeout)
-        yield url
+        yield Server(f"http://127.0.0.1:{port}", process, log, time.monotonic())
     finally:
-        _end(process)
-
-
-def _wait(url: str, process: subprocess.Popen, log: Path, seconds: float) -> None:
-    """Waits until the engine is healthy. Raises SystemExit, with the end of its output, if it ends or takes too
-    long."""
-    began = time.monotonic()
-    while time.monotonic() - began < seconds and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            if response.status == 200:
-                print(f"healthy after {time.monotonic() - began:.0f} s", flush=True)
-                return
-        time.sleep(0.3)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-60:]), flush=True)
-    ended = "ended" if process.poll() is not None else f"was not healthy after {seconds:g} s"
-    raise SystemExit(f"the engine {ended}; its output is in {log}")
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends the engine and the processes that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOPPING)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
-    process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOPPING)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,6 +367,7 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(BENCH.parent / "tests"))
     monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", SERVER])
     words = ["--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6, "--concurrency", 1, 2]
+    words += ["--parallel", 2]
     for k, methods in ((2, ["--draft", f"eagle3={draft}", "--plain"]), (3, ["--draft", f"eagle3={draft}"])):
         found = record(tmp_path, monkeypatch, "serving", *words, "--k", k, *methods)
     cases = [(row["method"], row["k"], row["concurrency"]) for row in found["rows"]]
@@ -374,7 +376,19 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["tau"] >= 1 and len(row["alpha"]) == row["k"] and row["vllm_tau"] > 1 and len(row["vllm_alpha"]) == 2
         assert (row["requests"], row["identical_to_first"]) == (3, 3) and row["tokens_per_s"] > 0
     assert found["rows"][0]["tau"] is found["rows"][0]["vllm_tau"] is None
-    assert (tmp_path / "serving.log").read_text() == "started\n"
+    assert (tmp_path / "serving_none_0.log").read_text() == "started\n"
+    # one of two engines that run together ends
+    broken = shutil.copytree(draft, tmp_path / "broken")
+    monkeypatch.setattr(
+        "fledge.jobs.serve.command_of",
+        lambda o: [sys.executable, "-c", "exit('no GPU')" if o.draft == str(broken) else SERVER, *o.arguments],
+    )
+    more = ["--draft", f"broken={broken}", f"again={draft}", "--k", 2]
+    with pytest.raises(SystemExit) as ended:
+        record(tmp_path, monkeypatch, "serving", *words, *more)
+    assert ended.value.code == 1 and "no GPU" in (tmp_path / "serving_broken_2.log").read_text()
+    rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
+    assert [row["method"] for row in rows[-2:]] == ["again", "again"]
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
         record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1)
 
