@@ -88,6 +88,10 @@ STAGES = {
         needs=("target", "data"),
     ),
     "vllm": Stage(serving("vllm"), 200, needs=TRAINED),
+    "regenerate": Stage(
+        "bench/regenerate.py --target {target} --data {data} --commit {commit} --out {out} -- " + LIMITS["vllm"], 200,
+        needs=("target", "data"),
+    ),
     "sglang": Stage(serving("sglang"), 250, needs=TRAINED),
     "scale": Stage(
         "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --commit {commit} --out {out}", 240, gpus=2

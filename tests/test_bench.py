@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -391,6 +392,29 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["method"] for row in rows[-2:]] == ["again", "again"]
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
         record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1)
+
+
+def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed `fledge regenerate` loses and repeats nothing; the engine is simulated, and its own benchmark left
+    out."""
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCH.parent), str(BENCH.parent / "tests")]))
+    server = "from transformers import AutoTokenizer\n" + SERVER.replace(
+        "port=port", f"port=port, latency=0.01, tokenizer=AutoTokenizer.from_pretrained({str(target)!r})"
+    )
+    monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", server])
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.delitem(sys.modules, "serving", raising=False)
+    module = importlib.import_module("regenerate")
+    monkeypatch.setattr(module, "by_vllm", lambda *given: {"tokens": 1})
+    words = "--target", target, "--data", chats, "--records", 20, "--concurrency", 2, "--new", 6, "--kills", 1
+    monkeypatch.setattr(sys, "argv", ["regenerate", *map(str, words), "--device", "cpu", "--out", str(tmp_path / "r")])
+    module.main()
+    found = json.loads((tmp_path / "r").read_text())
+    assert [row["what"] for row in found["rows"]] == 2 * ["vllm bench serve", "fledge regenerate"]
+    assert found["rows"][1]["completed"] > 10 and found["rows"][1]["tokens"] > 0
+    assert len(found["killed"]["records_at_kills"]) == 1 and found["killed"]["records_at_kills"][0] > 0
+    assert (found["killed"]["lost"], found["killed"]["twice"], found["killed"]["answered_otherwise"]) == (0, 0, 0)
 
 
 def test_the_chosen_experts_count(monkeypatch: pytest.MonkeyPatch) -> None:
