@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with `messages`")
-    parser.add_argument("--records", type=int, default=2000)
+    parser.add_argument("--records", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--new", type=int, default=64, help="the most new tokens of an answer")
     parser.add_argument("--kills", type=int, default=10)
