@@ -53,7 +53,7 @@ SETTINGS = {  # of vLLM's environment, unless the caller set them
     "PYTHONUNBUFFERED": "1",
 }
 CHUNK = 2048  # tokens that vLLM computes at a time
-START_SECONDS = 100  # the server's start, at most
+START_SECONDS = 150  # the server's start, at most
 TAIL = 60  # lines of a log that are printed
 SHIFTS = (-1, 1)
 Attempt = dict[str, Any]

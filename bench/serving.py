@@ -50,6 +50,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
 
 PLAIN = "none"  # the method of rows without a draft
+LOG_LINES = 150  # that are printed of an engine that does not start
 STOPPING = 60  # seconds after which an engine that was asked to end is killed
 
 
@@ -85,10 +86,16 @@ def main() -> None:
     head = load_target(options.target, weights=False)
     prompts, failed = read_prompts(options.prompts, options.limit), False
 
-    def measured(case: Case) -> tuple[list[Measurement], str | None]:
+    def measured(case: Case, starts: int = 2) -> tuple[list[Measurement], str | None]:
         with started(options, case, arguments) as server:
-            server.wait(options.start_timeout)
-            return asyncio.run(_measure(server.url, prompts, options, case.template(head)))
+            try:
+                server.wait(options.start_timeout)
+            except ChildProcessError:
+                if starts == 1:
+                    raise
+            else:
+                return asyncio.run(_measure(server.url, prompts, options, case.template(head)))
+        return measured(case, starts - 1)
 
     with ThreadPoolExecutor(options.parallel) as threads:
         for case, done in [(case, threads.submit(measured, case)) for case in cases]:
@@ -217,7 +224,7 @@ class Server:
                     print(f"healthy after {time.monotonic() - self.began:.0f} s", flush=True)
                     return
             time.sleep(0.3)
-        print("\n".join(self.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+        print("\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]), flush=True)
         ended = "ended" if self.process.poll() is not None else f"was not healthy after {seconds:g} s"
         raise ChildProcessError(f"the engine {ended}; its output is in {self.log}")
 
