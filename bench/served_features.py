@@ -2,7 +2,7 @@
 
     python bench/served_features.py --target DIR                     # needs a GPU and vLLM in this Python
 
-Starts `vllm serve` with the words of `fledge.features.vllm.command`, for the states of --layers (default: all, 0 to n).
+Starts `vllm serve` with the words of `fledge.features.vllm.command`, for the states of --layers (default: all but 0, which vLLM overwrites).
 Each captured state is compared with every state of the target's own forward pass, so that the record says which number
 it has here (`best`), how far it is from that one and from the next best, and how far its neighbours in the text are
 from it. The prompts are random tokens: short ones, one that vLLM computes in several chunks, one of the longest length
@@ -76,7 +76,7 @@ def main() -> None:
     check_record_path(options.out, "--out")
     deadline = time.monotonic() + options.seconds
     target = load_target(options.target, device=options.device, dtype=torch.bfloat16)
-    layers = tuple(sorted(options.layers or range(target.num_layers + 1)))
+    layers = tuple(sorted(options.layers or range(1, target.num_layers + 1)))
     prompts = make_prompts(target)
     record = {
         "environment": environment(options.device, "bfloat16"), "engine": f"vllm {version()}",

@@ -80,7 +80,7 @@ def loaded(made: Path) -> TransformersTarget:
 # -- the source ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [LAYERS, (0, 8), ()])
+@pytest.mark.parametrize("layers", [LAYERS, (1, 8), ()])
 def test_features_are_those_of_the_target(layers: tuple[int, ...], target, tmp_path: Path) -> None:
     """Numbering, final norm and alignment: layer i is the input of decoder layer i, n that of the final norm."""
     captured = tuple(sorted({*layers, 8}))
@@ -93,11 +93,11 @@ def test_features_are_those_of_the_target(layers: tuple[int, ...], target, tmp_p
 
 
 def test_bfloat16_files_are_the_rounded_states(target, tmp_path: Path) -> None:
-    with FakeVllm(target, tmp_path, (0, 8), dtype=torch.bfloat16) as server:
-        found = source_of(client(server), target, (0, 8), (0, 8)).features(ROW)
-    expected = LiveFeatures(target, (0, 8)).features(ROW).aux_TAD.bfloat16().float()
-    assert torch.equal(found.aux_TAD[:, 0], expected[:, 0])  # the embeddings, which no summation order changes
+    with FakeVllm(target, tmp_path, (1, 8), dtype=torch.bfloat16) as server:
+        found = source_of(client(server), target, (1, 8), (1, 8)).features(ROW)
+    expected = LiveFeatures(target, (1, 8)).features(ROW).aux_TAD.bfloat16().float()
     torch.testing.assert_close(found.aux_TAD, expected, rtol=1e-2, atol=1e-3)
+    assert torch.equal(found.aux_TAD[:62], found.aux_TAD[:62].bfloat16().float())
     assert torch.equal(found.last_TD[:62], target.norm(found.aux_TAD[:62, 1]))
 
 
@@ -165,6 +165,8 @@ def test_layers_that_are_not_captured_are_refused(target, tmp_path: Path) -> Non
     (tmp_path / "x").mkdir()
     write_states(tmp_path / "x" / "a.safetensors", target, [5, 6, 7], ALL)
     folder = StatesFolder(tmp_path / "x")
+    with pytest.raises(ValueError, match="layer 0, the embedding, cannot be had from vLLM.*--aux-layers"):
+        source_of(folder, target, (0, 2, 5), (0, 2, 5, 8))
     with pytest.raises(ValueError, match=r"captures the layers \[2, 4, 5\], and training also needs \[8\]"):
         source_of(folder, target, LAYERS, LAYERS)
 

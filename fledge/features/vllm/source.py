@@ -40,7 +40,8 @@ class VllmFeatures:
 
     `captured` are the ids of the layers in the states, ascending; the last one is the state before the final norm, id
     `num_layers`. Of `target`, the embedding, the head and the final norm have to be loaded. Raises ValueError for
-    layers that are not captured.
+    layers that are not captured, and for layer 0: vLLM 0.26 keeps a reference to the embedding, into whose memory its
+    fused norms write, and with --enforce-eager it stored the last layer's state (bench/results/served_features.json).
 
     The final norm is applied here. Tokens whose states are not in a file get zeros; the loss needs none of them.
     """
@@ -49,6 +50,11 @@ class VllmFeatures:
         self, states: States, target: TransformersTarget, layers: tuple[int, ...], captured: tuple[int, ...]
     ):  # fmt: skip
         self.states, self.target, self.layers, self.captured = states, target, layers, captured
+        if 0 in layers:
+            raise ValueError(
+                "layer 0, the embedding, cannot be had from vLLM, which may store the last layer in its place; choose "
+                "other layers by --aux-layers, or leave --features-from out"
+            )
         if missing := [i for i in (*layers, target.num_layers) if i not in captured]:
             raise ValueError(
                 f"vLLM captures the layers {list(captured)}, and training also needs {missing} ({target.num_layers} is "
