@@ -254,7 +254,7 @@ def _place(k, p, total, below, x_ptr, id_ptr, top, found, V, GATHERED: tl.conste
 
 @triton.jit
 def _search(
-    x_ptr, scale_ptr, k_ptr, p_ptr, found_ptr, mass_ptr, id_ptr, lowest_ptr, start_ptr, sx, V, N,
+    x_ptr, scale_ptr, k_ptr, p_ptr, found_ptr, mass_ptr, id_ptr, place_ptr, sx, V, N,
     FEW: tl.constexpr, GATHERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Stores the place of a row, scores as ordered integers."""
@@ -273,19 +273,19 @@ def _search(
             lowest, start = _place(k, p, total, below, x_ptr, id_ptr, top, found, V, FEW)
         else:
             lowest, start = _place(k, p, total, below, x_ptr, id_ptr, top, found, V, GATHERED)
-    tl.store(lowest_ptr + row, lowest)
-    tl.store(start_ptr + row, start)
+    tl.store(place_ptr + 2 * row, lowest)
+    tl.store(place_ptr + 2 * row + 1, start)
 
 
 @triton.jit
-def _apply(x_ptr, lowest_ptr, start_ptr, out_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _apply(x_ptr, place_ptr, out_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + row * sx + i, mask=i < V, other=0.0)
-    lowest, start = tl.load(lowest_ptr + row), tl.load(start_ptr + row)
+    lowest, start = tl.load(place_ptr + 2 * row), tl.load(place_ptr + 2 * row + 1)
     kept = (ordered(x) > lowest) | ((ordered(x) == lowest) & (i >= start))
     tl.store(out_ptr + row * V + i, tl.where(kept, x, float("-inf")), mask=i < V)
 
@@ -300,12 +300,10 @@ def filter_top_triton(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> T
         return out
     chunk = min(max(triton.next_power_of_2(V), 128), CHUNK)
     chunks = triton.cdiv(V, chunk)
-    tops, totals = torch.empty(2, M, chunks, dtype=torch.float32, device=device)
-    scale = torch.empty(M, 2, dtype=torch.float32, device=device)
-    bound = torch.empty(M, 2, dtype=torch.int32, device=device)
-    count = torch.empty(M, LEVELS.value, dtype=torch.int32, device=device)
+    # not views of fewer tensors, whose alignment would depend on M, so that kernels would be compiled again
+    tops, totals, scale = (torch.empty(M, n, dtype=torch.float32, device=device) for n in (chunks, chunks, 2))
+    count, found, bound, place = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (LEVELS.value, 1, 2, 2))
     mass = torch.empty(M, 2, dtype=torch.int64, device=device)
-    found, lowest, start = torch.empty(3, M, dtype=torch.int32, device=device)
     ids = out.view(torch.int32)  # the memory of the result holds the gathered ids until then
     k, p, sx, options = top_k_B.contiguous(), top_p_B.contiguous(), x.stride(0), dependent_launch(device)
     each = dict(CHUNK=chunk, num_warps=4, **options)
@@ -314,7 +312,7 @@ def filter_top_triton(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> T
     _bounds[(M,)](scale, count, k, p, bound, V, N, num_warps=4, **options)
     _gather[(chunks, M)](x, scale, k, p, bound, found, mass, ids, sx, V, N, **each)
     _search[(M,)](
-        x, scale, k, p, found, mass, ids, lowest, start, sx, V, N, FEW=FEW, GATHERED=GATHERED, num_warps=16, **options
+        x, scale, k, p, found, mass, ids, place, sx, V, N, FEW=FEW, GATHERED=GATHERED, num_warps=16, **options
     )
-    _apply[(chunks, M)](x, lowest, start, out, sx, V, **each)
+    _apply[(chunks, M)](x, place, out, sx, V, **each)
     return out
