@@ -74,7 +74,7 @@ def main() -> None:
     cases = [(attention_calls, B, S, n) for n in options.lengths for B, S in CHAINS]
     cases += [(tree_calls, B, S, n) for n in options.lengths for B, S in TREES]
     cases += [(mask_calls, B, S, None) for B, S in TREES]
-    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls, sort_calls
+    rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls, peaked_calls, sort_calls
     cases += [(make, 1, M, None) for make in rows for M in ROWS]
     cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
@@ -257,19 +257,35 @@ def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 
 
 def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
-    """Top-k and top-p of M rows of the target's logits, by the kernels on a GPU."""
-    return filters(shape, B * S, "triton" if torch.get_default_device().type == "cuda" else "definition")
+    """Top-k and top-p of M rows of the target's logits, normal ones, by the kernels on a GPU."""
+    return filters(shape, B * S, None, normal)
+
+
+def peaked_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The same of logits of which few tokens are likely."""
+    return filters(shape, B * S, None, peaked)
 
 
 def sort_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
-    """The same by the definition, which sorts."""
-    return filters(shape, B * S, "definition")
+    """The same of normal logits by the definition, which sorts."""
+    return filters(shape, B * S, "definition", normal)
 
 
-def filters(shape: dict, M: int, impl: str) -> tuple[list[Callable[[], object]], int]:
+def normal(M: int, V: int) -> Tensor:
+    return torch.randn(1, M, V, dtype=torch.float32)
+
+
+def peaked(M: int, V: int) -> Tensor:
+    """Logits with probabilities as 1 / rank^2, in random order: the likeliest has 0.61, the ten likeliest 0.94."""
+    return -2 * torch.rand(1, M, V, dtype=torch.float32).argsort(-1).add(1).float().log()
+
+
+def filters(
+    shape: dict, M: int, impl: str | None, logits: Callable[[int, int], Tensor]
+) -> tuple[list[Callable[[], object]], int]:
     V = shape["vocab_size"]
     sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
-    scores = [sampling.temper(torch.randn(1, M, V, dtype=torch.float32)) for _ in range(CALLS)]
+    scores = [sampling.temper(logits(M, V)) for _ in range(CALLS)]
     calls = [lambda x=x: filter_top(x, sampling.top_k_B, sampling.top_p_B, impl=impl) for x in scores]
     return calls, M * 8 * V
 

@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDING = 1e-6  # of sums of probabilities
 
 
-def filtered(scores_BNV: Tensor, top_k: list[int], top_p: list[float], impl: str = "triton") -> Tensor:
+def filtered(scores_BNV: Tensor, top_k: list[int], top_p: list[float], impl: str | None = "triton") -> Tensor:
     k, p = torch.tensor(top_k, device=DEVICE), torch.tensor(top_p, dtype=torch.float64, device=DEVICE)
     return filter_top(scores_BNV.to(DEVICE), k, p, impl=impl).cpu()
 
@@ -46,7 +46,8 @@ def check(scores_V: Tensor, k: int, p: float, found_V: Tensor) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 7.0, -30.0, 88.0, -torch.inf]), min_size=1, max_size=24),
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 7.0, -30.0, 88.0, 3e38, -3e38, -torch.inf]),
+             min_size=1, max_size=24),
     st.integers(0, 26), st.sampled_from([1.0, 0.999, 0.9, 0.75, 0.5, 0.1, 1e-3, 1e-9]),
 )  # fmt: skip
 def test_ties(scores: list[float], k: int, p: float) -> None:
@@ -57,10 +58,11 @@ def test_ties(scores: list[float], k: int, p: float) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "rounded"])
 def test_rows_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose options differ, each with two rows, and more gathered ids than are searched at a time."""
-    monkeypatch.setattr(top_filter_triton, "CHUNK", 128)
-    monkeypatch.setattr(top_filter_triton, "GATHERED", 128)
-    options = [(0, 1.0), (0, 0.9), (5, 1.0), (2000, 0.8)]
+    """Requests whose options differ, each with two rows, and few and more gathered ids than are searched at a time.
+    One place is in the last level, and one sum that of nearly all weights."""
+    for name, size in dict(CHUNK=128, FEW=32, GATHERED=128).items():
+        monkeypatch.setattr(top_filter_triton, name, size)
+    options = [(0, 1.0), (0, 0.9), (5, 1.0), (2000, 0.8), (0, 1 - 1e-7)]
     scores = torch.randn(len(options), 2, 300, generator=torch.Generator().manual_seed(0))
     scores *= {"flat": 0.01, "peaked": 12}.get(kind, 3)
     scores = scores.bfloat16().float() if kind == "rounded" else scores
@@ -69,6 +71,30 @@ def test_rows_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         for n in range(2):
             check(scores[b, n], k, p, found[b, n])
     assert torch.equal(filtered(scores[1:2, :1], [0], [0.9])[0, 0], found[1, 0])  # in a batch as alone
+
+
+def test_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One possible token, one score for all, the largest and the smallest numbers, and weights of 0."""
+    monkeypatch.setattr(top_filter_triton, "CHUNK", 128)
+    one = torch.full((300,), -torch.inf)
+    one[199] = -5.0
+    numbers = torch.tensor([3.4e38, -3.4e38, 1e-45, -1e-45, 0.0]).repeat(60)
+    rows = [one, torch.full((300,), 2.5), numbers, numbers.clamp_max(0), torch.linspace(0, -60, 300)]
+    for k, p in [(0, 0.9), (299, 0.5), (0, 1 - 1e-12), (250, 1 - 1e-12)]:
+        found = filtered(torch.stack(rows)[None], [k], [p])[0]
+        for row, kept in zip(rows, found, strict=True):
+            check(row, k, p, kept)
+
+
+def test_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels on a GPU, if they have the dtype; sorting elsewhere."""
+    calls = []
+    monkeypatch.setattr(top_filter_triton, "filter_top_triton", lambda x, k, p: calls.append(x.dtype) or x)
+    for dtype in (torch.float64, torch.float32):
+        filtered(torch.zeros(1, 1, 5, dtype=dtype), [2], [0.5], None)
+    assert calls == [torch.float32] * (DEVICE.type == "cuda")
+    with pytest.raises(ValueError, match="has no float64"):
+        filtered(torch.zeros(1, 1, 5, dtype=torch.float64), [2], [0.5])
 
 
 @pytest.mark.parametrize(("k", "p"), [(7, 1.0), (0, 0.8), (30, 0.6)])

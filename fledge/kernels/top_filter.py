@@ -22,14 +22,14 @@ def filter_top(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor, *, impl: st
     0 keeps all) and `top_p_B` (float64; 1 keeps all) are those of the rows of each request. Scores are float32 or
     float64, and must not be NaN.
 
-    `impl` "definition" sorts. "triton" (a GPU or Triton's interpreter; float32, rows of up to MOST_TOKENS) searches for
-    the lowest score that is kept. None: "definition", until the kernels were timed on a GPU. Sums of probabilities are
-    rounded in different ways, so that the two may differ in tokens at whose probabilities the sum is 1 - p up to
-    rounding. The kernels add integers: equal rows have equal results, in any batch. Nothing waits for the device.
-    Raises ValueError for another `impl`.
+    `impl` "definition" sorts. "triton" (a GPU or Triton's interpreter) searches for the lowest score that is kept; rows
+    of more than MOST_TOKENS are sorted too. None: "triton" for float32 on a GPU, else "definition". Sums of
+    probabilities are rounded in different ways, so that the two may differ in tokens at whose probabilities the sum is
+    1 - p up to rounding. The kernels add integers: equal rows have equal results, in any batch. Nothing waits for the
+    device. Raises ValueError for another `impl`, and for "triton" with float64.
     """
     fits = scores_BNV.dtype == torch.float32 and scores_BNV.shape[-1] <= MOST_TOKENS
-    if use_triton(impl or "definition", scores_BNV) and fits:
+    if use_triton(impl, scores_BNV) and fits:
         from fledge.kernels.top_filter_triton import filter_top_triton
 
         with current_device(scores_BNV.device):
