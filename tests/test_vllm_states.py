@@ -165,7 +165,7 @@ def test_layers_that_are_not_captured_are_refused(target, tmp_path: Path) -> Non
     (tmp_path / "x").mkdir()
     write_states(tmp_path / "x" / "a.safetensors", target, [5, 6, 7], ALL)
     folder = StatesFolder(tmp_path / "x")
-    with pytest.raises(ValueError, match="layer 0, the embedding, cannot be had from vLLM.*--aux-layers"):
+    with pytest.raises(ValueError, match=r"layer 0, the embedding, cannot be had from vLLM.*--aux-layers"):
         source_of(folder, target, (0, 2, 5), (0, 2, 5, 8))
     with pytest.raises(ValueError, match=r"captures the layers \[2, 4, 5\], and training also needs \[8\]"):
         source_of(folder, target, LAYERS, LAYERS)

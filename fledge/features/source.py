@@ -23,7 +23,9 @@ from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
-READERS = 8  # threads that read pieces of rows
+# Threads that read pieces of rows. One reads several times as fast as a training step needs; more of them are faster
+# still, but take Python's lock from the thread that queues the step's kernels.
+READERS = 1
 
 
 @dataclass(frozen=True)
