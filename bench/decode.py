@@ -92,7 +92,6 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=SAMPLING)
     parser.add_argument("--engine", nargs="+", default=["fledge", "transformers"], choices=ENGINES)
-    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a few rounds of each row")
     options = parser.parse_args()
     if "vllm" in options.engine and importlib.util.find_spec("vllm") is None:
@@ -101,9 +100,8 @@ def main() -> None:
     torch.manual_seed(0)
     target = random_target(options.shape, options.device)
     gbps = read_gbps(options.device)
-    here = environment(options.device, "bfloat16")
     record = {
-        "environment": here | ({"commit": options.commit} if options.commit else {}),
+        "environment": environment(options.device, "bfloat16"),
         "read_gbps": gbps,
         "rows": [],
     }

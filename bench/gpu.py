@@ -8,7 +8,8 @@ Each stage is a command of its own, which writes its record OUT/STAGE.json; all 
 fails does not end the others. One that would exceed the time that is left is not started, and one that takes twice its
 estimate is ended. The table at the end, also in OUT/stages.json, has each stage's seconds and exit code. Stages about
 a trained draft use the one that `draft` trains, unless --draft names another; `vllm` and `sglang` use those of
-`drafts`.
+`drafts`. On a machine to which the sources were copied without their repository, FLEDGE_COMMIT=COMMIT names what the
+records are of.
 """
 
 import argparse
@@ -29,7 +30,7 @@ ON_BOTH = "experts top_filter dynamic_tree native packed_attention check feature
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, after `python`: {target}, {draft}, {data}, {prompts}, {work}, {out} and {commit} are filled in."""
+    """A command, after `python`: {target}, {draft}, {data}, {prompts}, {work} and {out} are filled in."""
 
     command: str
     seconds: int  # estimated, on an H200
@@ -50,8 +51,7 @@ def serving(engine: str) -> str:
     drafts = " ".join(f"{method}={{work}}/drafts/{method}/draft" for method in SERVED[engine].split())
     return (
         f"bench/serving.py --engine {engine} --target {{target}} --draft {drafts} --k 3 5 7 --concurrency 1 4 16 "
-        "--prompts {prompts}/gsm8k.jsonl --limit 48 --new 64 --parallel 12 --commit {commit} --out {out} -- "
-        + LIMITS[engine]
+        "--prompts {prompts}/gsm8k.jsonl --limit 48 --new 64 --parallel 12 --out {out} -- " + LIMITS[engine]
     )
 
 
@@ -64,23 +64,23 @@ STAGES = {
     "attention": Stage("bench/decode_kernels.py --sweep attention --lengths 16384 --out {out}", 90),
     "experts": Stage("bench/experts.py --out {out}", 60),
     "experts_sweep": Stage("bench/experts.py --sweep --out {out}", 120),
-    "rounds": Stage("bench/decode.py --commit {commit} --out {out}", 120),
+    "rounds": Stage("bench/decode.py --out {out}", 120),
     "rounds_16k": Stage(
-        "bench/decode.py --context 16384 --case 'chain of 7' --batch 1 --commit {commit} --out {out}", 60
+        "bench/decode.py --context 16384 --case 'chain of 7' --batch 1 --out {out}", 60
     ),
     "rounds_sampled": Stage(
         "bench/decode.py --case token 'chain of 7' --engine fledge --sampling greedy temperature top-p "
-        "'top-k and top-p' --commit {commit} --out {out}", 120,
+        "'top-k and top-p' --out {out}", 120,
     ),
-    "rounds_moe": Stage("bench/decode.py --shape 30b-a3b --commit {commit} --out {out}", 150),
-    "engines": Stage("bench/decode.py --engine fledge transformers vllm --commit {commit} --out {out}", 360),
+    "rounds_moe": Stage("bench/decode.py --shape 30b-a3b --out {out}", 150),
+    "engines": Stage("bench/decode.py --engine fledge transformers vllm --out {out}", 360),
     "draft": Stage(
         "-m fledge train --target {target} --data {data} --method eagle3 --depth 5 --draft-vocab 4096 "
         "--max-length 512 --row-length 8192 --steps 1200 --out {work}", 100, needs=("target", "data"),
     ),
     "prompt_sets": Stage(
         "bench/prompt_sets.py --target {target} --draft {draft} --prompts {prompts}/*.jsonl --batch 1 16 "
-        "--temperature 0 1 --repeats 7 --commit {commit} --out {out}", 400, needs=TRAINED,
+        "--temperature 0 1 --repeats 7 --out {out}", 400, needs=TRAINED,
     ),
     "served_features": Stage("bench/served_features.py --target {target} --out {out}", 190, needs=("target",)),
     "drafts": Stage(
@@ -89,18 +89,18 @@ STAGES = {
     ),
     "vllm": Stage(serving("vllm"), 200, needs=TRAINED),
     "regenerate": Stage(
-        "bench/regenerate.py --target {target} --data {data} --commit {commit} --out {out} -- " + LIMITS["vllm"], 200,
+        "bench/regenerate.py --target {target} --data {data} --out {out} -- " + LIMITS["vllm"], 200,
         needs=("target", "data"),
     ),
     "sglang": Stage(serving("sglang"), 250, needs=TRAINED),
     "scale": Stage(
-        "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --commit {commit} --out {out}", 240, gpus=2
+        "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --out {out}", 240, gpus=2
     ),
     "scale_70b": Stage(
-        "bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --commit {commit} --out {out}", 180, gpus=2
+        "bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out {out}", 180, gpus=2
     ),
     "scale_moe": Stage(
-        "bench/scale.py --gpus 1 2 --shape 30b-a3b --tokens 4096 --commit {commit} --out {out}", 180, gpus=2
+        "bench/scale.py --gpus 1 2 --shape 30b-a3b --tokens 4096 --out {out}", 180, gpus=2
     ),
 }  # fmt: skip
 
@@ -111,7 +111,6 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print each stage's command, seconds and GPUs, and stop")
     parser.add_argument("--out", type=Path, help="directory of the records")
     parser.add_argument("--seconds", type=float, default=3600, help="time limit of everything")
-    parser.add_argument("--commit", default="", help="the commit to record where there is no repository")
     parser.add_argument("--target", type=Path, help="a chat model")
     parser.add_argument("--draft", type=Path, help="its draft (default: the one that the stage `draft` trains)")
     parser.add_argument("--data", nargs="*", help="chats to train it on")
@@ -153,7 +152,7 @@ def command_of(name: str, options: argparse.Namespace) -> str:
     work = options.out.resolve() / "run"
     filled = STAGES[name].command.format(
         target=options.target, draft=options.draft or work / "draft", data=" --data ".join(options.data or []),
-        prompts=options.prompts, work=work, out=options.out.resolve() / f"{name}.json", commit=options.commit or "''",
+        prompts=options.prompts, work=work, out=options.out.resolve() / f"{name}.json",
     )  # fmt: skip
     return f"{sys.executable} {filled}"
 

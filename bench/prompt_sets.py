@@ -49,12 +49,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each row")
     parser.add_argument("--seconds", type=float, default=1.0, help="the least seconds of a measurement")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     target = load_target(options.target, device=resolve_device(options.device))
-    here = environment(target.device.type, str(target.dtype).removeprefix("torch."))
-    record = {"environment": here | ({"commit": options.commit} if options.commit else {}), "rows": []}
+    record = {"environment": environment(target.device.type, str(target.dtype).removeprefix("torch.")), "rows": []}
     for way in options.ways:
         engine = load(target, options.draft, **WAYS[way])
         for batch in options.batch:

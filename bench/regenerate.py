@@ -47,12 +47,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cuda", help="to name in the record")
     parser.add_argument("--out", type=Path, default=Path("bench/results/regenerate.json"))
-    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     options = parser.parse_args(words[:at])
     options.engine = "vllm"  # as `started` reads it
     check_record_path(options.out, "--out")
     record = {
-        "environment": environment(options.device, "bfloat16") | ({"commit": options.commit} if options.commit else {}),
+        "environment": environment(options.device, "bfloat16"),
         "target": Path(options.target).name, "concurrency": options.concurrency, "new": options.new, "rows": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch, started(options, Case(PLAIN, None, 0), words[at + 1 :]) as server:

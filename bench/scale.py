@@ -63,7 +63,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of rank 0")
     options = parser.parse_args()
     if options.shard_target and 1 in options.gpus:
@@ -72,9 +71,8 @@ def main() -> None:
         measure(options)
         return
     check_record_path(options.out, "--out")
-    here = environment("cuda" if options.device == "cuda" else "cpu", "bfloat16")
     record: dict[str, Any] = {
-        "environment": here | ({"commit": options.commit} if options.commit else {}),
+        "environment": environment("cuda" if options.device == "cuda" else "cpu", "bfloat16"),
         "rows": [],
     }
     for gpus in options.gpus:

@@ -74,7 +74,6 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="of fledge's decoder")
     parser.add_argument("--dtype", default=None, help="of fledge's decoder (default: the target's)")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default=None, help="the commit to record where there is no repository")
     options = parser.parse_args(words)
     options.out = options.out or Path(f"bench/results/serving_{options.engine}.json")
     check_record_path(options.out, "--out")
@@ -129,7 +128,6 @@ class Case:
 def _record(options: argparse.Namespace) -> dict[str, Any]:
     """The record to which rows are added: the one at --out if it is of this commit and target, else a new one."""
     here = environment(resolve_device(options.device), options.dtype or "the target's")
-    here |= {"commit": options.commit} if options.commit else {}
     fixed = {
         "engine": options.engine, "target": Path(options.target).name, "prompts": Path(options.prompts).name,
         "limit": options.limit, "new": options.new, "temperature": options.temperature,

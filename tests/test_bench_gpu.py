@@ -42,12 +42,12 @@ def test_stages_that_fail_hang_or_do_not_fit(tmp_path: Path, monkeypatch: pytest
         "fails": gpu.Stage("-c 'print(5); raise SystemExit(3)'", 5),
         "hangs": gpu.Stage("-c 'import time; time.sleep(600)'", 1),
         "long": gpu.Stage("-c 'print(1)'", 10_000),
-        "works": gpu.Stage('-c \'open("{out}", "w").write("{commit}")\'', 5),
+        "works": gpu.Stage('-c \'open("{out}", "w").write("done")\'', 5),
     }
     monkeypatch.setattr(gpu, "STAGES", stages)
-    code, results = run(tmp_path, monkeypatch, *stages, "--commit", "abc")
+    code, results = run(tmp_path, monkeypatch, *stages)
     assert code == 1 and [results[name]["exit_code"] for name in stages] == [3, -15, None, 0]
-    assert (tmp_path / "out" / "works.json").read_text() == "abc"
+    assert (tmp_path / "out" / "works.json").read_text() == "done"
     assert "5\n" in (tmp_path / "out" / "log.txt").read_text()
 
 

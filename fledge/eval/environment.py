@@ -35,7 +35,9 @@ def command() -> list[str]:
 
 def commit() -> str | None:
     """The commit of this checkout, with `+` appended if files of the package differ from it; None outside a
-    checkout."""
+    checkout. The environment variable FLEDGE_COMMIT names it for sources that were copied without their repository."""
+    if named := os.environ.get("FLEDGE_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
