@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -24,7 +25,14 @@ from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.demo import DemoOptions
-from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
+from fledge.jobs.display import (
+    ProgressDisplay,
+    ResultPrinter,
+    fit_stream,
+    format_message,
+    print_error,
+    redirect_to_devnull,
+)
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
 from fledge.jobs.familiar import flags_of, same_option, values_of
@@ -39,7 +47,31 @@ from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.targets.progress import show_loading
 
+TABLE_WIDTH = 100  # columns; in a narrower table of options, typer cuts off long names
+
+
+class _Help:
+    """Help as plain text where a table would not do: in a file or pipe, or on a narrow terminal."""
+
+    rich_markup_mode: Any
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if not sys.stdout.isatty() or shutil.get_terminal_size().columns < TABLE_WIDTH:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+
+
+class _Group(_Help, typer.core.TyperGroup):
+    """The commands. Their plain help has each description in full."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (c.help or "").split("\n\n")[0]) for name, c in commands.items() if c])
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Train EAGLE draft models for any causal language model and decode with them, losslessly and faster.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -91,7 +123,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     return register
 
 
-class _Command(typer.core.TyperCommand):
+class _Command(_Help, typer.core.TyperCommand):
     """A command that refuses two names of one option, of which the parser would take the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -180,7 +212,7 @@ def train(options: TrainOptions) -> None:
 def demo(options: DemoOptions) -> None:
     from fledge.jobs.demo import run
 
-    run(options, lambda line: print(line, flush=True), ProgressDisplay())
+    run(options, ResultPrinter().print, ProgressDisplay())
 
 
 @_command("generate", GenerateOptions)
@@ -353,7 +385,7 @@ def _handle_termination_like_ctrl_c() -> None:
 def _format_warning(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:
     """Formats a warning. Warnings of fledge are printed as messages, without the line of code that issued them."""
     if category.__module__.startswith("fledge."):
-        return f"fledge: {format_message(warning)}\n"
+        return fit_stream(f"fledge: {format_message(warning)}", sys.stderr) + "\n"
     return _default_formatwarning(warning, category, *where, **line)
 
 
