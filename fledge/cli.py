@@ -9,7 +9,6 @@ import inspect
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import warnings
@@ -40,6 +39,7 @@ from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
+from fledge.jobs.plain_help import Group, PlainHelp
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
@@ -47,31 +47,8 @@ from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
 from fledge.targets.progress import show_loading
 
-TABLE_WIDTH = 100  # columns; in a narrower table of options, typer cuts off long names
-
-
-class _Help:
-    """Help as plain text where a table would not do: in a file or pipe, or on a narrow terminal."""
-
-    rich_markup_mode: Any
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if not sys.stdout.isatty() or shutil.get_terminal_size().columns < TABLE_WIDTH:
-            self.rich_markup_mode = None
-        super().format_help(ctx, formatter)  # type: ignore[misc]
-
-
-class _Group(_Help, typer.core.TyperGroup):
-    """The commands. Their plain help has each description in full."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, (c.help or "").split("\n\n")[0]) for name, c in commands.items() if c])
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=Group,
     help="Train EAGLE draft models for any causal language model and decode with them, losslessly and faster.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -123,7 +100,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     return register
 
 
-class _Command(_Help, typer.core.TyperCommand):
+class _Command(PlainHelp, typer.core.TyperCommand):
     """A command that refuses two names of one option, of which the parser would take the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

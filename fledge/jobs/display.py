@@ -62,8 +62,7 @@ def fit(text: str, width: int) -> str:
     """`text` in lines of at most `width` terminal columns, broken at spaces. What is copied from a message stays in one
     piece, which the terminal wraps: longer words, such as paths, and a command that ends the message."""
     command = _COMMAND.search(text)
-    words = text[: command.start()].split(" ") if command else text.split(" ")
-    words += [command[0]] if command else []
+    words = [*text[: command.start() - 1].split(" "), command[0]] if command else text.split(" ")
     lines = [words[0]]
     for word in words[1:]:
         if cell_len(lines[-1]) + 1 + cell_len(word) <= width or not lines[-1].strip():
