@@ -24,7 +24,14 @@ from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.demo import DemoOptions
-from fledge.jobs.display import ProgressDisplay, ResultPrinter, format_message, print_error, redirect_to_devnull
+from fledge.jobs.display import (
+    ProgressDisplay,
+    ResultPrinter,
+    fit_stream,
+    format_message,
+    print_error,
+    redirect_to_devnull,
+)
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.export import ExportOptions
 from fledge.jobs.familiar import flags_of, same_option, values_of
@@ -32,6 +39,7 @@ from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
 from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
+from fledge.jobs.plain_help import Group, PlainHelp
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
@@ -40,6 +48,7 @@ from fledge.jobs.train import TrainOptions
 from fledge.targets.progress import show_loading
 
 app = typer.Typer(
+    cls=Group,
     help="Train EAGLE draft models for any causal language model and decode with them, losslessly and faster.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -91,7 +100,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     return register
 
 
-class _Command(typer.core.TyperCommand):
+class _Command(PlainHelp, typer.core.TyperCommand):
     """A command that refuses two names of one option, of which the parser would take the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -180,7 +189,7 @@ def train(options: TrainOptions) -> None:
 def demo(options: DemoOptions) -> None:
     from fledge.jobs.demo import run
 
-    run(options, lambda line: print(line, flush=True), ProgressDisplay())
+    run(options, ResultPrinter().print, ProgressDisplay())
 
 
 @_command("generate", GenerateOptions)
@@ -353,7 +362,7 @@ def _handle_termination_like_ctrl_c() -> None:
 def _format_warning(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:
     """Formats a warning. Warnings of fledge are printed as messages, without the line of code that issued them."""
     if category.__module__.startswith("fledge."):
-        return f"fledge: {format_message(warning)}\n"
+        return fit_stream(f"fledge: {format_message(warning)}", sys.stderr) + "\n"
     return _default_formatwarning(warning, category, *where, **line)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: see torch.set_num_threads below
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
 pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values

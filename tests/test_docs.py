@@ -1,5 +1,5 @@
-"""The documentation: every command in it parses, every Python block compiles, those marked `<!-- run -->` run on the
-bundled pair of models, links lead somewhere, messages exist, pictures and navigation are up to date."""
+"""The documentation: every command in it parses, every Python block compiles, links lead somewhere,
+messages exist, pictures and navigation are up to date. `test_documented_commands.py` runs the commands."""
 
 from __future__ import annotations
 
@@ -8,67 +8,27 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
 import os
 import pkgutil
 import re
-import shlex
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *DOCS.glob("*.md")])
+from support.pages import BLOCKS, DOCS, FENCE, PAGES, ROOT, SHELL, Block, commands_of
+
 GENERATED = {"options.md"}  # by docs/hooks.py, when the site is built
-FENCE = re.compile(r"(<!-- run -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of code: its page, first line, language and text; `runs` if it is marked."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-    runs: bool
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
-    return [Block(name, text.count("\n", 0, m.start()) + 1, m[2], m[3], m[1] is not None) for m in FENCE.finditer(text)]
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def named(blocks: list[Block]) -> list:
     return [pytest.param(b, id=f"{b.page}:{b.line}") for b in blocks]
 
 
-def commands_of(block: Block) -> list[list[str]]:
-    """The arguments of each `fledge` command of a shell block, whether it starts as `fledge` or as `.. -m fledge`."""
-    found = []
-    for line in block.text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # a command in quotes over several lines
-            continue
-        if words[:1] == ["fledge"]:
-            found.append(words[1:])
-        elif "-m" in words and words[words.index("-m") + 1 :][:1] == ["fledge"]:
-            found.append(words[words.index("-m") + 2 :])
-    return [c for c in found if not any("$" in word or word == ".." for word in c)]
-
-
-SHELL = [b for b in BLOCKS if b.language in ("bash", "sh", "shell", "") and commands_of(b)]
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 
 
@@ -121,43 +81,6 @@ def test_a_command_with_a_wrong_flag_or_value_is_not(parse):
 @pytest.mark.parametrize("block", named(PYTHON))
 def test_every_python_block_compiles(block):
     compile(block.text, f"{block.page}:{block.line}", "exec")
-
-
-RUN_PAGES = sorted({b.page for b in BLOCKS if b.runs})
-RUN = """
-import json, sys
-from fledge import cli
-
-for name, what in json.load(sys.stdin):
-    print(name, file=sys.stderr)
-    if isinstance(what, str):
-        exec(compile(what, name, "exec"), {"__name__": "__main__"})
-        continue
-    sys.argv = ["fledge", *what]
-    try:
-        cli.main()
-    except SystemExit as e:
-        if e.code:
-            raise
-"""
-
-
-@pytest.mark.parametrize("page", RUN_PAGES)
-def test_marked_blocks_run_on_the_bundled_pair(page, tmp_path):
-    """One after the other in one process, in a directory where `fledge-demo` holds the pair, as after `fledge demo`."""
-    (tmp_path / "fledge-demo").mkdir()
-    for name in ("target", "draft"):
-        (tmp_path / "fledge-demo" / name).symlink_to(ROOT / "fledge/demo" / name)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "FLEDGE_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    todo = []
-    for block in (b for b in BLOCKS if b.page == page and b.runs):
-        steps = [block.text] if block.language == "python" else commands_of(block)
-        assert steps, f"{page}:{block.line} is marked to run, but has nothing that runs"
-        todo += [(f"{page}:{block.line}", step) for step in steps]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(todo), cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")

@@ -118,7 +118,7 @@ def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch
     went = fledge(*words)
     ((file, words),) = ran
     assert went.code == 0 and file == words[0] and words[-2:] == ["--port", "1"] and not went.out
-    assert "starting vllm serve t --speculative-config" in went.err
+    assert "starting vllm: vllm serve t --speculative-config" in went.err
 
 
 def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypatch):

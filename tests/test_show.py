@@ -221,7 +221,7 @@ def test_a_bar_keeps_step_and_time_left_at_every_width(width, monkeypatch):
     last = terminal.bars()[-1]
     assert len(last) <= width and re.search(r"12000/12000 .*\d:\d\d:\d\d left", last), last
     assert ("loss 2.345  τ 1.87 3,146 tokens/s" in terminal.bars()[-1]) == (width >= 60)
-    with terminal.show.count("answers to long_name_of_a_file with and without 3 ways of drafting", 96) as advance:
+    with terminal.show.count("answers to a_long_name_of_a_file_of_prompts in 4 ways", 96) as advance:
         for _ in range(96):
             advance()
     last = terminal.bars()[-1]
@@ -295,7 +295,7 @@ def test_every_job_reports_progress_in_a_pipe(made, fledge, tmp_path):
         (["train", "--data", chats, "--out", tmp_path / "run", *train], r"training 2/2, "),
         (["regenerate", "--data", chats, "--out", tmp_path / "own.jsonl", "--max-new-tokens", 2], r"answers 12/12, "),
         (["eval", "--draft", made / "draft", "--prompts", made / "prompts.jsonl", "--max-new-tokens", 2],
-         r"answers to prompts with and without the draft 6/6, "),
+         r"answers to prompts in 2 ways 6/6, "),
     ):  # fmt: skip
         went = fledge(*words, *target)
         assert went.code == 0 and len(re.findall(f"^{what}{TIMES}", went.err, re.M)) == 1, went.err

@@ -57,7 +57,8 @@ def run(options: DemoOptions, say: Callable[[str], None], progress: Any) -> None
     if options.quick:
         results = demo.measure(drafts, 0, options.prompts, 128)
     else:
-        say("\nFirst, a glance: a few continuations with the draft that ships.")
+        say("")
+        say("First, a glance: a few continuations with the draft that ships.")
         demo.evaluate(drafts, 0, 4, 64, demo.out / "eval-first.json")
         drafts = {"trained just now": demo.train(options.steps)} | drafts
         results = demo.measure(drafts, 0, options.prompts, 128)
@@ -66,10 +67,12 @@ def run(options: DemoOptions, say: Callable[[str], None], progress: Any) -> None
     result = record_text({"seconds": seconds, "results": results})
     (demo.out / "result.json").write_text(result + "\n", encoding="utf-8")
     demo.report(drafts, (0,) if options.quick else (0, 1))
-    say(f"\nIn {seconds / 60:.1f} minutes:")
+    say("")
+    say(f"In {seconds / 60:.1f} minutes:")
     for name, record in results.items():
         say(f"  {_summary(name, record)}")
-    say("\nNext, for example:")
+    say("")
+    say("Next, for example:")
     for command in next_commands(demo.out):
         say(f"  {command}")
 
@@ -113,10 +116,12 @@ class Demo:
         runs = [self.out / "run", *sorted(self.out.glob("run-*"), key=lambda path: (len(path.name), path.name))]
         directory = next((path for path in runs if _interrupted(path, steps)), None)
         if directory:
-            self.say("\nContinuing the training of a draft for the bundled model.")
+            self.say("")
+            self.say("Continuing the training of a draft for the bundled model.")
             given: dict[str, Any] = {"resume": str(directory)}
         else:
-            self.say("\nTraining a draft for the bundled model.")
+            self.say("")
+            self.say("Training a draft for the bundled model.")
             directory = next(path for path in _numbered(self.out / "run") if not path.exists())
             data = [f"{self.out / 'train.jsonl'}@{SHARE}"]
             given = {"target": str(self.out / "target"), "data": data, "out": str(directory), "steps": steps} | TRAIN
@@ -126,8 +131,9 @@ class Demo:
 
     def measure(self, drafts: dict[str, Path], temperature: int, prompts: int, tokens: int) -> dict[str, Any]:
         """Measures drafts (by name) at a temperature and returns {"name, temperature t": record}."""
+        self.say("")
         self.say(
-            "\nDecoding continuations of held-out files without a draft and with "
+            "Decoding continuations of held-out files without a draft and with "
             f"{'the draft' if len(drafts) == 1 else 'each draft'}, temperature {temperature}."
         )
         records = self.evaluate(drafts, temperature, prompts, tokens, self.out / f"eval-{temperature}.json")
@@ -159,7 +165,8 @@ class Demo:
         records = [self.out / f"eval-{temperature}.json" for temperature in temperatures]
         sources = [str(path) for path in (*runs, *records)]
         page = str(self.out / "report.html")
-        self.say(f"\n$ {shlex.join(['fledge', 'report', *sources, '--out', page])}")
+        self.say("")
+        self.say(f"$ {shlex.join(['fledge', 'report', *sources, '--out', page])}")
         run(ReportOptions(sources=sources, out=page, given=frozenset({"sources", "out"})), self.say)
 
     def _print_command(self, name: str, given: dict[str, Any]) -> None:

@@ -39,6 +39,9 @@ MIN_SPEED_WIDTH = 50  # and a terminal that is still narrower no speed
 # control characters, line separators, lone surrogates, and characters that change the direction of text
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+# a shell command at the end of a message: after a colon, an indentation or a prompt
+_COMMAND = re.compile(r"(?:(?<=: )|(?<=^\$ )|(?<=^  ))(?:fledge|vllm|torchrun|\S*python[\d.]*) .*$")
+
 
 def escaped(text: str, keep: str = "") -> str:
     """`text` with Python escape sequences (`\\x1b`) for all characters that a terminal could interpret, except those
@@ -55,9 +58,30 @@ def format_message(text: object) -> str:
     return escaped(text)
 
 
+def fit(text: str, width: int) -> str:
+    """`text` in lines of at most `width` terminal columns, broken at spaces. What is copied from a message stays in one
+    piece, which the terminal wraps: longer words, such as paths, and a command that ends the message."""
+    command = _COMMAND.search(text)
+    words = [*text[: command.start() - 1].split(" "), command[0]] if command else text.split(" ")
+    lines = [words[0]]
+    for word in words[1:]:
+        if cell_len(lines[-1]) + 1 + cell_len(word) <= width or not lines[-1].strip():
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def fit_stream(text: str, stream: TextIO) -> str:
+    """`fit` to the width of a stream, if it is a terminal."""
+    console = Console(file=stream)
+    return fit(text, console.width) if console.is_terminal else text
+
+
 def print_error(error: object) -> None:
     """Prints an error message to standard error, if that is still open."""
-    print(f"fledge: {format_message(error)}", file=FaultTolerantStream(sys.stderr), flush=True)
+    stream = FaultTolerantStream(sys.stderr)
+    print(fit_stream(f"fledge: {format_message(error)}", stream), file=stream, flush=True)
 
 
 class _ResultConsole(Console):
@@ -70,14 +94,19 @@ class _ResultConsole(Console):
         raise  # the exception that rich is handling when it calls this method
 
 
+def _print_line(console: Console, line: str) -> None:
+    text = format_message(line)
+    console.print(fit(text, console.width) if console.is_terminal else text, soft_wrap=True)
+
+
 class ResultPrinter:
-    """Prints a job's results, lines and tables, to standard output. On a terminal, lines are wrapped at words."""
+    """Prints a job's results, lines and tables, to standard output. On a terminal, lines are broken at spaces."""
 
     def __init__(self) -> None:
         self.console = _ResultConsole()
 
     def print(self, line: str) -> None:
-        self.console.print(format_message(line), soft_wrap=not self.console.is_terminal)
+        _print_line(self.console, line)
 
     def amounts(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
         """Prints labelled amounts: a table of two columns on a terminal, else a line for each."""
@@ -167,8 +196,8 @@ class ProgressDisplay:
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
-        """Prints a message. A terminal wraps it anywhere, so that commands and paths can be copied from it."""
-        self.console.print(format_message(line), soft_wrap=True)
+        """Prints a message. On a terminal, it is broken at spaces, but not in a command or path, to be copied."""
+        _print_line(self.console, line)
 
     @contextmanager
     def count(

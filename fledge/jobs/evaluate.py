@@ -166,11 +166,10 @@ def run(
             with contextlib.suppress(OSError, ValueError):
                 write_record(options.out, records)
         labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
-        arms = "the draft" if len(engines) == 1 else f"{len(engines)} ways of drafting"
         answers = (len(engines) + 1) * sum(p.answers for p in prompts)
         origin = {"prompt_set": name, "command": command(), "fledge": __version__}
         try:
-            with progress.count(f"answers to {name} with and without {arms}", answers, unit="answers") as advance:
+            with progress.count(f"answers to {name} in {len(engines) + 1} ways", answers, unit="answers") as advance:
                 found = evaluate(
                     dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, max_new_tokens=max_new_tokens,
                     batch=options.batch, advance=advance,

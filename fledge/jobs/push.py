@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -77,8 +78,23 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
         for line in _card_in(uploads).decode().splitlines():
             show(line)
         return
-    with _explained(options.repository):
+    with _explained(options.repository), _bars_on_terminals():
         show(_push(options, uploads, say))
+
+
+@contextlib.contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Context manager: the hub library shows its bars on a terminal only. It would also write them to a file."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def files_of(options: PushOptions) -> list[Upload]:

@@ -51,7 +51,7 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
         )
     if not options.skip_check:
         check(options)
-    say(f"starting {shlex.join(command)}")
+    say(f"starting {options.engine}: {shlex.join(command)}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)

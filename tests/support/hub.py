@@ -1,4 +1,5 @@
-"""A small stand-in for the Hugging Face hub on a free port: what huggingface_hub asks for in an upload of a model.
+"""A small stand-in for the Hugging Face hub on a free port: what huggingface_hub asks for in an upload or download of
+a model.
 
 It keeps the files of repositories in memory, small ones as they come in a commit, `*.safetensors` as git LFS does.
 """
@@ -135,6 +136,10 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in sorted(files)]
         return _json({"id": name, "private": repository.private, "sha": _commit(files), "siblings": siblings})
 
+    def tree(self, body: bytes, name: str, branch: str) -> Any:
+        files = self._files(name, branch)
+        return _json([{"type": "file", "path": p, "size": len(files[p]), "oid": "0" * 40} for p in sorted(files)])
+
     def create(self, body: bytes) -> Any:
         asked = json.loads(body)
         name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
@@ -223,6 +228,7 @@ _ROUTES = (
     ("POST", "/api/validate-yaml", _Handler.yaml),
     ("GET", f"/api/models/{_NAME}", _Handler.info),
     ("GET", f"/api/models/{_NAME}/revision/([^/]+)", _Handler.info),
+    ("GET", f"/api/models/{_NAME}/tree/([^/]+)", _Handler.tree),
     ("POST", f"/api/models/{_NAME}/branch/([^/]+)", _Handler.branch),
     ("POST", f"/api/models/{_NAME}/preupload/([^/]+)", _Handler.preupload),
     ("POST", f"/api/models/{_NAME}/commit/([^/]+)", _Handler.commit),

@@ -1,0 +1,150 @@
+"""Every command of the documentation runs, with small stand-ins for what it names, unless NOT_RUN has a reason; so does
+every Python block that is marked `<!-- run -->`. What they print fits a pipe and a terminal of 60 columns.
+
+The blocks of a page run in order and in one directory, so that what one writes is what the next one reads. The options
+of `smaller` are added to the commands; all else is as documented.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+from fledge import methods
+from support.commands import Ran
+from support.narrow import NarrowTerminal, misfits
+from support.pages import BLOCKS, SHELL, Block, commands_of
+from support.stand_ins import (
+    make_data,
+    make_models,
+    make_results,
+    replace_engines,
+    replace_hub_data,
+    servers,
+    uploads,
+)  # fmt: skip
+
+GPUS = "needs several GPUs; tests/test_two_gpus.py, and with ranks on a CPU tests/test_ranks.py and tests/test_feed.py"
+DEMO = "minutes; tests/test_package.py runs it from the wheel, with fewer steps and prompts"
+NOT_RUN = {  # page, command: why it only has to be accepted by the command line (tests/test_docs.py)
+    ("README.md", "demo"): DEMO,
+    ("docs/first-draft.md", "demo"): DEMO,
+    ("docs/growing.md", "train --gpus 4 --target my-model --data chats.jsonl --out run"): GPUS,
+    ("docs/growing.md", "train --target my-model --data chats.jsonl --out run"): GPUS,  # torchrun
+    ("docs/growing.md", "train --target my-model --data chats.jsonl --out /shared/run"): GPUS,  # of two hosts
+    (
+        "docs/growing.md",
+        "train --gpus 4 --shard-target --target meta-llama/Llama-3.3-70B-Instruct --data chats.jsonl --out run",
+    ): GPUS,
+    (
+        "docs/growing.md",
+        "train --gpus 8 --target-gpus 4 --shard-target --target my-70b --data chats.jsonl --out run",
+    ): GPUS,
+}
+EXACT = ("generate", "chat")  # their standard output is a model's text, as it is
+
+
+def runs(block: Block) -> bool:
+    return block.runs or block in SHELL
+
+
+PAGES = list(dict.fromkeys(b.page for b in BLOCKS if runs(b)))
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The words of a command, with options that keep a training or answer short and fit the tiny models."""
+    command, given, added = words[0], set(words), {}
+    if command == "train" and "--resume" not in given:
+        added = {"--steps": "2", "--max-length": "64"}
+        if "--config" in given:  # recipes for large models and data
+            added |= {"--draft-vocab": "400", "--eval-prompts": "prompts.jsonl", "--eval-tokens": "2"}
+        if "--features" in given:
+            del added["--max-length"]  # of the features
+    elif command == "features":
+        added = {"--max-length": "64"}
+    elif command in ("eval", "generate", "regenerate", "chat"):
+        added = {"--max-new-tokens": "4"}
+    options = [word for flag, value in added.items() if flag not in given for word in (flag, value)]
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *options, *words[end:]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with everything that the pages name, and that they do not all make themselves."""
+    root = tmp_path_factory.mktemp("inputs")
+    make_models(root)
+    make_data(root)
+    make_results(root)
+    return root
+
+
+@pytest.fixture
+def place(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a copy of the inputs."""
+    copy = tmp_path / "here"
+    shutil.copytree(inputs, copy, symlinks=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("HOME", str(tmp_path))  # for --install-completion
+    return copy
+
+
+@pytest.fixture
+def stand_ins(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fledge: Callable[..., Ran]
+) -> Iterator[Callable[[list[str]], list[str]]]:
+    """Replaces the hub, engines and what else is not on this machine. Gives the function of `servers`."""
+    replace_hub_data(monkeypatch)
+    replace_engines(monkeypatch, fledge)
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    for table in (methods.METHODS, methods.CHOICES):  # to which an example adds rows
+        for name, row in table.items():
+            monkeypatch.setitem(table, name, row)
+    with uploads(monkeypatch, tmp_path / "hub"), servers(place) as addressed:
+        yield addressed
+    enable_progress_bars()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page, place, stand_ins, fledge, monkeypatch, request):
+    if page == "docs/report.md":
+        request.getfixturevalue("drawing")
+    narrow = NarrowTerminal(monkeypatch)
+    for block in (b for b in BLOCKS if b.page == page and runs(b)):
+        if block.language == "python":
+            exec(compile(block.text, f"{page}:{block.line}", "exec"), {"__name__": "__main__"})
+            continue
+        commands = [c for c in commands_of(block) if (page, shlex.join(c)) not in NOT_RUN]
+        assert commands or not block.runs, f"{page}:{block.line} is marked to run, but has nothing that runs"
+        for words in commands:
+            remove_output(words)
+            (enable_progress_bars if words[0] == "push" else disable_progress_bars)()  # as the command's own process
+            monkeypatch.setattr("sys.stdin", io.StringIO("the young bird\n"))
+            ran = fledge(*smaller(stand_ins(words)))
+            assert ran.code == 0, f"{page}:{block.line}: {shlex.join(words)}\n{ran.err}"
+            piped = ran.err + (ran.out if words[0] not in EXACT else "")
+            assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", piped), piped
+            assert not (cut := misfits(narrow.take())), "\n".join([shlex.join(words), *cut])
+
+
+def remove_output(words: list[str]) -> None:
+    """Removes what the command shall write anew: the commands of a page are often alternatives."""
+    for name in (words[i + 1] for i, word in enumerate(words) if word == "--out"):
+        out = Path(name)
+        if out.is_dir():
+            shutil.rmtree(out)
+        else:
+            out.unlink(missing_ok=True)
+
+
+def test_what_does_not_run_is_still_documented():
+    documented = {(b.page, shlex.join(words)) for b in SHELL for words in commands_of(b)}
+    assert documented >= NOT_RUN.keys()
+    assert len(NOT_RUN) < len(documented) / 10
