@@ -320,6 +320,20 @@ def test_add_rms_norm(M: int, E: int, dtype: torch.dtype) -> None:
             assert a.dtype == b.dtype and distance(a, b) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_the_definition_of_the_norm_is_torchs(dtype: torch.dtype) -> None:
+    x, weight = randn(5, 100, dtype=dtype) * 0.02, randn(100, dtype=dtype, seed=1)  # small: eps has an effect
+    expected = torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), 1e-4)
+    tolerance = 1e-14 if dtype == torch.float64 else TOLERANCE[dtype]
+    for mode in (torch.inference_mode(), torch.enable_grad()):  # what the first call keeps serves the second
+        with mode:
+            rows = x.clone().requires_grad_(torch.is_grad_enabled())
+            normed, _ = add_rms_norm(rows, None, weight, 1e-4, impl="definition")
+            assert normed.dtype == dtype and distance(normed.detach(), expected) <= tolerance
+    normed.sum().backward()
+    assert rows.grad is not None and bool(rows.grad.isfinite().all())
+
+
 @pytest.mark.parametrize(("M", "E"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", ["", "token", "token and state"])

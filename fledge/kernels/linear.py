@@ -46,10 +46,10 @@ def _few(x: Tensor, rows: int) -> bool:
 
 
 def _few_rows(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    rows = x_MI.shape[0]
-    # contiguous: with strided rows, the product takes several times as long
-    x_MI = torch.cat((x_MI, x_MI)) if rows == 1 else x_MI.contiguous()
-    out_MO = (weight_OI @ x_MI.T)[:, :rows].T
+    if x_MI.shape[0] == 1:
+        out_MO = torch.mm(weight_OI, torch.cat((x_MI, x_MI)).T).T[:1]
+    else:  # contiguous: with strided rows, the product takes several times as long
+        out_MO = torch.mm(weight_OI, x_MI.contiguous().T).T
     return out_MO if bias_O is None else out_MO + bias_O
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,7 +14,15 @@ from fledge.kernels.precision import at_least_float32
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in at least float32, and not rounded to the dtype of x."""
     x = at_least_float32(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    # for a few rows on a CPU, each operation costs its call: these are the fewest
+    inverse = torch.addcmul(_scalar(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return x * inverse * weight.to(x.dtype)
+
+
+@functools.cache
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def add_rms_norm(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,8 +36,8 @@ def join_embedding(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     state_ME = state_ME if row_M is None else state_ME[row_M]
     parts = (F.embedding(token_M, embedding_VE), token_gain_E), (state_ME, state_gain_E)
-    joined = torch.cat([x if gain is None else F.rms_norm(x, gain.shape, gain, eps) for x, gain in parts], -1)
-    return joined, state_ME
+    normed = [x if gain is None else _rms_norm(x, gain, eps).to(x.dtype) for x, gain in parts]
+    return torch.cat(normed, -1), state_ME
 
 
 def rope_to_cache(

@@ -1,4 +1,4 @@
-"""Products of few rows in plain torch, with the fused small operations of `fledge.kernels.decode_layer` on a GPU."""
+"""Products of few rows in plain torch, with the fused small operations of `fledge.kernels.decode_layer`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,4 @@ def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
 
 
 def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
-    if x_ME.device.type == "cuda":
-        return add_rms_norm(x_ME, None, gain_E, eps)[0]
-    return F.rms_norm(x_ME, gain_E.shape, gain_E, eps)
+    return add_rms_norm(x_ME, None, gain_E, eps)[0]

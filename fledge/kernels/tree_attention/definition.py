@@ -92,5 +92,5 @@ def attend_to_slots(
         G = k_1GNd.shape[1]
         q_1GRd = q_SHd.transpose(0, 1).reshape(1, G, -1, d)  # rows R = group x S
         found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
-        out.append(found_1GRd.view(G, -1, S, d).permute(2, 0, 1, 3).reshape(S, H, d))
+        out.append(found_1GRd.view(H, S, d).transpose(0, 1))
     return torch.stack(out) if len(out) > 1 else out[0][None]
