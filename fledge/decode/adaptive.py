@@ -1,21 +1,24 @@
 """How much is drafted in a round, chosen while decoding ("auto").
 
 The best amount is the one with the most tokens per second: the tokens that a round is expected to commit, by the
-acceptance measured lately, divided by the seconds that such a round takes. Nothing at all is one of the amounts: where
-drafting does not pay, speculation pauses. The draft then reads the committed tokens now and then, and its guesses for
-them tell when drafting would pay again. Where it does not pay when new requests begin, these rest: they are decoded as
-without a draft to the end. The draft then guesses one complete answer in many (`decode/probe.py`), and requests are
-decoded with it again when that tells that it would pay, or after a number of them, to measure what rounds take.
+acceptance measured lately, divided by the seconds that such a round takes on the host's clock. Nothing at all is one of
+the amounts. Where drafting does not pay, speculation pauses: the running requests give up their draft
+(`Batch.take_over`), and the next ones are decoded as without a draft, to the end. The draft then guesses a complete
+answer now and then (`decode/probe.py`), and requests are decoded with it again when that tells that it would pay, or
+after some guesses, to measure what rounds take. All of this is paid for by a `Budget`. Whether the next requests draft
+also depends on what else the draft costs a request: reading its prompt.
 """
 
 from __future__ import annotations
 
 import bisect
 import statistics
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from fledge.decode.budget import Budget
 from fledge.decode.rounds import graph_size
 
 TIMED = 3  # the fewest rounds that the cost of an amount is known from
@@ -23,10 +26,13 @@ LATEST = 16  # the most
 MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
+WORTH_DRAFTING = 1.03  # how much faster than without it drafting must be to go on, as costs are not known exactly
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
-REST, MOST_REST = 32, 128  # batches of requests that rest while the draft does not pay: at first, and at most
-PROBE = 8  # batches of resting requests of which the draft guesses one answer
-WORTH = 4  # batches of requests that must wait to let the running ones end first, so that others rest, or no longer
+PROBES = 8  # guesses of complete answers in a pause, until drafting is tried whatever they tell
+TRIES = 4  # the most runs of requests that such a try lasts
+WORTH = 4  # batches of requests that must wait to let the running ones end first, so that others draft again
+ANSWERS = 16  # answers over which the measured length of one loses most of its weight
+LAST = 1  # the rounds of a request that its answer needs no more: one is launched ahead, or its tokens are too many
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth never drafted, relative to that at the depth above it
 AGAIN, SELDOM = 256, 2048  # rounds until the costs are measured again, doubled each time up to the second number
@@ -51,13 +57,17 @@ class AcceptanceRates:
     def __init__(self, depth: int):
         self.tried, self.accepted = [0.0] * depth, [0.0] * depth
 
-    def add(self, depth: int, accepted: Iterable[int]) -> None:
+    def add(self, depth: int, accepted: Sequence[int]) -> None:
         """Adds the numbers of accepted tokens of one round of each request, of at most `depth` drafted ones."""
         self._fade()
+        ended = [0] * (depth + 1)  # requests by accepted tokens
         for n in accepted:
-            for k in range(min(depth, n + 1)):
-                self.tried[k] += 1
-                self.accepted[k] += k < n
+            ended[n] += 1
+        reached = len(accepted)
+        for k in range(depth):
+            self.tried[k] += reached
+            reached -= ended[k]
+            self.accepted[k] += reached
 
     def add_first(self, right: int, guesses: int, rounds: int) -> None:
         """Adds guesses of a first token, made in as many rounds, of which some were right."""
@@ -86,7 +96,6 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
-        self.means: dict[int, dict[Amount, float]] = defaultdict(dict)  # of the amounts with enough of them
         self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float) -> None:
@@ -94,20 +103,17 @@ class RoundCosts:
         size = graph_size(requests)
         times = self.times[size].setdefault(amount, deque(maxlen=LATEST))
         times.append(seconds)
-        if len(times) >= TIMED:
-            self.means[size][amount] = _mean(times)
-            self._known.clear()
+        self._known.clear()
 
     def forget_all_but(self, amount: Amount) -> None:
         """Forgets the rounds of all other amounts."""
-        for values in (self.times, self.means):
-            for size, of_size in values.items():
-                values[size] = {a: of_amount for a, of_amount in of_size.items() if a == amount}
+        for size, of_size in self.times.items():
+            self.times[size] = {a: times for a, times in of_size.items() if a == amount}
         self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
         """Whether enough rounds of this amount were timed, for any number of requests."""
-        return any(amount in of_size for of_size in self.means.values())
+        return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
 
     def seconds(self, requests: int, amount: Amount) -> float:
         """The seconds of a round, interpolated between other amounts if no such round was timed."""
@@ -126,9 +132,13 @@ class RoundCosts:
         """The mean seconds of amounts at a number of requests. Amounts that were timed only at other numbers have the
         time at the nearest one, scaled by what both have in common."""
         if size not in self._known:
-            here = dict(self.means.get(size, {}))
-            for other in sorted(self.means, key=lambda s: abs(s - size)):
-                there = self.means[other]
+            means = {
+                of: {a: _mean(times) for a, times in of_size.items() if len(times) >= TIMED}
+                for of, of_size in self.times.items()
+            }
+            here = means.get(size, {})
+            for other in sorted(means, key=lambda s: abs(s - size)):
+                there = means[other]
                 common = [here[a] / there[a] for a in here if a in there]
                 scale = statistics.median(common) if common else 1.0
                 here = {a: scale * t for a, t in there.items()} | here
@@ -139,25 +149,36 @@ class RoundCosts:
 class AmountChooser:
     """Chooses how much is drafted, for all batches of an engine."""
 
-    def __init__(self, amounts: Sequence[Amount], start: Amount, tree: bool):
-        """`amounts` are the choices beside NOTHING, of which `start` is tried first."""
+    def __init__(
+        self, amounts: Sequence[Amount], start: Amount, tree: bool, clock: Callable[[], float] = time.perf_counter
+    ):
+        """`amounts` are the choices beside NOTHING, of which `start` is tried first. `clock` returns seconds."""
         self.amounts = (NOTHING, *sorted(amounts))
         self.tree = tree
         self.rates = AcceptanceRates(max(a.depth for a in amounts))
         self.costs = RoundCosts()
+        self.budget = Budget(clock)
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
-        self.resting, self.rested = REST, 0  # batches of requests that rest in a row, and requests that have rested
-        self.probed = 0  # how many had rested when the draft guessed the last answer
+        self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
+        self.pausing = False  # whether the running requests should go on without the draft
+        self.trying, self.runs = False, 0  # whether drafting is tried after a pause, and in how many runs of requests
+        self.probed = 0  # guesses of complete answers since it was tried last
+        self.reading: deque[float] = deque(maxlen=LATEST)  # seconds in which the draft read a request's prompt
+        self.answer: float | None = None  # the tokens of an answer
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
         self.nodes = float(start.nodes)  # of the trees that `rates` were measured with
         smaller = [a for a in self.amounts[1:] if a < start]
         self.start, self.smaller = start, smaller[len(smaller) // 2] if smaller else start
 
+    # -- of running requests ------------------------------------------------------------------------------------
+
     def next(self, requests: int, current: Amount) -> Amount:
-        """The amount of the next rounds of so many requests, after rounds that drafted `current`."""
-        if self.rounds >= self.again:  # other work on the machine and longer texts change the costs
+        """The amount of the next rounds of so many requests, after rounds that drafted `current`. Where drafting does
+        not pay, `pausing` is set."""
+        if self.rounds >= self.again and self.budget.allows:  # other work and longer texts change the costs
             self.rounds, self.again = 0, min(2 * self.again, SELDOM)
             self.costs.forget_all_but(current)
+            self.budget.begin()
         self.settled = False
         if not self.costs.timed(current):
             return current
@@ -165,38 +186,89 @@ class AmountChooser:
             return untimed
         self.settled = True
         speeds = {a: self._speed(requests, a) for a in self.amounts}
-        best = max(self.amounts, key=speeds.get)
-        gain = GAIN if current != NOTHING else GAIN_OF_DRAFTING
-        return best if speeds[best] > gain * speeds[current] else current
+        best = max(self.amounts[1:], key=speeds.get)
+        if speeds[best] < WORTH_DRAFTING * speeds[NOTHING]:
+            self._pause(requests)
+            return current
+        self._end_try()
+        self.paused.discard(graph_size(requests))
+        return best if current == NOTHING or speeds[best] > GAIN * speeds[current] else current
 
-    def rests(self, batch: int) -> bool:
+    def stops(self, requests: int) -> bool:
+        """Whether drafting does not pay for the next requests, of which so many are decoded together, so that the
+        running ones should give it up too."""
+        if not self.trying and self._pauses(requests):
+            self._pause(requests)
+        return self.pausing
+
+    def _pause(self, requests: int) -> None:
+        self.pausing = True
+        self.paused.add(graph_size(requests))
+
+    def gave_up(self) -> None:
+        """The running requests go on without the draft."""
+        self.pausing = self.settled = False
+        self._end_try()
+
+    def _end_try(self) -> None:
+        self.trying = False
+        self.budget.end()
+
+    # -- of requests in a pause ---------------------------------------------------------------------------------
+
+    def rests(self, requests: int) -> bool:
         """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
-        not pay. After some that rest, others are decoded with it; the longer it has not paid, the more rest."""
-        if not self._pauses(batch):
-            self.resting, self.rested, self.probed = REST, 0, 0
-            return False
-        if self.rested < self.resting * batch:
-            return True
-        self.resting, self.rested, self.probed = min(2 * self.resting, MOST_REST), 0, 0
-        return False
+        not pay. Some are decoded with it where that may have changed."""
+        if self.pausing:  # the last ones ended before that
+            self.gave_up()
+        if self.trying:
+            self.runs += 1
+            if self.runs <= TRIES:
+                return False
+            self._end_try()  # answers are too short to measure rounds
+        if graph_size(requests) not in self.paused:
+            if not self._pauses(requests):
+                return False
+            self.paused.add(graph_size(requests))
+        return not self._tries(requests)
 
-    def changes(self, rests: bool, batch: int, waiting: int) -> bool:
-        """Whether requests should start to rest, or no longer, once the running ones are complete. Not if few are
+    def returns(self, requests: int, waiting: int) -> bool:
+        """Whether the running requests, which rest, should end before others begin, which then draft. Not if few are
         waiting, since the places of the running ones are then empty one after the other."""
-        if waiting < WORTH * batch:
-            return False
-        pauses = self._pauses(batch)
-        return self.rested >= self.resting * batch or not pauses if rests else pauses
+        return self.trying or (waiting >= WORTH * requests and self._tries(requests))
 
-    def probes(self, batch: int) -> bool:
-        """Whether the draft should guess the next complete answer of those that rest."""
-        if due := self.rested - self.probed >= PROBE * batch:
-            self.probed = self.rested
+    def _tries(self, requests: int) -> bool:
+        """Begins a try if it is worth it."""
+        if not self._wants_try(requests) or not self.budget.allows:
+            return False
+        self.trying, self.runs, self.probed = True, 0, 0
+        self.costs.forget_all_but(NOTHING)
+        self.budget.begin()
+        return True
+
+    def _wants_try(self, requests: int) -> bool:
+        promises = self._measured and self._gain(requests) > GAIN_OF_DRAFTING
+        return promises or self.probed >= PROBES
+
+    def probes(self, requests: int) -> bool:
+        """Whether the draft should guess the answer that was completed just now, of a request that rests. Not if a try
+        is next, since both are paid for by the same budget."""
+        if due := not self.trying and not self._wants_try(requests) and self.budget.allows:
+            self.probed += 1
         return due
 
-    def _pauses(self, batch: int) -> bool:
-        measured = self.costs.timed(NOTHING) and self.costs.timed(self.smaller)
-        return measured and max(self.amounts, key=lambda a: self._speed(batch, a)) == NOTHING
+    def _pauses(self, requests: int) -> bool:
+        return self._measured and self._gain(requests) < WORTH_DRAFTING
+
+    @property
+    def _measured(self) -> bool:
+        return self.costs.timed(NOTHING) and self.costs.timed(self.smaller)
+
+    def _gain(self, requests: int) -> float:
+        """How much faster than without the draft whole answers are decoded with it."""
+        return max(self._answer_speed(requests, a) for a in self.amounts[1:]) / self._answer_speed(requests, NOTHING)
+
+    # -- what is known ------------------------------------------------------------------------------------------
 
     def _untimed(self, requests: int) -> Amount | None:
         """The next amount to time, if the costs of others cannot be interpolated yet; a large one only where drafting
@@ -217,6 +289,18 @@ class AmountChooser:
             self.rates.add(amount.depth, accepted)
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
+    def add_plain(self, requests: int, seconds: float) -> None:
+        """Adds the mean seconds of the rounds of so many requests that rest."""
+        self.costs.add(requests, NOTHING, seconds)
+
+    def add_reading(self, requests: int, seconds: float) -> None:
+        """Adds the seconds in which the draft read the prompts of so many requests, while none was decoded."""
+        self.reading.append(seconds / requests)
+
+    def add_answer(self, tokens: int) -> None:
+        """Adds the tokens of a complete answer."""
+        self.answer = tokens if self.answer is None else self.answer + (tokens - self.answer) / ANSWERS
+
     def add_guesses(self, right: int, guesses: int, rounds: int) -> None:
         """Adds the draft's guesses of tokens that were committed without it."""
         self.rates.add_first(right, guesses, rounds)
@@ -227,17 +311,33 @@ class AmountChooser:
         return 1 + more * (amount.nodes / self.nodes) ** GROWTH if self.tree else 1 + more
 
     def _speed(self, requests: int, amount: Amount) -> float:
+        """The tokens per second of each request's rounds."""
         return self.tokens(amount) / self.costs.seconds(requests, amount)
+
+    def _answer_speed(self, requests: int, amount: Amount) -> float:
+        """The same for a request of the mean length, which waits while the draft reads its prompt and those of all that
+        begin during its rounds, which are as many as run together."""
+        if self.answer is None:
+            return self._speed(requests, amount)
+        rounds = self.answer / self.tokens(amount) + LAST
+        reading = 0.0 if amount == NOTHING else requests * self._reading
+        return self.answer / (rounds * self.costs.seconds(requests, amount) + reading)
+
+    @property
+    def _reading(self) -> float:
+        """The seconds in which the draft reads a request's prompt; 0 if it is not known well yet."""
+        return _mean(self.reading) if len(self.reading) > TIMED else 0.0
 
     def reason(self, requests: int) -> str:
         """Why speculation pauses for so many requests; empty if it would not, or is not known yet."""
         if not self._pauses(requests):
             return ""
-        rival = max(self.amounts[1:], key=lambda a: self._speed(requests, a))
+        rival = max(self.amounts[1:], key=lambda a: self._answer_speed(requests, a))
         cost = self.costs.seconds(requests, rival) / self.costs.seconds(requests, NOTHING)
+        reading = f"; it also reads each prompt, in {1e3 * self._reading:.1f} ms" if self._reading else ""
         return (
             f"a round that drafts {rival.depth} token{'s' * (rival.depth > 1)} takes {cost:.2f} times as long as one "
-            f"without drafting, and would commit {self.tokens(rival):.2f} times the tokens"
+            f"without drafting, and would commit {self.tokens(rival):.2f} times the tokens{reading}"
         )
 
 

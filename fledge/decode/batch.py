@@ -79,7 +79,8 @@ class Batch:
     Where rounds can be captured as CUDA graphs, a round is launched before the results of the one before are read, so
     that the device does not wait for the host. A request that ends is then run for one round more, whose results are
     dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` decides how much is
-    drafted; None: always the same. `records`: whether the requests' traces get the rounds.
+    drafted; None: always the same. Without a draft, it gets the times of rounds only. `records`: whether the requests'
+    traces get the rounds.
     """
 
     def __init__(
@@ -89,10 +90,12 @@ class Batch:
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.records = proposer.draft is not None
         self.committed_at: float | None = None  # the time of the last results, if the round after them is next
+        self.plain_rounds, self.plain_seconds = 0, 0.0  # of these requests without a draft, not reported yet
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
         self.running: list[Request] = []
+        self.processes = False  # whether some of them have logits processors
         self.rounds: Rounds | None = None  # of the running requests
         self.launched: list[Launched] = []
         self.captures = can_capture(target, proposer)
@@ -147,6 +150,7 @@ class Batch:
         if requests:
             updated = self._finish_launched()
             self._dismiss()
+            self._report_rounds()
             self.committed_at = None
             yield updated
         while requests:
@@ -180,9 +184,35 @@ class Batch:
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
         going = [b for b, request in enumerate(self.running) if not request.over]
-        if len(going) < len(self.running):
-            self._unload()
-            self._select(going)
+        if len(going) == len(self.running):
+            return
+        self._report_rounds()
+        if self.chooser is not None:
+            for request in self.running:
+                if request.over:
+                    self.chooser.add_answer(len(request.done.tokens))
+        self._unload()
+        self._select(going)
+
+    def take_over(self, other: Batch) -> list[Request]:
+        """Goes on with the requests of a batch that drafts, without a draft. Returns those that tokens were committed
+        to."""
+        updated = other._finish_launched()
+        other._dismiss()
+        if other.running:
+            other._unload()
+            self.cache.append(other.cache)
+            self.running, state = other.running, other.rounds.state
+            other.cache, other.running, other.rounds = other.target.new_cache([]), [], None
+            other.proposer.select([])
+            self._set_rounds(state.last().without_aux())
+        other.close()
+        return updated
+
+    def use(self, amount: Amount) -> None:
+        """Drafts so much in the next rounds."""
+        self.proposer.use(amount)
+        self.held, self.due = 0, HELD
 
     def _select(self, going: Sequence[int]) -> None:
         """Keeps only the requests with these indices."""
@@ -198,6 +228,7 @@ class Batch:
     def _set_rounds(self, state: RoundState) -> None:
         """Sets what the next rounds read, after the running requests have changed."""
         sampling, seen_BV = self.sampling_of(self.running)
+        self.processes = any(r.sampling.processors for r in self.running)
         self.proposer.set_sampling(sampling)
         self.rounds = Rounds(self.target, self.proposer, self.layers, self.cache, state, sampling, seen_BV)
 
@@ -210,7 +241,8 @@ class Batch:
 
     def close(self) -> None:
         """Removes all requests, complete or not."""
-        self.launched, self.loaded, self.committed_at = [], None, None
+        self.launched, self.loaded, self.committed_at, self.unread = [], None, None, 1
+        self.plain_rounds, self.plain_seconds = 0, 0.0
         if self.running:
             self._select([])
 
@@ -219,7 +251,7 @@ class Batch:
     def round(self) -> list[Request]:
         """Runs a round, and removes complete requests. Returns those that tokens were committed to."""
         updated: dict[Request, None] = {}  # in order, without repetition
-        if self.chooser is not None:
+        if self.chooser is not None and self.proposer.draft is not None:
             updated.update(dict.fromkeys(self._adapt()))
         if self.running:
             ahead = 2 if self._replays() else 1
@@ -255,8 +287,7 @@ class Batch:
         if self.unread > 1:
             state = self._read_along(state)
         if amount != self.proposer.amount:
-            self.proposer.use(amount)
-            self.held, self.due = 0, HELD
+            self.use(amount)
         self.rounds.state = state.rows(self.proposer.rows)
         return updated
 
@@ -273,7 +304,7 @@ class Batch:
 
     def _replays(self) -> bool:
         """Whether the next round is replayed. Logits processors need the tokens before a round on the host."""
-        return self.captures and not any(r.sampling.processors for r in self.running)
+        return self.captures and not self.processes
 
     def _needs_rounds(self) -> bool:
         """Whether a request may need more tokens than the launched rounds commit, which is at least one each."""
@@ -340,11 +371,7 @@ class Batch:
         times = launched.timer.seconds()  # waits for the device
         results = launched.results.tolist()
         if self.chooser is not None:
-            now = time.perf_counter()
-            alone = launched.typical and self.committed_at is not None  # nothing but this round was between
-            accepted = [row[-2] - 1 for row in results]
-            self.chooser.add(launched.amount, accepted, now - self.committed_at if alone else None)
-            self.committed_at = now
+            self._note_round(launched, results)
         updated, rounds = [], {}  # requests that draft and accept as much share a record
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:
@@ -357,6 +384,24 @@ class Batch:
                 request.done.trace.rounds.append(rounds[key])
             updated.append(request)
         return updated
+
+    def _note_round(self, launched: Launched, results: Sequence[Sequence[int]]) -> None:
+        """Lets the chooser know what a round brought and how long it took."""
+        now, seconds = time.perf_counter(), None
+        if launched.typical and self.committed_at is not None:  # nothing but this round was between
+            seconds = now - self.committed_at
+        self.committed_at = now
+        if self.proposer.draft is not None:
+            self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds)
+        elif seconds is not None:
+            self.plain_rounds += 1
+            self.plain_seconds += seconds
+
+    def _report_rounds(self) -> None:
+        """Lets the chooser know the mean time of rounds without a draft, before the running requests change."""
+        if self.plain_rounds:
+            self.chooser.add_plain(len(self.running), self.plain_seconds / self.plain_rounds)
+            self.plain_rounds, self.plain_seconds = 0, 0.0
 
     def _finish_launched(self) -> list[Request]:
         """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""
@@ -372,6 +417,7 @@ class Joining:
     @torch.inference_mode()
     def __init__(self, batch: Batch, requests: Sequence[Request]):
         self.batch, self.requests = batch, requests
+        self.reading: list[Timer] = []  # of the draft's passes
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
         of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
         self.cache, self.draft_cache = target.new_cache(of_target), proposer.new_cache(of_draft)
@@ -400,6 +446,8 @@ class Joining:
             request.began = start
             request.commit([token])
             request.done.trace.t_prefill = time.perf_counter() - start
+        if self.batch.chooser is not None and self.reading:
+            self.batch.chooser.add_reading(len(requests), sum(timer.seconds()[0] for timer in self.reading))
 
     def _read(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
@@ -411,6 +459,8 @@ class Joining:
             logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers)
             if draft is None:
                 continue
+            timer = Timer(draft.device)
+            self.reading.append(timer)
             states = [draft.select_states(f) for f in features]
             following = [
                 prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
@@ -418,6 +468,7 @@ class Joining:
             read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
             with current_device(draft.device):
                 batch.proposer.read(self.draft_cache, following, read)
+            timer.mark()
         if draft is None:
             return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -27,7 +27,7 @@ from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting, Proposer
 from fledge.decode.request import Completion, Request
-from fledge.decode.scheduler import BatchScheduler
+from fledge.decode.scheduler import BatchScheduler, Beginning
 from fledge.decode.text import TextStream
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config
@@ -72,6 +72,7 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode = Acceptance(), False
+        self._probed = False  # whether `probe` has run
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -295,35 +296,43 @@ class Engine:
             yield from self._run(waiting, batch, drafts)
 
     def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[list[Request]]:
-        """Decodes waiting requests with or without the draft: all of them, or some where the chooser has drafting rest
-        for a number of requests."""
+        """Decodes waiting requests with or without the draft: all of them, or some where the chooser wants others to
+        be decoded differently."""
         chooser = self.chooser if drafts else None
-        resting = chooser if chooser is not None and chooser.rests(batch) else None
+        together = min(batch, len(waiting))
+        rests = chooser is not None and chooser.rests(together)
+        stack = ExitStack()
 
         def batch_of_kind() -> Batch:
-            used = self.take_batch(drafts and not resting)
-            used.records = drafts
+            used = self.take_batch(drafts and not rests)
+            stack.callback(self.put_back, used)  # also if the consumer stops early
+            used.records, used.chooser = drafts, chooser
+            if chooser is not None and not rests and chooser.trying:
+                used.use(chooser.smaller)
             return used
 
-        scheduler = BatchScheduler(batch_of_kind, self.target.pads)
-        try:
+        scheduler, beginning = BatchScheduler(batch_of_kind, self.target.pads), Beginning(batch)
+        with stack:
+            if chooser is not None:
+                stack.enter_context(chooser.budget.working())
             while waiting or scheduler.running:
-                free = min(batch - scheduler.running, len(waiting))
-                if free and scheduler.batches and chooser and chooser.changes(resting is not None, batch, len(waiting)):
-                    free = 0
-                    if not scheduler.running:
-                        return
-                if resting:
-                    resting.rested += free
-                yield from scheduler.add([waiting.popleft() for _ in range(free)])
+                count = beginning.count(scheduler.running, len(waiting))
+                if chooser is not None and count and scheduler.batches:
+                    if not rests:
+                        chooser.stops(together)
+                    elif chooser.returns(together, len(waiting)):
+                        if not scheduler.running:
+                            return
+                        count = 0
+                if chooser is not None and chooser.pausing:
+                    rests = True
+                    yield from scheduler.exchange(batch_of_kind)
+                    chooser.gave_up()
+                yield from scheduler.add([waiting.popleft() for _ in range(count)])
                 for updated in scheduler.round():
                     yield updated
-                    if resting and (complete := [r for r in updated if r.over]) and resting.probes(batch):
-                        self._probe(complete[0], resting)
-        finally:  # also if the consumer stops early
-            for used in scheduler.batches:
-                used.close()
-                self.put_back(used)
+                    if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
+                        self._probe(complete, chooser, together)
 
     @functools.cached_property
     def _prober(self) -> Proposer:
@@ -331,12 +340,26 @@ class Engine:
         assert self.draft is not None  # probes follow rests, of which only a draft's chooser knows
         return self.drafting.proposer(self.draft)
 
-    def _probe(self, complete: Request, chooser: AmountChooser) -> None:
-        """Lets the chooser know how well the draft guesses an answer that was decoded without it, if there is memory
-        for that beside the running requests."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            right, made = probe(self.target, self._prober, self.layers, complete.prefix, len(complete.done.tokens))
+    def _probe(self, complete: Request, chooser: AmountChooser, together: int) -> None:
+        """Lets the chooser know, if it asks, how well the draft guesses an answer that was decoded without it, if there
+        is memory for that beside the running requests."""
+        if not chooser.probes(together):
+            return
+        try:
+            if not self._probed:  # compiles what the next ones use, once, which tells nothing about what they take
+                self._guess(complete)
+                self._probed = True
+            chooser.budget.begin()
+            right, made = self._guess(complete)
             chooser.add_guesses(right, made, made)
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            chooser.budget.end()
+
+    def _guess(self, complete: Request) -> tuple[int, int]:
+        new = len(complete.done.tokens)
+        return probe(self.target, self._prober, self.layers, complete.prefix, new)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
@@ -347,7 +370,8 @@ class Engine:
         return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
 
     def put_back(self, batch: Batch) -> None:
-        """Keeps a batch without requests for the next ones, if it has graphs."""
+        """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""
+        batch.close()
         if batch.captures:
             self._idle_batches[batch.proposer.draft is not None].append(batch)
 

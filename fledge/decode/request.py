@@ -49,8 +49,9 @@ class Request:
         self.fresh, done, text = tokens, self.done, self.text
         if len(tokens) > (left := self.limit - len(done.tokens)):
             tokens = tokens[:left]
-        end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        seen = len(text.tokens)
+        end, seen = len(tokens), len(text.tokens)
+        if not self.stop_ids.isdisjoint(tokens):
+            end = next(i for i, token in enumerate(tokens) if token in self.stop_ids)
         text.append(tokens[:end])
         done.tokens += text.tokens[seen:]
         if end < len(tokens) and not text.stopped:

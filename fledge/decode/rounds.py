@@ -11,6 +11,7 @@ states, R x A x D numbers, and, where drafted tokens are drawn, their distributi
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -68,9 +69,9 @@ class Drafter(Protocol):
 
 
 class Timer:
-    """Measures the seconds of drafting and of verification, with events of the current stream of a GPU, the target's.
-    Drafting starts when the timer is created, and ends at the first `mark`; verification ends at the second. Drafting
-    on another device includes the copies to that device and back."""
+    """Measures the seconds from its creation to the first `mark`, and from each to the next, with events of the current
+    stream of a GPU. Of a round, on the target's device, these are drafting and verification. Drafting on another device
+    includes the copies to that device and back."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
@@ -86,13 +87,12 @@ class Timer:
         else:
             self.marks.append(time.perf_counter())
 
-    def seconds(self) -> tuple[float, float]:
-        """The seconds of drafting and of verification. Waits for the device to reach the last mark."""
-        a, b, c = self.marks
+    def seconds(self) -> list[float]:
+        """The seconds up to each mark. Waits for the device to reach the last one."""
         if not self.cuda:
-            return b - a, c - b
-        c.synchronize()
-        return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3
+            return [b - a for a, b in itertools.pairwise(self.marks)]
+        self.marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
 
 
 def apart(draft: Draft | None, device: torch.device) -> bool:

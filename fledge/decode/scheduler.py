@@ -1,4 +1,4 @@
-"""Distributes requests over batches."""
+"""When waiting requests begin, and in which batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,30 @@ from fledge.decode.batch import Batch
 from fledge.decode.request import Request
 
 SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
+TOGETHER = 8  # requests begin together, at least one in so many of a full batch
+PATIENCE = 16  # rounds that a request waits at most for others to begin with
+
+
+class Beginning:
+    """When requests begin, of which at most `batch` are decoded together.
+
+    Each beginning stops the running requests for a prefill, mostly as long for several as for one. So a request waits
+    for a free place, and then until there are places for `least` requests, or for all that wait, but at most PATIENCE
+    rounds. If nothing runs, none waits.
+    """
+
+    def __init__(self, batch: int):
+        self.batch, self.least = batch, max(1, batch // TOGETHER)
+        self.rounds = 0  # in which a place was free
+
+    def count(self, running: int, waiting: int) -> int:
+        """How many of the waiting requests begin now. Called before each round."""
+        places = min(self.batch - running, waiting)
+        if places and running and places < min(self.least, waiting) and self.rounds < PATIENCE:
+            self.rounds += 1
+            return 0
+        self.rounds = 0
+        return places
 
 
 class BatchScheduler:
@@ -39,6 +63,14 @@ class BatchScheduler:
         self.batches = [batch for batch, _ in assigned]
         for batch, new in assigned:
             yield from batch.add(new)
+
+    def exchange(self, new_batch: Callable[[], Batch]) -> Iterator[list[Request]]:
+        """Goes on with other batches, which `new_batch` creates and which do not draft. Yields the requests that tokens
+        were committed to."""
+        self.new_batch, exchanged = new_batch, self.batches
+        self.batches = [new_batch() for _ in exchanged]
+        for batch, other in zip(self.batches, exchanged, strict=True):
+            yield batch.take_over(other)
 
     def round(self) -> Iterator[list[Request]]:
         """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete

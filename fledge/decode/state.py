@@ -58,6 +58,10 @@ class RoundState:
         aux_B1AD = self.aux_BRAD.gather(1, at_B1[..., None, None].expand(-1, -1, *self.aux_BRAD.shape[2:]))
         return RoundState(self.root_B1, aux_B1AD, torch.ones_like(self.count_B), torch.zeros_like(at_B1), self.length_B)
 
+    def without_aux(self) -> RoundState:
+        """The state without hidden states, as of requests that are decoded without a draft (A = D = 0)."""
+        return replace(self, aux_BRAD=self.aux_BRAD.new_empty(*self.token_BR.shape, 0, 0))
+
     def idle(self, size: int) -> RoundState:
         """The state of `size` requests that do not exist: one token of an empty text."""
         return replace(self._map(lambda x: x.new_zeros(size, *x.shape[1:])), count_B=self.count_B.new_ones(size))

@@ -1,0 +1,64 @@
+"""The time that may go into finding out whether another way of decoding is faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SHARE = 0.01  # of the seconds of decoding, the most that go into finding out
+
+
+class Budget:
+    """Grants a share of the seconds of decoding for finding out what is faster.
+
+    Seconds are those of `clock` while something is decoded (`working`). What finding out takes becomes a debt, which is
+    paid off with SHARE of all further seconds, and nothing else is tried before. So at any time, all that was `spent`
+    but for the last debt is at most SHARE of the `seconds`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self.seconds = self.spent = 0.0
+        self._debt = 0.0
+        self._began: float | None = None  # finding out, as `seconds`
+        self._workers, self._seen = 0, 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """While it is entered, something is decoded."""
+        self._count()
+        self._workers += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._workers -= 1
+
+    def _count(self) -> None:
+        """Counts the seconds up to now."""
+        now = self.clock()
+        passed, self._seen = now - self._seen, now
+        if self._workers:
+            self.seconds += passed
+            self._debt = max(0.0, self._debt - SHARE * passed)
+
+    @property
+    def allows(self) -> bool:
+        """Whether something may be found out now."""
+        self._count()
+        return self._debt == 0.0 and self._began is None
+
+    def begin(self) -> None:
+        """Finding out begins."""
+        self._count()
+        self._began = self.seconds
+
+    def end(self) -> None:
+        """It ends, if it had begun."""
+        if self._began is None:
+            return
+        self._count()
+        took, self._began = self.seconds - self._began, None
+        self.spent += took
+        self._debt += took
