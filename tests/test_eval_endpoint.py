@@ -158,7 +158,27 @@ def test_prompts_that_the_server_renders_otherwise_are_named(evaluate, made):
         with FakeServer(engine=engine, tokenizer=other).started() as server:
             went = evaluate(server, "--target", made / "target")
             said = " ".join(went.out.split())
-            assert went.code == 0 and "prompts have another number of tokens" in said and "thinking mode" in said, said
+            assert went.code == 0 and "prompts are other tokens on the server" in said and "thinking mode" in said, said
+
+
+def test_prompts_of_as_many_other_tokens_are_named(evaluate, made):
+    """vLLM returns the tokens of the prompt, so that another system prompt of the same length is found."""
+    said, other = (
+        CHATML.replace("assistant\n' }}{% endif", f"assistant\n{word}' }}}}{{% endif") for word in ("x", "y")
+    )
+    tokenizer, same = tiny_tokenizer(other), tiny_tokenizer(said)
+    target = made / "renders"
+    tiny_target().model.save_pretrained(target)
+    same.save_pretrained(target)
+    with FakeServer(tokenizer=tokenizer).started() as server:
+        record = record_of(evaluate(server, "--target", target, "--json"))
+        assert "by the target's template" in record["mismatched_prompts"][0]
+        assert record["mismatched_prompts"][0].startswith("token ")
+    with FakeServer(tokenizer=same).started() as server:
+        assert not record_of(evaluate(server, "--target", target, "--json"))["mismatched_prompts"]
+    with FakeServer(engine="other", tokenizer=tokenizer).started() as server:
+        assert not record_of(evaluate(server, "--target", target, "--json"))["mismatched_prompts"]
+        assert not any("return_token_ids" in body for body in server.asked)
 
 
 def test_causes_that_the_record_shows_come_first():

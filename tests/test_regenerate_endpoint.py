@@ -168,6 +168,26 @@ def test_a_template_that_is_not_the_targets_is_noticed(regenerate, made, tmp_pat
         assert regenerate(server, "--target", made / "target", out="right.jsonl").code == 0
 
 
+def test_a_prompt_of_as_many_other_tokens_is_noticed(regenerate, tmp_path):
+    """vLLM returns the tokens of the prompt; of other servers, their number is compared."""
+    said, other = (
+        tiny_tokenizer(CHATML.replace("{% if add", f"{{{{ '{word}' }}}}{{% if add", 1)) for word in ("x", "y")
+    )
+    target = tmp_path / "target"
+    tiny_target().model.save_pretrained(target)
+    said.save_pretrained(target)
+    with FakeServer(tokenizer=other).started() as server:
+        went = regenerate(server, "--target", target)
+        text = went.err.replace("\n", " ")
+        assert went.code == 2 and "on the server" in text and "adds a system prompt" in text, text
+    with FakeServer(tokenizer=said).started() as server:
+        assert regenerate(server, "--target", target, out="right.jsonl").code == 0
+        assert all(body["return_token_ids"] for body in server.asked)
+    with FakeServer(engine="other", tokenizer=other).started() as server:
+        assert regenerate(server, "--target", target, out="counted.jsonl").code == 0
+        assert not any("return_token_ids" in body for body in server.asked)
+
+
 def test_template_arguments_reach_the_server_and_the_check(regenerate, made, tmp_path):
     thinks = CHATML.replace("{% if add", "{% if think %}it can fly{% endif %}{% if add")
     target = tmp_path / "target"

@@ -87,9 +87,9 @@ class Answer:
     """A server's answer.
 
     `finish` is "stop", "length" or "tool_calls". `prompt_tokens` and `tokens` are the server's counts of the prompt and
-    of the answer; None if it does not say. `token_ids` are the answer's, where the engine returns them. `meta` is
-    SGLang's meta_info. `started`, `first` and `last` are the times (`time.perf_counter`) of the request, of its first
-    token and of its end; without streaming, `first` is the end too.
+    of the answer; None if it does not say. `prompt_ids` and `token_ids` are the tokens of the prompt and of the answer,
+    where the engine returns them. `meta` is SGLang's meta_info. `started`, `first` and `last` are the times
+    (`time.perf_counter`) of the request, of its first token and of its end; without streaming, `first` is the end too.
     """
 
     text: str
@@ -97,11 +97,25 @@ class Answer:
     finish: str
     prompt_tokens: int | None
     tokens: int | None
+    prompt_ids: list[int] | None
     token_ids: list[int] | None
     meta: dict[str, Any]
     started: float
     first: float
     last: float
+
+    def prompt_difference(self, ids: list[int]) -> str:
+        """How the server's prompt differs from these token ids: by its tokens where the server returns them, otherwise
+        by their number. Empty if it does not, or where neither is known."""
+        theirs = self.prompt_tokens if self.prompt_ids is None else len(self.prompt_ids)
+        if theirs is not None and theirs != len(ids):
+            return f"{theirs} tokens on the server, {len(ids)} by the target's template"
+        if self.prompt_ids is None or self.prompt_ids == ids:
+            return ""
+        at = next(i for i, pair in enumerate(zip(self.prompt_ids, ids, strict=True)) if pair[0] != pair[1])
+        return (
+            f"token {at + 1} of {len(ids)} is {self.prompt_ids[at]} on the server, {ids[at]} by the target's template"
+        )
 
 
 @dataclass
@@ -112,6 +126,7 @@ class _Parts:
     reasoning: str = ""
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
@@ -123,6 +138,7 @@ class _Parts:
         text = message.get("content") if message is not choice else choice.get("text")
         reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
         ids = choice.get("token_ids")
+        self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids  # of /v1/completions
         self.text, self.reasoning = self.text + (text or ""), self.reasoning + reasoning
         if ids is not None:
             self.token_ids = (self.token_ids or []) + list(ids)
@@ -135,7 +151,7 @@ class _Parts:
     def check(self) -> None:
         """Raises TypeError for values of other types than those of an answer."""
         counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-        if not all(isinstance(n, int | None) for n in (*counts, *(self.token_ids or ()))):
+        if not all(isinstance(n, int | None) for n in (*counts, *(self.token_ids or ()), *(self.prompt_ids or ()))):
             raise TypeError("counts and token ids are integers")
         if not (isinstance(self.meta, dict) and isinstance(self.finish, str | None)):
             raise TypeError("meta_info is an object and finish_reason a string")
@@ -147,7 +163,8 @@ class _Parts:
         last = time.perf_counter()
         return Answer(
             _paired(self.text), _paired(self.reasoning), FINISHED[self.finish], self.usage.get("prompt_tokens"),
-            self.usage.get("completion_tokens"), self.token_ids, self.meta, self.started, self.first or last, last,
+            self.usage.get("completion_tokens"), self.prompt_ids, self.token_ids, self.meta, self.started,
+            self.first or last, last,
         )  # fmt: skip
 
 
@@ -248,7 +265,7 @@ class Client:
         self, prompt: Prompt, decoding: Decoding, *, tools: list[Any] | None = None, seed: int | None = None,
         stream: bool = False, token_ids: bool = False,
     ) -> Answer:  # fmt: skip
-        """The answer to a prompt. With `token_ids`, vLLM is asked for those of the answer.
+        """The answer to a prompt. With `token_ids`, vLLM is asked for those of the prompt and of the answer.
 
         Raises BadPrompt if the server refuses this prompt, and ServerProblem if it refuses every request, or if no
         attempt succeeds.
@@ -349,6 +366,7 @@ async def _read_openai(response: httpx2.Response, stream: bool, parts: _Parts) -
         if isinstance(chunk.get("error"), dict):
             raise _Passing(f"an error in the answer: {str(chunk['error'].get('message'))[:200]}")
         parts.usage = chunk.get("usage") or parts.usage
+        parts.prompt_ids = chunk.get("prompt_token_ids") or parts.prompt_ids  # of /v1/chat/completions
         for choice in chunk.get("choices") or ():
             parts.add(choice)
 

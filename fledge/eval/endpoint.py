@@ -47,7 +47,7 @@ class Measurement:
     """The requests of a measurement, by prompt and turn, and what the server counted meanwhile.
 
     `acceptance` is None if the server does not tell; `note` then says why, and `since_start` is SGLang's mean accepted
-    length since its start. `mismatched` are the requests whose prompt has another number of tokens on the server.
+    length since its start. `mismatched` are the differences of prompts that are other tokens on the server.
     """
 
     asked: list[list[Asked]]
@@ -122,7 +122,7 @@ async def measure(
 ) -> Measurement:
     """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
 
-    `template` is that of the target: with it, prompts are counted, and SGLang is asked by token ids, since it counts
+    `template` is that of the target: with it, prompts are compared, and SGLang is asked by token ids, since it counts
     acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
     Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
     that the server refuses, and if the server has other requests meanwhile.
@@ -223,11 +223,8 @@ class _Asking:
         return [found] if found else []
 
     def mismatch(self, asked: Asked) -> str:
-        """The numbers of tokens of a prompt, if the server counts another number than the target's template gives."""
-        theirs = asked.answer.prompt_tokens
-        if asked.ids is None or theirs is None or theirs == len(asked.ids):
-            return ""
-        return f"{theirs} tokens on the server, {len(asked.ids)} by the target's template"
+        """How the server's prompt differs from that of the target's template; empty if it does not."""
+        return "" if asked.ids is None else asked.answer.prompt_difference(asked.ids)
 
 
 async def settled_counters(client: Client, expected: float | None) -> Counters:
@@ -334,11 +331,11 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
 
 
 def mismatch_sentence(record: dict[str, Any]) -> str:
-    """What it means that prompts have another number of tokens on the server; empty if none has."""
+    """What it means that prompts are other tokens on the server; empty if none is."""
     found = record["mismatched_prompts"]
     if not found:
         return ""
     return (
-        f"{len(found)} prompts have another number of tokens ({found[0]}): the server uses another chat template or "
-        "thinking mode, or serves another model."
+        f"{len(found)} prompts are other tokens on the server ({found[0]}): it uses another chat template, system "
+        "prompt or thinking mode, or serves another model."
     )

@@ -143,11 +143,12 @@ class _Regeneration:
         ours = None
         if self.template is not None and not isinstance(prompt, str):
             ids = isinstance(prompt[0], int)
-            ours = len(prompt) if ids else len(self._prompt_ids(prompt, record))
+            ours = prompt if ids else self._prompt_ids(prompt, record)
         sent = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else [as_sent(m) for m in prompt]
-        answer = await self.client.ask(sent, self.decoding, tools=record.tools, seed=seed)
-        if ours is not None and answer.prompt_tokens is not None and answer.prompt_tokens != ours:
-            self._explain_count(record, answer.prompt_tokens, ours)
+        compared = ours is not None
+        answer = await self.client.ask(sent, self.decoding, tools=record.tools, seed=seed, token_ids=compared)
+        if ours is not None and (difference := answer.prompt_difference(ours)):
+            self._explain_prompt(record, difference)
         if answer.finish == "tool_calls":
             raise _BadRecord(
                 "the server made a tool call of the answer, so its text is lost; start the server without its tool "
@@ -170,18 +171,18 @@ class _Regeneration:
             )
         return message | {self.reasoning: answer.reasoning}
 
-    def _explain_count(self, record: Record, theirs: int, ours: int) -> None:
-        """Raises ServerProblem for a prompt that the server tokenizes into another number of tokens; with tools, only
-        says so once, since servers rewrite their JSON."""
-        counts = f"{record.where}: the server's prompt has {theirs} tokens, that of {self.options.target} {ours}"
+    def _explain_prompt(self, record: Record, difference: str) -> None:
+        """Raises ServerProblem for a prompt that is other tokens on the server; with tools, only says so once, since
+        servers rewrite their JSON."""
+        found = f"{record.where}: the prompt is not that of {self.options.target} ({difference})"
         if not record.tools:
             raise ServerProblem(
-                f"{counts}: the server renders chats by another template or thinking mode, or serves another model. "
-                "Give --template-kwargs as the server needs them, or leave --target out to keep such answers"
+                f"{found}: the server has another template or thinking mode, adds a system prompt, or serves another "
+                "model. Give --template-kwargs as the server needs them, or leave --target out to keep such answers"
             )
         if not self.warned_of_tools:
             self.warned_of_tools = True
-            self.say(f"{counts}: the server renders tools in another way")
+            self.say(f"{found}: the server renders tools in another way")
 
     def _prompt_ids(self, prompt: str | list[dict[str, Any]], record: Record) -> list[int]:
         try:

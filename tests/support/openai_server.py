@@ -83,18 +83,18 @@ class FakeServer:
         digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
         return " ".join(random.Random(digest).choices(WORDS, k=min(self.words, n)))
 
-    def count(self, body: dict[str, Any]) -> int:
+    def tokens_of(self, body: dict[str, Any]) -> list[int]:
         """The tokens of a request's prompt."""
         prompt = body.get("input_ids") or body.get("prompt") or body["messages"]
         if isinstance(prompt, list) and isinstance(prompt[0], dict):
             if self.tokenizer is None:
-                return sum(len(str(m["content"]).split()) for m in prompt)
+                return [0] * sum(len(str(m["content"]).split()) for m in prompt)
             kwargs = self.template_kwargs | body.get("chat_template_kwargs", {})
             text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **kwargs)
-            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if isinstance(prompt, str):
-            return len(self.tokenizer(prompt)["input_ids"]) if self.tokenizer else len(prompt.split())
-        return len(prompt)
+            return self.tokenizer(prompt)["input_ids"] if self.tokenizer else [0] * len(prompt.split())
+        return prompt
 
     def speculate(self, tokens: int) -> tuple[int, list[int]]:
         """Simulates the rounds of an answer: their number, and the accepted tokens of each. The first token is the
@@ -215,7 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
         pieces = [(" " if i else "") + word for i, word in enumerate(text.split())]
         rounds, accepted = fake.speculate(len(pieces))
         finish = "length" if len(pieces) == limit else fake.finish
-        usage = {"prompt_tokens": fake.count(body), "completion_tokens": len(pieces)}
+        asked = fake.tokens_of(body)
+        usage = {"prompt_tokens": len(asked), "completion_tokens": len(pieces)}
         ids = [WORDS.index(word) for word in text.split()]
         if native:
             meta = {**usage, "finish_reason": {"type": finish}, "spec_verify_ct": rounds}
@@ -228,12 +229,16 @@ class _Handler(BaseHTTPRequestHandler):
                 for n in range(1, len(pieces))
             ]
             return self._stream([*chunks, {"text": text, "output_ids": ids, "meta_info": meta}], broken)
-        chat, token_ids = self.path == "/v1/chat/completions", body.get("return_token_ids")
+        chat, token_ids = self.path == "/v1/chat/completions", body.get("return_token_ids") and fake.engine == "vllm"
+        # vLLM returns the prompt's beside a chat's choices, and within those of /v1/completions
+        beside = {"prompt_token_ids": asked} if token_ids and chat else {}
+        within = {"prompt_token_ids": asked} if token_ids and not chat else {}
         if body.get("stream"):
-            chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}] if chat else []
+            chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}], **beside}] if chat else []
             for piece, token in zip(pieces, ids, strict=True):
                 choice = {"delta": {"content": piece}} if chat else {"text": piece}
                 chunks.append({"choices": [choice | ({"token_ids": [token]} if token_ids else {})]})
+            chunks[0]["choices"][0].update(within)
             chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
             return self._stream([*chunks, {"choices": [], "usage": usage}], broken)
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -242,7 +247,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.tool_calls:
             message |= {"content": None, "tool_calls": [{"function": {"name": "fly", "arguments": "{}"}}]}
         choice = {"finish_reason": finish} | ({"message": message} if chat else {"text": text})
-        return lambda: self._json({"choices": [choice], "usage": usage})
+        choice |= {"token_ids": ids, **within} if token_ids else {}
+        return lambda: self._json({"choices": [choice], "usage": usage, **beside})
 
     def _stream(self, chunks: list[dict[str, Any]], broken: bool) -> Callable[[], None]:
         self.send_response(200)
