@@ -257,6 +257,16 @@ DAMAGES = {
     "head of zeros": ("eagle3", tensors(put("lm_head.weight", torch.zeros_like)), "lm_head.weight has only zeros"),
     "head of another step": ("eagle3", other_step, "lm_head.weight is not what training wrote"),
     "head tied": ("eagle3", config(tie_word_embeddings=True), "tie_word_embeddings is true"),
+    "a matrix in fp8": (
+        "eagle3",
+        tensors(put("fc.weight", lambda w: w.to(torch.float8_e4m3fn))),
+        "fc.weight has dtype float8_e4m3fn, which fledge does not read",
+    ),
+    "queries in fp8": (
+        "eagle3",
+        tensors(put(Q, lambda w: w.to(torch.float8_e5m2))),
+        "q_proj.weight has dtype float8_e5m2",
+    ),
     "NaN": ("eagle3", tensors(put("norm.weight", lambda w: w * torch.nan)), "norm.weight has NaN"),
     "truncated file": ("eagle3", truncate, "truncated"),
     "final norm missing": ("eagle3", tensors(drop("norm.weight")), "norm.weight is missing"),
@@ -447,6 +457,15 @@ def test_results_are_printed_as_lines(made, fledge, damaged):
     assert broken.code == 1 and "Wrong, weights: " in broken.out and broken.out.endswith("1 problem.\n")
     for wrong in ((*words, "nowhere"), (*words, draft, "--engine", "tgi"), (*words[:2], "nowhere", *words[3:], made)):
         assert fledge(*wrong).code == 2
+
+
+def test_names_are_printed_as_they_are(made, fledge, damaged):
+    draft, target = damaged("eagle3")
+    tensors(put("fc.weight", lambda w: w.T))(draft, target)
+    layers([3, 5, 6], [1, 3, 4])(draft, target)
+    out = " ".join(fledge("check", "--target", target, "--device", "cpu", "--draft", draft).out.split())
+    assert "Wrong, weights: fc.weight is transposed" in out and "Wrong, layers: vLLM (eagle_aux" in out
+    assert "; cure: transpose it." in out and "Fc.weight" not in out and "VLLM" not in out
 
 
 def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fledge, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.eval.probe import Probe, Record, logits_error, replay, tensor_sha256
-from fledge.models.weights import build_draft, meta_draft, tensor_problems
+from fledge.models.weights import FLOATS, build_draft, meta_draft, tensor_problems
 
 MOST_CHUNKS = 4  # of fc whose orders are all tried
 SAME = 1e-3  # relative error of the logits up to which they are the same
@@ -38,7 +38,10 @@ def replay_error(config: DraftConfig, tensors: Tensors, probe: Probe) -> float:
 
 
 def find_cause(config: DraftConfig, tensors: Tensors, probe: Probe) -> tuple[str, str] | None:
-    """(cause, cure) of the first repair with which a draft computes its stored logits; None if there is none."""
+    """(cause, cure) of the first repair with which a draft computes its stored logits; None if there is none, or if
+    tensors have dtypes that no draft can be computed with."""
+    if any(x.is_floating_point() and x.dtype not in FLOATS for x in tensors.values()):
+        return None
     recorded = replace(probe.record.draft_config, provenance=config.provenance)
     if recorded != config and replay_error(recorded, tensors, probe) <= SAME:
         return "config.json is not the one of training, and with that one the weights are right", "restore its fields"

@@ -26,6 +26,7 @@ from fledge.hub import draft_directory
 from fledge.models.health import find_damage
 from fledge.models.weights import (
     CONFIG,
+    FLOATS,
     complete_config,
     meta_draft,
     template_sha256,
@@ -143,17 +144,22 @@ def weight_findings(draft: DraftOnDisk) -> list[Finding]:
         *_joined(unknown, UNKNOWN, "vLLM refuses it, and SGLang ignores it", "not part of such a draft", keep),
     ]
     wrong = {n: text for n, text in problems.items() if n not in missing and n not in unknown}
+    kinds = {n: text for n, text in wrong.items() if draft.tensors[n].shape == expected[n].shape}
     found += [
         Finding(
             "weights", cause, "an engine that does not check shapes computes something else: acceptance about 0", cure
         )
-        for cause, cure in _shape_causes(wrong, draft.tensors, expected)
+        for cause, cure in _shape_causes({n: x for n, x in wrong.items() if n not in kinds}, draft.tensors, expected)
     ]
-    found += [
-        Finding("weights", text, "no token of the draft is accepted", COPY)
-        for text in find_damage(draft.tensors.items())
-    ]
+    quantized = "an engine that converts the values without the scales of a quantization computes something else"
+    found += [Finding("weights", text, quantized, f"{COPY}, in one of {_listed_floats()}") for text in kinds.values()]
+    readable = ((n, x) for n, x in draft.tensors.items() if x.dtype in FLOATS)
+    found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in find_damage(readable)]
     return found
+
+
+def _listed_floats() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
 
 
 def _joined(
@@ -176,7 +182,7 @@ def _by_name(table: Sequence[tuple[str, str]], name: str) -> str:
 def _shape_causes(
     wrong: Mapping[str, str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """The cause and cure of each tensor of a wrong shape or dtype."""
+    """The cause and cure of each tensor of a wrong shape."""
     rest = dict(wrong)
     for name, text in wrong.items():
         shape, wanted = tensors[name].shape, expected[name].shape

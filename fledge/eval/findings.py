@@ -9,7 +9,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Finding:
     """Something wrong with a draft or its target: what it is, what it does where the draft is served, and the cure.
-    `check` is the name of the check; the others are sentences without their full stop."""
+    `check` is the name of the check; the others are sentences without their capital and full stop, since they may begin
+    with the name of a tensor or field."""
 
     check: str
     cause: str
@@ -17,7 +18,7 @@ class Finding:
     cure: str
 
     def __str__(self) -> str:
-        return ". ".join(s[:1].upper() + s[1:] for s in (self.cause, self.symptom, self.cure) if s) + "."
+        return "; ".join(s for s in (self.cause, self.symptom, f"cure: {self.cure}" if self.cure else "") if s) + "."
 
 
 @dataclass

@@ -18,7 +18,7 @@ def find_damage(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Checks (name, tensor) pairs, and returns one message for each kind of damage found, with the tensors' names.
 
     Damage is a NaN or infinite value, a value above MAX_VALUE, or a tensor of zeros. Biases and P-EAGLE's `mask_hidden`
-    may be zero. Integer tensors are not checked.
+    may be zero. Integer tensors are not checked; floating-point tensors need a dtype of 16 bits or more.
     """
     nonfinite, zero, huge = [], [], []
     for name, tensor in tensors:
