@@ -403,14 +403,54 @@ def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damage
     code, result = check(draft, target=target)
     assert code in (0, 1) and result["measured"]["tau"] >= 1  # such a short training is near chance either way
 
+    accepts = 0
+
     def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
-        accepted = 2 if draft.config.aux_layers == (2, 4, 5) else 0
+        accepted = accepts + (2 if draft.config.aux_layers == (2, 4, 5) else 0)
         return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
     monkeypatch.setattr("fledge.eval.probe.decode", decode)
     code, result = check(draft, target=target)
     (finding,) = result["findings"]
     assert code == 1 and "τ is 1.00" in finding["cause"] and "3.00 if its layers are [2, 4, 5]" in finding["cause"]
+    accepts = 1  # also where more is accepted than by chance
+    code, result = check(draft, target=target)
+    (finding,) = result["findings"]
+    assert code == 1 and "τ is 2.00 on 8 questions, and 4.00 if its layers" in finding["cause"]
+
+
+MIX_UPS = {
+    "midlayer.hidden_norm.weight and norm.weight are swapped": swap("midlayer.hidden_norm.weight", "norm.weight"),
+    "the target's layers are joined as [2, 1, 0]": put("fc.weight", chunks([2, 1, 0])),
+}
+
+
+@pytest.mark.parametrize("words", MIX_UPS)
+def test_mix_ups_without_a_probe_are_found_by_decoding(check, damaged, monkeypatch, words):
+    draft, target = damaged("eagle3")
+    without_probe(draft, target)
+    rewrite(draft, lambda x: x["norm.weight"].mul_(2))
+    right = load_file(draft / "model.safetensors")
+    tensors(MIX_UPS[words])(draft, target)
+
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
+        state = draft.state_dict()
+        accepted = 2 if all(torch.equal(state[n].to(x.dtype), x) for n, x in right.items() if n in state) else 1
+        return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+
+    monkeypatch.setattr("fledge.eval.probe.decode", decode)
+    code, result = check(draft, target=target)
+    (finding,) = result["findings"]
+    assert code == 1 and "and 3.00 after undoing that" in finding["cause"] and words in finding["cause"]
+    assert finding["cure"] == "undo this in the file"
+
+
+def test_without_a_probe_a_draft_is_not_called_sound(fledge, damaged, monkeypatch):
+    draft, target = damaged("eagle3")
+    without_probe(draft, target)
+    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    ran = fledge("check", "--target", target, "--device", "cpu", "--draft", draft)
+    assert ran.code == 0 and "sound" not in ran.out and "without a probe the weights cannot be compared" in ran.out
 
 
 def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged):

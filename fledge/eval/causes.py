@@ -7,7 +7,7 @@ computes the stored logits again is the cause.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -62,6 +62,13 @@ def repairs(config: DraftConfig, tensors: Tensors) -> Iterator[Swap]:
     yield from _norm_offsets(tensors)
 
 
+def likeliest_repairs(config: DraftConfig, tensors: Tensors) -> Iterator[Swap]:
+    """Those few of the repairs that are tried by decoding, where no logits are stored."""
+    norms = [n for n in tensors if "norm" in n and "fc_norm." not in n]
+    yield from _exchanged(tensors, itertools.combinations(norms, 2))
+    yield from _fc_orders(config, tensors)
+
+
 def _swapped(tensors: Tensors) -> Iterator[Swap]:
     """Two norms, or two matrices of a layer, under each other's names."""
     norms = [n for n in tensors if "norm" in n]
@@ -71,6 +78,10 @@ def _swapped(tensors: Tensors) -> Iterator[Swap]:
         sorted(matrices), key=lambda n: n.partition(".self_attn")[0].partition(".mlp")[0]
     ):
         pairs += itertools.combinations(of_layer, 2)
+    yield from _exchanged(tensors, pairs)
+
+
+def _exchanged(tensors: Tensors, pairs: Iterable[tuple[str, str]]) -> Iterator[Swap]:
     for a, b in pairs:
         if tensors[a].shape[1:] == tensors[b].shape[1:]:
             yield f"{a} and {b} are swapped", {**tensors, a: tensors[b], b: tensors[a]}

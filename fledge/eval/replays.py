@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.config import DraftConfig
 from fledge.data.pack import make_row
-from fledge.eval.causes import ROUNDED, SAME, changed_tensors, find_cause, replay_error
+from fledge.eval.causes import ROUNDED, SAME, changed_tensors, find_cause, likeliest_repairs, replay_error
 from fledge.eval.draft_files import COPY, DraftOnDisk, changed_fields
 from fledge.eval.findings import Finding
 from fledge.eval.probe import Decoding, Probe
-from fledge.models.weights import target_sha256
+from fledge.models.weights import DraftFiles, target_sha256
 from fledge.targets.interface import Target, TrainingTarget
 from fledge.types import Document
 
@@ -26,6 +25,7 @@ EXACT, HALF, FP8 = 0.02, 0.08, 0.12
 WIDE = ("float32", "float64")
 ERRORS = 3  # standard errors of the difference by which τ may be below the recorded one
 LEAST = 0.05  # relative loss of τ that is no fault, whatever its standard error
+CORRECT = "correct config.json accordingly"
 
 
 # -- the target -------------------------------------------------------------------------------------------------------
@@ -199,20 +199,21 @@ def decoding_findings(now: Decoding, before: Decoding, explained: bool) -> tuple
     ], figures  # fmt: skip
 
 
-def variants(config: DraftConfig, layers: Sequence[int], target_layers: int) -> dict[str, DraftConfig]:
-    """Other ways to read a draft whose record says nothing, by what they assume."""
+def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:
+    """Other ways to read a draft whose record says nothing, each with its cure, by words that complete "τ is .. "."""
+    config, found = draft.config, {}
+    for cause, tensors in likeliest_repairs(config, draft.tensors):
+        found[f"after undoing that {cause}"] = replace(draft, tensors=dict(tensors)), "undo this in the file"
     if not config.family.reads_layers:
-        return {}
-    found = {}
+        return found
     for distance, kind in ((1, "outputs"), (-1, "inputs")):
         moved = tuple(i + distance for i in layers)
         if min(moved) >= 0 and max(moved) <= target_layers:
-            text = f"its layers are {list(moved)} in place of {list(layers)}: its ids count {kind} of layers"
-            found[text] = replace(config, aux_layers=moved)
+            text = f"if its layers are {list(moved)} in place of {list(layers)}: its ids count {kind} of layers"
+            found[text] = replace(draft, config=replace(config, aux_layers=moved)), CORRECT
     for name in ("norm_before_residual", "norm_output"):
         if not config.family.one_pass or name != "norm_output":
             value = not getattr(config, name)
-            found[f"{name} is {str(value).lower()} in place of {str(not value).lower()}"] = replace(
-                config, **{name: value}
-            )
+            text = f"if {name} is {str(value).lower()} in place of {str(not value).lower()}"
+            found[text] = replace(draft, config=replace(config, **{name: value})), CORRECT
     return found
