@@ -118,3 +118,10 @@ def test_a_python_without_its_source(
     monkeypatch.setattr("fledge.demo.data.stdlib_files", list)
     ran = fledge("demo", "--out", tmp_path)
     assert ran.code == 2 and "no source files of its standard library" in ran.err
+
+
+def test_the_shipped_draft_is_sound(fledge: Callable[..., Ran]) -> None:
+    """It has a probe of its present weights."""
+    shipped = Path(demo.__file__).parents[1] / "demo"
+    ran = fledge("check", "--target", shipped / "target", "--draft", shipped / "draft", "--device", "cpu")
+    assert ran.code == 0 and "logits: " in ran.out and ran.out.endswith("The draft is sound.\n"), ran.out + ran.err

@@ -89,6 +89,7 @@ def test_the_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
         missing = set(tracked.stdout.split()) - held
         assert not missing, "files of fledge/ that package-data in pyproject.toml does not name"
     assert {"fledge/py.typed", "fledge/demo/target/model.safetensors", "fledge/demo/draft/config.json"} <= held
+    assert "fledge/demo/draft/fledge/probe.safetensors" in held
     assert {name.split("/")[0] for name in held} == {"fledge"}
 
 

@@ -5,6 +5,12 @@
 The training has three `fledge` commands. The draft is trained on source text of the standard library and installed
 packages, the target continues parts of this text, and the draft is trained on these continuations, which resemble the
 text it will meet in decoding. Held-out files (fledge/demo/corpus.py) are not used.
+
+    python -m fledge.demo.ship --probe-only --out fledge/demo/draft
+
+The draft's probe for `fledge check` (its subfolder `fledge`) is not that of the training, which would hold text of
+installed packages. It is computed from the finished draft and the target, on the CPU, with the text TEXT and the
+beginnings of its parts as prompts, and records what these weights compute. `--probe-only` writes nothing else.
 """
 
 import argparse
@@ -16,12 +22,51 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from fledge.data.pack import make_row
 from fledge.demo.corpus import held_out, package_files, stdlib_files
 from fledge.demo.data import write_lines
 from fledge.demo.pretrain import PACKAGES, machine, versions
+from fledge.eval.probe import Excerpt, Record, decode, excerpt_range, probe_files, spacings
+from fledge.models.weights import load_draft, target_sha256
+from fledge.targets.compatibility import connect_draft
+from fledge.targets.loading import load_target
+from fledge.types import Document
 
 WORK = Path("runs/ship")
 TARGET = "fledge/demo/target"
+TEXT = '''import math
+
+
+class Vector:
+    """A vector in the plane."""
+
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __add__(self, other):
+        return Vector(self.x + other.x, self.y + other.y)
+
+    def __sub__(self, other):
+        return Vector(self.x - other.x, self.y - other.y)
+
+    def length(self):
+        return math.sqrt(self.x * self.x + self.y * self.y)
+
+
+def read_numbers(path):
+    with open(path) as f:
+        return [float(line) for line in f if line.strip()]
+
+
+def mean(values):
+    if not values:
+        raise ValueError("no values")
+    return sum(values) / len(values)
+'''
+PROMPTS, NEW_TOKENS = 8, 32  # prompts that are decoded for the probe, and the tokens of each answer
 STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
@@ -40,7 +85,11 @@ def main() -> None:
     parser.add_argument(
         "--megabytes", type=float, default=60, help="megabytes of package source to train on (default: 60)"
     )
+    parser.add_argument("--probe-only", action="store_true", help="write only the probe of the draft in --out")
     options = parser.parse_args()
+    if options.probe_only:
+        write_probe(options.out)
+        return
 
     start = time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
@@ -66,6 +115,36 @@ def main() -> None:
         "runs": {name: last_metrics(WORK / name) for name in ("first", "second")},
     }
     (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_probe(options.out)
+
+
+def write_probe(directory: Path) -> None:
+    """Writes the probe of a finished draft, as `fledge train` does for the draft that it saves."""
+    target, draft = load_target(TARGET), load_draft(directory)
+    layers = connect_draft(draft, target)
+    tokens = torch.tensor(target.tokenizer(TEXT)["input_ids"], dtype=torch.int32)
+    document = Document(tokens, torch.zeros_like(tokens))
+    start, end, steps = excerpt_range(document)
+    features = target.features(make_row([document], tokens.numel()), layers)
+    states = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
+    excerpt = Excerpt(tokens[:end].long(), states, steps)
+    size = tokens.numel() // PROMPTS
+    prompts = [tokens[: size * (i + 1)].tolist() for i in range(PROMPTS)]
+    training = json.loads((directory / "training.json").read_text())["runs"]["second"]
+    record = Record(
+        layers=list(layers),
+        precision=str(target.dtype).removeprefix("torch."),
+        steps=steps,
+        spacings=spacings(excerpt, draft.config.provenance.max_length),
+        target_sha256=target_sha256(target.embedding, target.head_weight, target.last_layer_weights()),
+        chats=[],
+        step=training["step"],
+        eval_tau=training.get("eval_tau"),
+        decoding=decode(target, draft, prompts, NEW_TOKENS, draft.config.provenance.depth),
+    )
+    for path, content in probe_files(draft, torch.bfloat16, excerpt, record).items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_bytes(content)
 
 
 def write_texts(megabytes: float, records: int) -> None:
