@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from fledge.data.pack import make_row
 from fledge.engines.support import ENGINES
 from fledge.eval import replays
-from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe
+from fledge.eval.draft_files import read_files
+from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe, replay
 from fledge.jobs import check as check_job
+from fledge.models.weights import build_draft
 from fledge.targets.loading import load_target
 from fledge.types import Document
 from support.chats import tiny_chats
@@ -163,6 +166,11 @@ def other_step(draft: Path, target: Path) -> None:
     rewrite(draft, put("lm_head.weight", lambda w: w + 0.5 * w.std() * torch.randn_like(w)))
 
 
+def close_step(draft: Path, target: Path) -> None:
+    torch.manual_seed(0)
+    rewrite(draft, put("lm_head.weight", lambda w: w + 0.02 * w.std() * torch.randn_like(w)))
+
+
 def rope_base(draft: Path, target: Path) -> None:
     reconfigure(draft, rope_theta=500000.0, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
 
@@ -200,6 +208,13 @@ def minus_one(x: Tensors) -> None:
         put(name, lambda w: w.float() - 1)(x)
 
 
+def shifted_without_hash(draft: Path, target: Path) -> None:
+    """Without record and hash, t2d tells what d2t should be."""
+    without_probe(draft, target)
+    rewrite(draft, put("d2t", lambda d: d + 1))
+    fledge_field(vocabulary_sha256=None)(draft, target)
+
+
 def inputs_turned(x: Tensors) -> None:
     for p in "qkv":
         put(f"{MID}.{p}_proj.weight", chunks([1, 0]))(x)
@@ -228,6 +243,9 @@ DAMAGES = {
     "features captured as outputs": ("eagle3", captured_elsewhere, "captured ids are moved by one"),
     "d2t zeroed": ("eagle3", tensors(put("d2t", torch.zeros_like)), "all of it is zero"),
     "d2t shifted": ("eagle3", tensors(put("d2t", lambda d: d + 1)), "d2t is wrong"),
+    "d2t shifted by 3": ("eagle3", tensors(put("d2t", lambda d: d + 3)), "every entry is 3 too large"),
+    "d2t shifted without a hash": ("eagle3", shifted_without_hash, "every entry is 1 too large"),
+    "another vocab_size": ("eagle3", config(vocab_size=500), "the draft does not fit"),
     "d2t rolled": ("eagle3", tensors(put("d2t", lambda d: d.roll(1))), "moved by 1 place"),
     "d2t holds ids": ("eagle3", tensors(put("d2t", lambda d: d + torch.arange(200))), "in place of their distances"),
     "d2t missing": ("eagle3", tensors(drop("d2t")), "d2t is missing, and the draft predicts 200 of 400"),
@@ -244,6 +262,14 @@ DAMAGES = {
     "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "ordered for RoPE on neighbours"),
     "norms as distances from 1": ("eagle3.1", tensors(minus_one), "distances from 1"),
     "RoPE base": ("eagle3", rope_base, "RoPE is rope_theta 500000.0"),
+    "another class": ("eagle3", config(architectures=["LlamaForCausalLMEagle3X"]), 'was ["LlamaForCausalLMEagle3"]'),
+    "another family": ("eagle3", config(model_type="qwen2"), 'model_type is "qwen2" in config.json, and was "llama"'),
+    "two norms of fc swapped": (
+        "eagle3.1",
+        tensors(swap("fc_norm.0.weight", "fc_norm.2.weight")),
+        "fc_norm.0.weight",
+    ),
+    "one matrix of a step close by": ("eagle3", close_step, "lm_head.weight is not what training wrote"),
     "RoPE base of one field": ("eagle3", config(rope_theta=5000.0), "rope_theta and rope_scaling say rope_theta 5000"),
     "norm_output off": ("eagle3.1", config(norm_output=None), "norm_output is False in config.json, and was True"),
     "norm_output on": ("eagle3", config(norm_output=True), "norm_output is True in config.json, and was False"),
@@ -290,6 +316,24 @@ def test_a_damage_is_named(check, damaged, name):
     assert code == 1 and words in text, text or result
     assert len(result["findings"]) <= 3, text
     assert all(f["cure"] for f in result["findings"])
+
+
+def test_a_contradiction_of_t2d_names_both_possibilities(check, damaged):
+    """Without a hash, neither of d2t and t2d is known to be right; with one, d2t is."""
+    draft, target = damaged("eagle3")
+    rewrite(draft, put("t2d", lambda t: t.roll(1) | t))
+    (finding,) = check(draft, target=target)[1]["findings"]
+    assert finding["cure"].startswith("write t2d again")
+    without_probe(draft, target)
+    fledge_field(vocabulary_sha256=None)(draft, target)
+    found = [f for f in check(draft, target=target)[1]["findings"] if f["check"] == "vocabulary"]
+    assert "either may be wrong" in found[0]["cure"]
+
+
+def test_a_map_of_another_size_is_not_compared(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(draft, vocab_size=500)
+    assert not [f for f in check(draft, target=target)[1]["findings"] if "t2d" in f["cause"] + f["cure"]]
 
 
 # -- what is no fault, and what is said then --------------------------------------------------------------------------
@@ -363,6 +407,36 @@ def test_what_is_no_fault_is_at_most_a_note(check, damaged, monkeypatch, name):
     code, result = check(draft, target=target)
     assert code == 0 and not result["findings"], result["findings"]
     assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words), result["notes"]
+
+
+def test_swapped_tensors_are_a_fault_however_little_they_change(made, damaged):
+    """fc_norm's gains are nearly 1 after a brief training, so that the logits hardly tell."""
+    draft, _ = damaged("eagle3.1")
+    rewrite(draft, swap("fc_norm.0.weight", "fc_norm.2.weight"))
+    read, probe = read_files(draft)
+    (finding,), notes, error = replays.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
+    assert error <= replays.SAME and not notes
+    assert "fc_norm.0.weight is what training wrote as fc_norm.2.weight" in finding.cause
+
+
+def replayed(read: Any, probe: Any) -> torch.Tensor:
+    return replay(build_draft(read.config, read.tensors), probe)
+
+
+def test_the_measured_tau_is_given(check, damaged):
+    draft, target = damaged("eagle3")
+    rewrite(draft, put("lm_head.weight", lambda w: w * 2))
+    code, result = check(draft, target=target)
+    symptom, measured = result["findings"][0]["symptom"], result["measured"]
+    assert code == 1 and "chance" not in symptom
+    assert f"τ is {measured['tau']:.2f} on the recorded prompts, and was {measured['recorded_tau']:.2f}" in symptom
+
+
+def test_a_changed_rope_base_of_the_target_is_named(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(target, rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    notes = " ".join(check(draft, target=target)[1]["notes"])
+    assert "its RoPE has rope_theta 10000.0, and the target's rope_theta 500000.0" in notes
 
 
 @pytest.mark.parametrize("file", [TENSORS, RECORD])

@@ -37,6 +37,7 @@ from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import UNLIMITED, Target
 
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
+SHIFTS = (-2, -1, 1, 2)  # of d2t that are tried against the hash
 MOST_NAMES = 3  # of tensors in a sentence
 SILENT = "vLLM and SGLang load the file without a message, and leave norms at 1 and matrices uninitialized"
 # what a draft does if a field of its config.json is not the one it was trained with
@@ -54,6 +55,10 @@ FIELD_SYMPTOMS = {
     "head_dim": "heads have another size than in training: acceptance of a few percent",
     "own_embeddings": "tokens are read through other embeddings than in training: acceptance of a few percent",
     "method": "the draft is computed by another method than it was trained with",
+}
+CLASS_SYMPTOMS = {  # the fields by which engines choose the class of the draft
+    "architectures": "an engine refuses the draft, or computes it as another kind of draft",
+    "model_type": "an engine computes the layer of another family of models",
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COMPARED = tuple(
@@ -234,7 +239,8 @@ def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Findi
         return listed is not None and torch.equal(found, listed)
 
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
-    if not in_order or (known and not right(ids)) or (not known and not d2t.any()):
+    off = _distance(ids, listed) or next((s for s in SHIFTS if known and right(ids - s)), 0)
+    if not in_order or (known and not right(ids)) or (not known and (not d2t.any() or off)):
         cause = (
             "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
         )
@@ -242,20 +248,39 @@ def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Findi
             cause = "all of it is zero, so that draft ids are taken for target ids"
         elif right(d2t):
             cause = "it holds the target's ids in place of their distances from the draft's ids"
-        elif shift := next((s for s in (-2, -1, 1, 2) if right(ids - s)), None):
-            cause = f"every entry is {abs(shift)} too {'large' if shift > 0 else 'small'}"
+        elif off and right(ids - off):
+            cause = f"every entry is {abs(off)} too {'large' if off > 0 else 'small'}"
+            cause += "" if known else ", by the ids that t2d marks"
+            mend = f"{'subtract' if off > 0 else 'add'} {abs(off)}"
+            cure = f"{mend}, or {cure}" if known else f"{cure}; if t2d is known to be right, {mend}"
         elif turn := next((s for s in (-1, 1) if right(first + d2t.roll(-s))), None):
             cause = f"its entries are moved by {abs(turn)} place"
         return [Finding("vocabulary", f"d2t is wrong: {cause}", served, cure)]
-    if draft.t2d is not None and (listed is None or not torch.equal(listed, ids)):
+    if listed is not None and not torch.equal(listed, ids):
         return [
             Finding(
                 "vocabulary", "t2d and d2t contradict each other: t2d marks other tokens as the draft's",
                 "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong",
-                "write t2d again: true for the target's ids that d2t maps to",
+                _contradiction_cure(bool(known)),
             )
         ]  # fmt: skip
     return []
+
+
+def _distance(ids: Tensor, listed: Tensor | None) -> int:
+    """The constant by which ids are larger than those that t2d marks; 0 if there is none, or no t2d."""
+    if listed is None or listed.shape != ids.shape:
+        return 0
+    distances = (ids - listed).unique()
+    return int(distances[0]) if distances.numel() == 1 else 0
+
+
+def _contradiction_cure(d2t_is_right: bool) -> str:
+    """The cure for a t2d that contradicts d2t, which may have been compared with its hash."""
+    again = "write t2d again: true for the target's ids that d2t maps to"
+    return (
+        again if d2t_is_right else f"copy the draft again, as either may be wrong; if d2t is known to be right, {again}"
+    )
 
 
 def _listed(t2d: Tensor | None, V: int) -> Tensor | None:
@@ -324,6 +349,13 @@ def config_findings(
     """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
     misread."""
     config, hf, found = draft.config, draft.hf, []
+    for name, symptom in CLASS_SYMPTOMS.items() if record and not draft.speculators else ():
+        if hf.get(name) != record.config.get(name):
+            now, before = (shortened(json.dumps(x.get(name))) for x in (hf, record.config))
+            found.append(
+                Finding("config", f"{name} is {now} in {CONFIG}, and was {before} in training", symptom,
+                        f"set it back to {before}; fledge export writes what another engine needs")
+            )  # fmt: skip
     for name, now, before in changed_fields(config, record) if record else ():
         symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
         found.append(

@@ -25,6 +25,7 @@ EXACT, HALF, FP8 = 0.02, 0.08, 0.12
 WIDE = ("float32", "float64")
 ERRORS = 3  # standard errors of the difference by which τ may be below the recorded one
 LEAST = 0.05  # relative loss of τ that is no fault, whatever its standard error
+FALLS = "acceptance falls, mostly to chance"
 CORRECT = "correct config.json accordingly"
 
 
@@ -143,15 +144,17 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
     say already why they may differ."""
     error = replay_error(draft.config, draft.tensors, probe)
     changed, written_as = changed_tensors(draft.tensors, probe.record)
-    if error <= SAME:
+    moved = bool(written_as) and sorted(written_as) == sorted(written_as.values())  # each is another one's
+    if error <= SAME and not (moved and not explained):
         dtype = probe.record.config.get("torch_dtype")  # values in another one were rounded
         changed = [n for n in changed if n in draft.tensors and str(draft.tensors[n].dtype) == f"torch.{dtype}"]
         if not changed or explained:
             return [], [], error
         return [], [f"{_changed(changed, {}, len(probe.record.tensors))}, though the logits are."], error
     recorded = replace(probe.record.draft_config, provenance=draft.config.provenance)
-    found = find_cause(draft.config, draft.tensors, probe)
-    if found is None and error <= ROUNDED and not changed_fields(draft.config, probe.record):
+    found = find_cause(draft.config, draft.tensors, probe) if error > SAME else None
+    rounded = error <= ROUNDED and len(changed) != 1 and not moved  # what rounds one tensor rounds all
+    if found is None and rounded and not changed_fields(draft.config, probe.record):
         why = "its weights were rounded, or are of a step close to that one"
         return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
     if found is None and explained:
@@ -159,14 +162,12 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
     if found is not None and recorded != draft.config and replay_error(recorded, draft.tensors, probe) <= SAME:
         return [], ["with the fields of config.json as in training, the draft's logits are those of training."], error
     cause, cure = found or (_changed(changed, written_as, len(probe.record.tensors)), COPY)
-    symptom = (
-        f"its logits are not those of training (they differ by {_percent(error)}): acceptance falls, mostly to chance"
-    )
+    symptom = f"its logits are not those of training (they differ by {_percent(error)}): {FALLS}"
     return [Finding("weights", cause, symptom, cure)], [], error
 
 
 def _percent(error: float) -> str:
-    return f"{error:.0%}" if error < 10 else "beyond all measure"
+    return f"{error:.2%}" if error < 0.01 else f"{error:.0%}" if error < 10 else "beyond all measure"
 
 
 def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> str:
@@ -197,6 +198,12 @@ def decoding_findings(now: Decoding, before: Decoding, explained: bool) -> tuple
             "compare the drafting options and the versions in fledge/record.json, and report this",
         )
     ], figures  # fmt: skip
+
+
+def with_measured(findings: Sequence[Finding], figures: dict[str, Any]) -> list[Finding]:
+    """Findings with the measured τ in place of what such a fault mostly does to it."""
+    measured = f"τ is {figures['tau']:.2f} on the recorded prompts, and was {figures['recorded_tau']:.2f}"
+    return [replace(f, symptom=f.symptom.replace(FALLS, measured)) for f in findings]
 
 
 def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:

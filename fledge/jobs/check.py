@@ -119,13 +119,13 @@ def _check_files(
     report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
     others = [f for f in files.config_findings(draft, target, record, engines) if f not in findings]
     report.notes += [f"{f.cause}: {f.symptom}. Before serving it there, {f.cure}." for f in others]
+    if note := files.rope_note(draft, target):
+        report.notes.append(note)
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
         report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))
         report.notes += notes
         return
-    if note := files.rope_note(draft, target):
-        report.notes.append(note)
     known = config.provenance.template_sha256
     if known and known != files.template_sha256(target.tokenizer):
         report.notes.append("the target's chat template is not the one recorded; the draft may see other text.")
@@ -209,7 +209,7 @@ def _decode(
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Decodes a few prompts, if draft and target can be used together."""
-    from fledge.eval.replays import decoding_findings
+    from fledge.eval.replays import decoding_findings, with_measured
     from fledge.models.weights import open_draft
 
     try:
@@ -226,6 +226,7 @@ def _decode(
         report.notes.append(f"nothing is decoded: {e}.")
         return
     findings, figures = decoding_findings(now, before, report.failed())
+    report.findings = with_measured(report.findings, figures)
     shown = f"τ {now.tau:.2f} on {len(now.prompts)} prompts, {before.tau:.2f} after training"
     report.add("decoding", findings, f"{shown} (lowest that passes: {before.tau - figures['margin']:.2f})")
     report.measured |= figures
