@@ -530,7 +530,7 @@ def test_without_a_probe_a_draft_is_not_called_sound(fledge, damaged, monkeypatc
 def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged):
     code, result = check(made / "peagle" / "draft", "--engine", "sglang")
     (finding,) = result["findings"]
-    assert code == 1 and "no one-pass drafting" in finding["cause"] and "serve it with vLLM" in finding["cure"]
+    assert code == 1 and "no one-pass drafting" in finding["cause"] and "serve it with vLLM" in finding["cause"]
     draft, target = damaged("eagle3")
     reconfigure(draft, architectures=["Eagle3LlamaForCausalLM"])
     code, result = check(draft, "--engine", "sglang", target=target)

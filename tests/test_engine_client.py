@@ -100,6 +100,8 @@ def test_a_server_that_keeps_failing_ends_the_request():
         ):
             ask(server, retries=2)
         assert len(server.asked) == 3
+        with pytest.raises(ServerProblem, match=r"in 1 attempt, the last"):
+            ask(server, retries=0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 
 from fledge.engines.client import Client, Decoding, ServerProblem
 from fledge.eval import endpoint
-from fledge.eval.endpoint import causes, measure
+from fledge.eval.endpoint import causes, measure, tau_error
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import is_record
 from fledge.jobs.evaluate_endpoint import _depth_of
@@ -192,6 +194,28 @@ def test_causes_that_the_record_shows_come_first():
     assert "before 0.22" in found[-1] and "--concurrency 1" in found[-1] and "give --depth" in found[1]
     assert causes(record | {"tau": 2.44}, "vllm", None) == [] == causes(record | {"tau": None}, "vllm", None)
     assert "method" not in causes(record, "sglang", None)[-1]
+
+
+def test_a_difference_within_chance_has_no_cause():
+    """The standard error is that of simulated rounds."""
+    draw, p = random.Random(0), [0.7, 0.5, 0.6]
+
+    def tau(rounds: int) -> float:
+        accepted = (next((k for k in range(3) if draw.random() > p[k]), 3) for _ in range(rounds))
+        return 1 + sum(accepted) / rounds
+
+    own = {"tau": 2.5, "alpha": p, "rounds": 100, "depth": 3, "mode": "chain", "identical": 8}
+    record = {
+        "tau": 2.3, "alpha": p, "counted": {"rounds": 200}, "own": own, "depth": 3.0, "concurrency": 1, "requests": 8,
+        "sampling": {"temperature": 0.0}, "mismatched_prompts": [],
+    }  # fmt: skip
+    simulated = statistics.stdev(tau(200) - tau(100) for _ in range(2000))
+    assert tau_error(record) == pytest.approx(simulated, rel=0.06)
+    (found,) = causes(record, "vllm", None)
+    assert found.startswith("The difference of 0.20 is within chance: its standard error is 0.1")
+    more = record | {"counted": {"rounds": 20000}, "own": own | {"rounds": 20000}}
+    assert causes(more, "vllm", None)[-1].startswith("Causes that cannot be seen")
+    assert tau_error(record | {"alpha": None}) is None
 
 
 def test_other_users_of_the_server_are_noticed(made):

@@ -287,3 +287,16 @@ def test_what_cannot_be_exported(tmp_path, words, reason, fledge, monkeypatch):
     went = fledge("export", "--draft", "d", *words)
     assert went.code == 2 and reason in went.err
     assert listing(tmp_path) == ["d"] and (tmp_path / "d" / "config.json").read_bytes() == before
+
+
+def test_a_draft_that_cannot_be_exported_asks_no_hub(tmp_path, fledge, monkeypatch):
+    draft = saved(tmp_path / "d", fc_norm=True, norm_output=True, method="peagle", mask_token_id=3)
+    assert unsupported(draft.config, "speculators")
+    monkeypatch.setattr("fledge.hub.architectures", lambda name: pytest.fail("the hub was asked"))
+    went = fledge("export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "someone/model")
+    assert went.code == 2 and "cannot hold this draft" in went.err.replace("\n", " ")
+
+
+def test_a_refusal_names_what_could_serve_the_draft():
+    refused = unsupported(config(method="peagle", mask_token_id=3), "sglang")
+    assert refused.count("; serve it with vLLM") == 1

@@ -308,7 +308,8 @@ class Client:
             except _Passing as e:
                 if attempt == self.retries:
                     raise ServerProblem(
-                        f"{self.root} has not answered a request in {attempt + 1} attempts, the last time because: {e}"
+                        f"{self.root} has not answered a request in {attempt + 1} attempt{'s' * bool(attempt)}, the last time because: "
+                        f"{e}"
                     ) from e
                 self.repeated[str(e)] += 1
                 delay = min(FIRST_DELAY * 2**attempt, LAST_DELAY) * random.uniform(0.5, 1.0)

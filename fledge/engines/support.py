@@ -13,6 +13,7 @@ from fledge.config import DraftConfig, engine_layers
 from fledge.formats.speculators import CLASSES
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
+SERVERS = ("vllm", "sglang")  # those that serve drafts as they are
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "safeailab": "SafeAILab's code", "speculators": "speculators' format"}
 CHECKED = {
     "vllm": "0.26.0 and 0.33.0",
@@ -152,16 +153,25 @@ SINCE = (
 
 
 def unsupported(config: DraftConfig, engine: str) -> str | None:
-    """Why an engine cannot serve such a draft as it was trained, in one sentence without its full stop; None if it can.
+    """Why an engine cannot serve such a draft as it was trained, and which one can, in one sentence without its full
+    stop; None if it can.
 
     `engine` is one of ENGINES; "speculators" stands for vLLM with a draft in speculators' format. Raises ValueError for
     another name.
     """
-    reasons = [limit.reason for limit in LIMITS if _known(engine) in limit.engines and limit.applies(config)]
+    reasons = _reasons(config, _known(engine))
     if not reasons:
         return None
-    able = "hold" if engine == "speculators" else "serve"
-    return f"{TITLES[engine]} ({CHECKED[engine]}) cannot {able} this draft: {'; '.join(reasons)}"
+    why = f"this draft: {'; '.join(reasons)}"
+    if engine == "speculators":  # a format, whose reasons say what else to write
+        return f"{TITLES[engine]} ({CHECKED[engine]}) cannot hold {why}"
+    others = [TITLES[e] for e in SERVERS if not _reasons(config, e)]
+    instead = f"; serve it with {' or '.join(others)}" if others else ""
+    return f"{TITLES[engine]} ({CHECKED[engine]}) cannot serve {why}{instead}"
+
+
+def _reasons(config: DraftConfig, engine: str) -> list[str]:
+    return [limit.reason for limit in LIMITS if engine in limit.engines and limit.applies(config)]
 
 
 def minimum_version(config: DraftConfig, engine: str) -> str | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
 
 TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
+CHANCE = 2.0  # standard errors below which a difference of τ is within chance
 WARM_UP_TOKENS = 8
 # seconds after which the counters of a server without requests must have been updated; an idle SGLang updates the
 # number of its requests every 30 s
@@ -320,6 +324,10 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
             f"{record['requests'] - own['identical']} of {record['requests']} answers differ from fledge's: near ties "
             "fall differently by dtype and batch size, or the server has another model."
         )
+    error, difference = tau_error(record), abs(theirs - own["tau"])
+    if error is not None and difference < CHANCE * error:
+        within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
+        return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
     if record["concurrency"] > 1:
         possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
     if minimum:
@@ -328,6 +336,22 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     if engine == "vllm":
         possible.append("a draft that was started without a method in --speculative-config")
     return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
+
+
+def tau_error(record: dict[str, Any]) -> float | None:
+    """The standard error of the difference between the τ of a server and of fledge's decoder, with the rounds taken as
+    independent; None where one of them has no α, or no rounds."""
+    own, counted = record["own"], record.get("counted")
+    sides = [(record.get("alpha"), (counted or {}).get("rounds")), (own.get("alpha"), own.get("rounds"))]
+    if not all(alpha and rounds for alpha, rounds in sides):
+        return None
+    return math.sqrt(sum(_variance(alpha) / rounds for alpha, rounds in sides))
+
+
+def _variance(alpha: Sequence[float]) -> float:
+    """The variance of a round's accepted tokens."""
+    shares = list(itertools.accumulate(alpha, operator.mul))  # of rounds that accept more than k tokens
+    return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 
 def mismatch_sentence(record: dict[str, Any]) -> str:

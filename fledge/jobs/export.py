@@ -30,7 +30,7 @@ class ExportOptions(Options):
 def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
     from fledge.engines.export import TargetName, export
-    from fledge.engines.support import ENGINES, TITLES, minimum_version
+    from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
     from fledge.eval.probe import probe_content
     from fledge.files import replace_directory
     from fledge.hub import architectures
@@ -43,6 +43,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     draft = open_draft(options.draft)
     if options.target and options.to != "speculators":
         draft = _without_copied_embeddings(draft, options.target)
+    if reason := unsupported(draft.config, options.to):  # before the hub is asked for the target's class
+        raise ValueError(reason)
     name = options.target or draft.config.provenance.target
     names_target = options.to == "speculators" and bool(name)
     exported = export(draft, options.to, TargetName(name, architectures(name)) if names_target else None)
