@@ -12,6 +12,9 @@ Cases can also be run one by one: rows are added to an existing record of the sa
 of the same method, K and concurrency. A case whose engine does not start has no rows, and the exit status is then 1.
 `--plain` measures the engine without a draft too (method "none", K 0), once.
 
+`own_rounds` is the number of fledge's rounds, and `z` has for each position the difference of α_k (the engine's less
+fledge's) in standard errors, from the rounds that reached it on both sides; null where a side has none. `steps` is the
+step of the training at which the draft was written, if the draft has a probe.
 `tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
 answers that are equal, of `requests`, and `identical_to_first` those that are equal at the first concurrency.
 """
@@ -19,8 +22,11 @@ answers that are equal, of `requests`, and `identical_to_first` those that are e
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,11 +41,15 @@ from typing import Any
 
 from fledge.data.template import ChatTemplate
 from fledge.decode.engine import load, resolve_device
+from fledge.decode.request import Completion
 from fledge.engines.client import Answer, Client, Decoding
 from fledge.engines.command import program
+from fledge.engines.metrics import Acceptance
 from fledge.eval.endpoint import Measurement, identical, measure
 from fledge.eval.environment import environment
+from fledge.eval.metrics import drafted_and_accepted
 from fledge.eval.own import decode_own
+from fledge.eval.probe import read_probe
 from fledge.eval.prompts import EvalPrompt, read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.options import parse_dtype
@@ -78,7 +88,7 @@ def main() -> None:
     options.out = options.out or Path(f"bench/results/serving_{options.engine}.json")
     check_record_path(options.out, "--out")
     drafts = dict(text.split("=", 1) for text in options.draft)
-    record = _record(options)
+    record = _record(options, arguments)
     cases = [Case(method, draft, k) for method, draft in drafts.items() for k in options.k]
     if options.plain:
         cases.insert(0, Case(PLAIN, None, 0))
@@ -125,13 +135,13 @@ class Case:
         return ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
 
 
-def _record(options: argparse.Namespace) -> dict[str, Any]:
+def _record(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """The record to which rows are added: the one at --out if it is of this commit and target, else a new one."""
     here = environment(resolve_device(options.device), options.dtype or "the target's")
     fixed = {
         "engine": options.engine, "target": Path(options.target).name, "prompts": Path(options.prompts).name,
         "limit": options.limit, "new": options.new, "temperature": options.temperature,
-        "parallel": options.parallel,
+        "parallel": options.parallel, "arguments": shlex.join(arguments),
     }  # fmt: skip
     if options.out.exists() and options.out.stat().st_size:
         found = json.loads(options.out.read_text())
@@ -146,6 +156,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of a draft at one K, one for each concurrency, with fledge's own figures for the same prompts."""
     own = _decode(options, case, measured[0]) if case.draft else None
+    probe = read_probe(Path(case.draft)) if case.draft else None
     rows = []
 
     def answers(m: Measurement) -> list[Answer]:
@@ -159,6 +170,9 @@ def rows_of(
             f"{options.engine}_tau": shown["tau"], f"{options.engine}_alpha": shown["alpha"],
             "fledge_identical": _same(own, found) if own else None, "requests": shown["requests"],
             "identical_to_first": identical(answers(found), answers(measured[0]))[0],
+            "own_rounds": own["figures"]["rounds"] if own else None,
+            "z": z_values(found.acceptance, own["completions"]) if own else None,
+            "steps": probe.record.step if probe else None,
             "rounds": shown["counted"]["rounds"] if shown["counted"] else None,
             "source": shown["counted"]["source"] if shown["counted"] else shown["note"],
             "mismatched_prompts": len(shown["mismatched_prompts"]), "tokens_per_s": shown["tokens_per_s"],
@@ -167,6 +181,24 @@ def rows_of(
         print(json.dumps({name: round(v, 3) if isinstance(v, float) else v for name, v in row.items()}), flush=True)
         rows.append(row)
     return rows
+
+
+def z_values(acceptance: Acceptance | None, completions: list[Completion]) -> list[float | None] | None:
+    """For each position, the difference of α_k in standard errors of two independent proportions; None where a side has
+    no rounds that reached it, or all rounds of both ended alike."""
+    if acceptance is None or not acceptance.by_position:
+        return None
+    theirs = list(itertools.pairwise([acceptance.rounds, *acceptance.by_position]))
+    ours = list(zip(*drafted_and_accepted([c.trace for c in completions]), strict=True))
+    return [_z(*one, *other) for one, other in zip(theirs, ours, strict=False)]
+
+
+def _z(reached: float, passed: float, own_reached: float, own_passed: float) -> float | None:
+    if not reached or not own_reached:
+        return None
+    share = (passed + own_passed) / (reached + own_reached)
+    error = math.sqrt(share * (1 - share) * (1 / reached + 1 / own_reached))
+    return (passed / reached - own_passed / own_reached) / error if error else None
 
 
 async def _measure(

@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import runpy
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,13 +371,16 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", SERVER])
     words = ["--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6, "--concurrency", 1, 2]
     words += ["--parallel", 2]
+    engine = ["--", "--max-model-len", 64]
     for k, methods in ((2, ["--draft", f"eagle3={draft}", "--plain"]), (3, ["--draft", f"eagle3={draft}"])):
-        found = record(tmp_path, monkeypatch, "serving", *words, "--k", k, *methods)
+        found = record(tmp_path, monkeypatch, "serving", *words, "--k", k, *methods, *engine)
     cases = [(row["method"], row["k"], row["concurrency"]) for row in found["rows"]]
     assert cases == [("none", 0, 1), ("none", 0, 2), *[("eagle3", k, c) for k in (2, 3) for c in (1, 2)]]
     for row in found["rows"][2:]:
         assert row["tau"] >= 1 and len(row["alpha"]) == row["k"] and row["vllm_tau"] > 1 and len(row["vllm_alpha"]) == 2
         assert (row["requests"], row["identical_to_first"]) == (3, 3) and row["tokens_per_s"] > 0
+        assert row["own_rounds"] > 0 and len(row["z"]) == 2 and row["z"][0] > 0 and row["steps"] is None
+    assert found["arguments"] == "--max-model-len 64" and found["rows"][0]["z"] is None
     assert found["rows"][0]["tau"] is found["rows"][0]["vllm_tau"] is None
     assert (tmp_path / "serving_none_0.log").read_text() == "started\n"
     # one of two engines that run together ends
@@ -386,12 +391,23 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     more = ["--draft", f"broken={broken}", f"again={draft}", "--k", 2]
     with pytest.raises(SystemExit) as ended:
-        record(tmp_path, monkeypatch, "serving", *words, *more)
+        record(tmp_path, monkeypatch, "serving", *words, *more, *engine)
     assert ended.value.code == 1 and "no GPU" in (tmp_path / "serving_broken_2.log").read_text()
     rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
     assert [row["method"] for row in rows[-2:]] == ["again", "again"]
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
-        record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1)
+        record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1, *engine)
+
+
+def test_z_is_that_of_two_proportions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    z = runpy.run_path(str(BENCH / "serving.py"))["_z"]
+    draw, values = random.Random(0), []
+    for _ in range(2000):
+        passed = [sum(draw.random() < 0.3 for _ in range(n)) for n in (80, 120)]
+        values.append(z(80, passed[0], 120, passed[1]))
+    assert abs(statistics.mean(values)) < 0.1 and abs(statistics.stdev(values) - 1) < 0.1
+    assert z(0, 0, 5, 2) is None and z(5, 5, 5, 5) is None and z(50, 40, 50, 10) > 5
 
 
 def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

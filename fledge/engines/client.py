@@ -307,9 +307,9 @@ class Client:
                 return await self._post(path, body, read)
             except _Passing as e:
                 if attempt == self.retries:
+                    times = f"{attempt + 1} attempt{'s' * bool(attempt)}"
                     raise ServerProblem(
-                        f"{self.root} has not answered a request in {attempt + 1} attempt{'s' * bool(attempt)}, the last time because: "
-                        f"{e}"
+                        f"{self.root} has not answered a request in {times}, the last time because: {e}"
                     ) from e
                 self.repeated[str(e)] += 1
                 delay = min(FIRST_DELAY * 2**attempt, LAST_DELAY) * random.uniform(0.5, 1.0)
