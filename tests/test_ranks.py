@@ -397,18 +397,19 @@ class Failing(LiveFeatures):
         if self.how == "raise":
             raise ValueError("row 3 is damaged")
         if self.how == "hang":
-            time.sleep(5)
+            time.sleep(2.5)
         return replace(found, last_TD=found.last_TD * float("nan"))
 
 
 NAN = "FloatingPointError: the gradient of step 1 is nan: the target computes NaN or infinite hidden states"
+LATE = "LostRankError: rank 1 of 2 did not answer for 2 seconds in step 1; see the log"
 ERRORS = {  # what ranks 0 and 1 say; the last of them leaves a broken connection
     "raise": (
         "RankError: rank 1 of 2 failed in step 1: ValueError: row 3 is damaged",
         "ValueError: row 3 is damaged",
     ),
     "nan": (NAN, NAN),
-    "hang": ("RankError: rank 0 of 2 waited in vain for another rank in step 1: [Rank 0]: Ranks 1 failed", ""),
+    "hang": (LATE, LATE),
 }
 
 
@@ -423,7 +424,7 @@ def fail(ranks: Ranks, directory: Path, how: str) -> None:
             told, printed = f"{type(e).__name__}: {e}", error_sentence(e)
     (directory / f"rank {ranks.rank}").write_text(told)
     (directory / f"printed {ranks.rank}").write_text(printed)
-    time.sleep(5 if how == "hang" else 0)  # the connection stays until the other rank has told
+    time.sleep(9 if how == "hang" else 0)  # the connection and the store stay until the other rank has told
 
 
 @pytest.mark.parametrize("how", ERRORS)

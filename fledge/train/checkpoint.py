@@ -35,7 +35,7 @@ from fledge.files import (
 )
 from fledge.models.draft import Draft
 from fledge.models.weights import draft_files, save_draft, write_files
-from fledge.train.ranks import ALONE, Ranks
+from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
 EARLIER_STATE = "state.pt"  # both together, in checkpoints of earlier versions
@@ -179,7 +179,8 @@ class RunDirectory:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in a single process
             try:
-                dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
+                with ranks.collective("while a checkpoint was saved"):
+                    dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
             except CheckpointException as e:  # which is no Exception
                 raise OSError(f"a checkpoint could not be saved: {_first_failure(e)}") from e
 
@@ -200,7 +201,10 @@ class RunDirectory:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 try:
-                    dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+                    with ranks.collective("while a checkpoint was read"):
+                        dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+                except RankError:
+                    raise
                 except CheckpointException as e:
                     raise self.damage_error(_first_failure(e)) from e
                 except (RuntimeError, ValueError, KeyError, OSError) as e:
