@@ -178,6 +178,9 @@ def test_features_of_another_target_are_refused(fledge: Fledge, made: Path, tmp_
     other = tiny_target_directory(tmp_path, seed=5)
     ran = fledge("train", "--features", tmp_path / "f", "--target", other, "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and "are of another target than" in ran.err
+    fewer = tiny_target_directory(tmp_path / "fewer", num_hidden_layers=3)
+    ran = fledge("train", "--features", tmp_path / "f", "--target", fewer, "--out", tmp_path / "run", *TRAIN)
+    assert ran.code == 2 and "are of another target than" in ran.err, "before the layers, which it does not have"
     words = write_words(made, tmp_path / "f")
     words[2] = other
     ran = fledge(*words)
