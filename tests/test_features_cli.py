@@ -194,6 +194,9 @@ def test_a_deleted_and_a_truncated_shard_are_written_again(fledge: Fledge, made:
     file.write_bytes(content[:-10])
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and f"{file} has {len(content) - 10:,} bytes instead of {len(content):,}" in ran.err
+    again = fledge(*write_words(made, tmp_path / "f"))
+    assert again.code == 2 and f"{file} has {len(content) - 10:,} bytes" in again.err and "complete" not in again.err
+    assert "delete it and run the same `fledge features` command again" in " ".join(again.err.split())
     file.unlink()
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and f"{file} is missing" in ran.err and not (tmp_path / "run").exists()
