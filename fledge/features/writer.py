@@ -120,6 +120,8 @@ class FeatureWriter:
         with claim:
             try:
                 self.cache.save(shard, tensors)
+                if self.cache.used(shard).exists():  # training ended meanwhile, without this shard
+                    self.cache.release(shard)
             except OSError as e:
                 if (full := disk_full_errno(e)) is None:
                     raise
