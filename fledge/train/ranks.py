@@ -181,9 +181,7 @@ class Ranks:
                 raise
             raise self._lost(e, where, began, awaited) from e
 
-    def _lost(
-        self, error: RuntimeError, where: str, began: float, awaited: int | None = None
-    ) -> LostRankError:  # fmt: skip
+    def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
         seconds = time.monotonic() - began
         return LostRankError(
             lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
