@@ -1,7 +1,7 @@
 """Times complete training steps over several GPUs of one host: target forward, draft step, reduction, and update.
 
     python bench/scale.py --gpus 1 2 --tokens 4096 8192 --out bench/results/scale.json
-    python bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out bench/results/scale_70b.json
+    python bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096
     python bench/scale.py --gpus 1 2 --tokens 256 --shape tiny --device cpu --out /tmp/scale.json    # anywhere, gloo
 
 Each rank has a target of the given shape with random weights and trains on a packed row of `--tokens` tokens a step
@@ -10,7 +10,8 @@ its own ranks. With `--source disk`, the target's hidden states are random numbe
 --work, and of the target only what training then needs is in memory. `tokens_per_s` are those of all ranks.
 `gemm_tokens_per_s` is what the ranks would reach if they did nothing but the matrix products of a step, at the rate of
 a large product measured in the same run. `gib` is the peak memory of a rank. Every number of GPUs is a run of torchrun
-of its own; all rows go to one record.
+of its own. All rows go to one record: those that --out has already are kept if they are of the same commit, device and
+packages, but for those that are measured again.
 
 `--shard-target` splits the target's layers over the ranks, as `fledge train --shard-target` does; a step then includes
 gathering them. Of experts, `gemm_tokens_per_s` counts those that a token chooses.
@@ -71,17 +72,34 @@ def main() -> None:
         measure(options)
         return
     check_record_path(options.out, "--out")
-    record: dict[str, Any] = {
-        "environment": environment("cuda" if options.device == "cuda" else "cpu", "bfloat16"),
-        "rows": [],
-    }
+    here = environment("cuda" if options.device == "cuda" else "cpu", "bfloat16")
+    record = {"environment": here, "rows": rows_of(options.out, here)}
     for gpus in options.gpus:
         part = options.out.with_suffix(f".{gpus}.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         subprocess.run([*torchrun, __file__, *sys.argv[1:], "--out", str(part)], check=True)
-        record["rows"] += json.loads(part.read_text())
+        record["rows"] = merged(record["rows"], json.loads(part.read_text()))
         part.unlink()
         write_record(options.out, record)
+
+
+def rows_of(file: Path, here: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier record in a file, if they were measured in the same environment; the host's number of
+    cores may differ, as it does between machines with few and many GPUs."""
+    if not file.exists() or not file.stat().st_size:
+        return []
+    record = json.loads(file.read_text())
+    differs = {name for name, value in here.items() if record["environment"].get(name) != value}
+    return [] if differs - {"cores", "threads"} else record["rows"]
+
+
+def merged(known: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The known rows with the new ones, which replace those of the same case."""
+
+    def case(row: dict[str, Any]) -> tuple[str, int, int]:
+        return row["what"], row["gpus"], row["T"]
+
+    return list(({case(row): row for row in known} | {case(row): row for row in new}).values())
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -20,6 +20,13 @@ LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by 
 TEMPORARY = ".fledge-new-"
 
 
+class DiskFullError(OSError):
+    """A full disk, with the message for people, which begins with the cause and not with its number."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 # -- directories --------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +56,7 @@ def replace_directory(directory: Path) -> Iterator[Path]:
         full = disk_full_errno(e)
         if full is None:
             raise
-        raise OSError(
+        raise DiskFullError(
             full,
             f"no space to save {directory} ({os.strerror(full)}); the previous content is unchanged. Free some disk "
             "space; fledge train --resume then continues the training",
@@ -149,7 +156,7 @@ def replace_parts(file: Path, parts: Sequence[bytes | memoryview], temporary: Pa
         temporary.unlink(missing_ok=True)
         if (full := disk_full_errno(e)) is None:
             raise
-        raise OSError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
+        raise DiskFullError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
 
 
 def _open_no_link(path: str, flags: int) -> int:

@@ -307,6 +307,22 @@ def test_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r["tokens_per_s"] == pytest.approx(128e3 / r["ms"]) for r in rows) and not (tmp_path / "work").exists()
 
 
+def test_rows_of_scale_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same commit and device, but for those that are measured again."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = runpy.run_path(str(BENCH / "scale.py"))
+    here, file = {"device": "a GPU", "commit": "abc", "cores": 16}, tmp_path / "scale.json"
+    assert bench["rows_of"](file, here) == []
+    rows = [{"what": what, "gpus": gpus, "T": 4096, "ms": 1.0} for what in ("online", "disk") for gpus in (1, 2)]
+    file.write_text(json.dumps({"environment": here, "rows": rows}))
+    assert bench["rows_of"](file, here | {"cores": 32}) == rows
+    assert (
+        bench["rows_of"](file, here | {"commit": "def"}) == bench["rows_of"](file, here | {"device": "another"}) == []
+    )
+    found = bench["merged"](rows, [{**rows[1], "ms": 2.0}, {**rows[1], "T": 8192}])
+    assert found == [rows[0], {**rows[1], "ms": 2.0}, rows[2], rows[3], {**rows[1], "T": 8192}]
+
+
 def test_features_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
     prompts = tmp_path / "prompts.jsonl"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -478,6 +479,9 @@ def test_a_plan_is_exact_and_refuses_what_does_not_fit(written: FeatureCache) ->
     plan.check(written)
     with pytest.raises(ValueError, match=r"more than the disk budget of 1.00 KB; store fp8"):
         DiskPlan.of(written, 1000).check(written)
+    small = FeatureCache(written.path, replace(written.manifest, precision="fp8"), written.documents)
+    with pytest.raises(ValueError, match=r"more than the disk budget of 1.00 KB; use a share of the data"):
+        DiskPlan.of(small, 1000).check(small)
 
 
 def test_rows_of_a_stream_use_one_shard_after_the_other() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fledge.data.dataset import StreamedRows
 from fledge.features import budget as budget_module
 from fledge.features.cache import FeatureCache
 from fledge.models.weights import load_draft
@@ -178,6 +179,9 @@ def test_features_of_another_target_are_refused(fledge: Fledge, made: Path, tmp_
     other = tiny_target_directory(tmp_path, seed=5)
     ran = fledge("train", "--features", tmp_path / "f", "--target", other, "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and "are of another target than" in ran.err
+    fewer = tiny_target_directory(tmp_path / "fewer", num_hidden_layers=3)
+    ran = fledge("train", "--features", tmp_path / "f", "--target", fewer, "--out", tmp_path / "run", *TRAIN)
+    assert ran.code == 2 and "are of another target than" in ran.err, "before the layers, which it does not have"
     words = write_words(made, tmp_path / "f")
     words[2] = other
     ran = fledge(*words)
@@ -191,6 +195,9 @@ def test_a_deleted_and_a_truncated_shard_are_written_again(fledge: Fledge, made:
     file.write_bytes(content[:-10])
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and f"{file} has {len(content) - 10:,} bytes instead of {len(content):,}" in ran.err
+    again = fledge(*write_words(made, tmp_path / "f"))
+    assert again.code == 2 and f"{file} has {len(content) - 10:,} bytes" in again.err and "complete" not in again.err
+    assert "delete it and run the same `fledge features` command again" in " ".join(again.err.split())
     file.unlink()
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN)
     assert ran.code == 2 and f"{file} is missing" in ran.err and not (tmp_path / "run").exists()
@@ -401,6 +408,20 @@ def test_a_stream_is_trained_on_while_it_is_written(fledge: Fledge, made: Path, 
     assert again.code == 2 and "another run has trained on its first shards" in again.err
     more = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "more", *trained, "--epochs", 2)
     assert more.code == 2 and "which is trained on once" in more.err
+
+
+def test_rows_that_do_not_fill_a_step_leave_no_shard(fledge: Fledge, made: Path, tmp_path: Path) -> None:
+    """They are named, and when the pass is over, their shards are deleted too."""
+    wrote = fledge(*write_words(made, tmp_path / "f", "--stream", "--disk-budget", "50MB"))
+    assert wrote.code == 0, wrote.err
+    cache = FeatureCache.open(tmp_path / "f")
+    rows = len(StreamedRows(cache.documents, 64, 0, cache.manifest.shards).epoch(0))
+    count = next(n for n in range(3, rows) if rows % n > 1)
+    words = "--row-length", 64, "--depth", 2, "--draft-vocab", 200, "--device", "cpu", "--rows-per-step", count
+    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *words)
+    assert ran.code == 0 and len(metrics_of(tmp_path / "run")) == rows // count, ran.err
+    assert f"the last {rows % count} rows are left out, of {rows}: they do not fill a step of {count} rows" in ran.err
+    assert not list(cache.path.glob("shard*.safetensors")) and all(cache.used(i).exists() for i in cache.shards)
 
 
 def sizes(directory: Path) -> int:

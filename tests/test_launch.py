@@ -82,14 +82,15 @@ def test_a_signal_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target, data, run = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30), tmp_path / "run"
     words = ["train", "--target", target, "--data", data, "--out", run, "--device", "cpu", *FLAGS, "--steps", 5000]
     process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, *map(str, words)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", WAITING, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     while not (run / "metrics.jsonl").exists() or not metrics_of(run):
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    told, _ = process.communicate(timeout=120)
+    told, printed = process.communicate(timeout=120)
+    assert "Traceback" not in printed and f"--resume {run}" in printed.replace("\n", ""), printed
     assert told.strip() == "130" and (run / "checkpoint" / "progress.json").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,14 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert rows[0] == rows[1]
 
 
+def assert_says_which_rank_ended(told: str, run: Path) -> None:
+    """One sentence, with the rank and the command that continues; no traceback of fledge's own."""
+    sentence = rf"^fledge: rank [01] of 2 ended .*; see its log; .*fledge train --resume {re.escape(str(run))}$"
+    assert len(re.findall(sentence, told, re.MULTILINE)) == 1, told
+    assert told.count("rank 0 of 2") + told.count("rank 1 of 2") == 1, told
+    assert "KeyboardInterrupt" not in told and "sys.excepthook" not in told and "fledge/train/" not in told, told
+
+
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """The options of a new run, without --out."""
@@ -97,9 +106,10 @@ def test_killed_at_random_moments_ends_bit_for_bit_the_same(
         wait_for_steps(run, process, random.randint(1, 12))
         time.sleep(random.random() * 0.1)
         if kill % 2:
-            os.kill(random.choice(ranks_of(process)), signal.SIGKILL)
-            process.communicate(timeout=120)
+            os.kill(ranks_of(process)[random.randrange(2)], signal.SIGKILL)
+            _, told = process.communicate(timeout=120)
             assert process.returncode != 0
+            assert_says_which_rank_ended(told, run)
         else:
             for pid in (process.pid, *ranks_of(process)):
                 os.kill(pid, signal.SIGKILL)

@@ -557,7 +557,7 @@ def test_a_full_disk_gives_one_sentence_and_keeps_the_old_content(tmp_path):
     ]  # fmt: skip
     for name, kind, number, message in lines:
         what = tmp_path / {"publish": "draft", "metrics": "metrics.jsonl"}.get(name, "checkpoint")
-        assert (kind, number) == ("OSError", errno.EFBIG), (name, message)
+        assert (kind, number) == ("DiskFullError", errno.EFBIG), (name, message)
         assert "no space to " in message and str(what) in message and "ree some disk space" in message
         assert "\n" not in message
     run = RunDirectory(tmp_path)

@@ -102,7 +102,9 @@ class DiskPlan:
                     "--disk-budget, or choose another --out"
                 )
             return
-        advice = "store fp8 (--precision fp8), use a share of the data (@0.5), or write a stream (--stream)"
+        advice = "use a share of the data (@0.5), or write a stream (--stream)"
+        if cache.manifest.precision != "fp8":
+            advice = f"store fp8 (--precision fp8), {advice}"
         if self.total > self.budget:
             raise ValueError(
                 f"the features take {format_bytes(self.total)}, more than the disk budget of "

@@ -192,6 +192,16 @@ class FeatureCache:
         """Whether a shard was written; it may have been used and deleted since."""
         return self.file(shard).exists() or self.used(shard).exists()
 
+    def check_written(self) -> None:
+        """Raises ValueError for a shard that is there, but truncated, damaged or of other features."""
+        for shard in self.shards:
+            if self.file(shard).exists():
+                try:
+                    self._header(shard)
+                except ValueError:
+                    if not self.used(shard).exists():  # training may have used and deleted it meanwhile
+                        raise
+
     def tokens(self, shard: int) -> int:
         """The number of tokens of a shard."""
         return sum(self.sizes.tokens[slice(*self.manifest.shards[shard])])

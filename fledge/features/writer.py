@@ -19,7 +19,7 @@ from fledge.data.pack import make_row
 from fledge.features.cache import FeatureCache
 from fledge.features.codec import encode_layers
 from fledge.features.layout import ALIGNMENT, LAST, LAYERS, SCALES, place, views
-from fledge.files import InUse, disk_full_errno, exclusive_lock
+from fledge.files import DiskFullError, InUse, disk_full_errno, exclusive_lock
 from fledge.types import Features, Packed
 
 PASS_TOKENS = 8192  # tokens whose features are on the device at a time
@@ -120,11 +120,15 @@ class FeatureWriter:
         with claim:
             try:
                 self.cache.save(shard, tensors)
+                if self.cache.used(shard).exists():  # training ended meanwhile, without this shard
+                    self.cache.release(shard)
             except OSError as e:
                 if (full := disk_full_errno(e)) is None:
                     raise
                 file = self.cache.file(shard)
-                raise OSError(full, f"no space to write {file} ({os.strerror(full)}); free some, {CONTINUE}") from e
+                raise DiskFullError(
+                    full, f"no space to write {file} ({os.strerror(full)}); free some, {CONTINUE}"
+                ) from e
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None

@@ -144,6 +144,7 @@ def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -
         budget = default_budget(out)
     source, data, documents, held_out = _prepare(options, say, progress)
     cache = _open(out, _manifest(options, source, data, documents, budget), documents)
+    cache.check_written()
     plan = DiskPlan.of(cache, cache.manifest.budget if options.stream else budget)
     say(plan.describe(cache))
     plan.check(cache)

@@ -308,8 +308,10 @@ def _train(
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
     if recipe.compute.longest_row:
         return {}
-    schedule = replace(schedule, implementation=ranks.from_first(implementation))
-    with ranks.together("before the first step"):
+    where = "before the first step"
+    with ranks.collective(where):
+        schedule = replace(schedule, implementation=ranks.from_first(implementation))
+    with ranks.together(where):
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fledge.files import (
+    DiskFullError,
+    disk_full_errno,
     exclusive_lock,
     read_consistent,
     remove_temporary_files,
@@ -35,7 +37,7 @@ from fledge.files import (
 )
 from fledge.models.draft import Draft
 from fledge.models.weights import draft_files, save_draft, write_files
-from fledge.train.ranks import ALONE, Ranks
+from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
 EARLIER_STATE = "state.pt"  # both together, in checkpoints of earlier versions
@@ -144,7 +146,7 @@ class RunDirectory:
             self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Waits until the last checkpoint is complete. Raises OSError, with a remedy, if the disk is full."""
+        """Waits until the last checkpoint is complete. Raises DiskFullError, with a remedy, if the disk is full."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
@@ -155,11 +157,29 @@ class RunDirectory:
     def _write(
         self, tensors: dict[str, Tensor], files: dict[str, bytes], progress: dict[str, Any], ranks: Ranks
     ) -> None:
-        """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one."""
+        """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one. If the disk is
+        full for one of them, all raise DiskFullError with the same sentence."""
+        full, failure = None, None
+        try:
+            self._write_part(tensors, files, ranks)
+        except Exception as e:  # which the other ranks must hear of
+            full, failure = disk_full_errno(e), e
+        told = ranks.meet("while a checkpoint was saved", full, None if full else failure, group=ranks.saving)
+        if full := next(filter(None, told), None):
+            raise DiskFullError(
+                full,
+                f"no space to save {self.checkpoint} ({os.strerror(full)}); the previous content is unchanged. Free "
+                f"some disk space; fledge train --resume {self.path} then continues the training",
+            ) from failure
+        if ranks.leads:
+            self.completed(progress)
+
+    def _write_part(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
+        """What this rank writes; rank 0 also makes the directory."""
         where = "while a checkpoint was begun"
         if not ranks.leads:
-            ranks.meet(where, None, group=ranks.saving)
-            self._write_tensors(tensors, sibling_path(self.checkpoint, "new"), ranks)
+            if ranks.meet(where, True, group=ranks.saving)[0]:
+                self._write_tensors(tensors, sibling_path(self.checkpoint, "new"), ranks)
             return
         with contextlib.ExitStack() as replacing:
             failure = None
@@ -168,18 +188,20 @@ class RunDirectory:
                 write_files(files, new)
             except OSError as e:
                 failure = e
-            ranks.meet(where, None, failure, group=ranks.saving)  # before others write into the new directory
+            ranks.meet(where, failure is None, group=ranks.saving)  # before others write into the new directory
+            if failure is not None:
+                raise failure
             self._write_tensors(tensors, new, ranks)
             names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *files]
             (new / SUMS).write_text("".join(f"{_sha256(new / name)}  {name}\n" for name in names))
-        self.completed(progress)
 
     def _write_tensors(self, tensors: dict[str, Tensor], new: Path, ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(new / STATE), save_distributed=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is in a single process
             try:
-                dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
+                with ranks.collective("while a checkpoint was saved"):
+                    dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
             except CheckpointException as e:  # which is no Exception
                 raise OSError(f"a checkpoint could not be saved: {_first_failure(e)}") from e
 
@@ -200,7 +222,10 @@ class RunDirectory:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 try:
-                    dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+                    with ranks.collective("while a checkpoint was read"):
+                        dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+                except RankError:
+                    raise
                 except CheckpointException as e:
                     raise self.damage_error(_first_failure(e)) from e
                 except (RuntimeError, ValueError, KeyError, OSError) as e:

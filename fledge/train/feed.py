@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fledge.data.dataset import Rows
 from fledge.targets.source import LiveFeatures, RowIterator, all_finite
-from fledge.train.ranks import RankError, Ranks
+from fledge.train.ranks import Ranks
 from fledge.types import Features, Packed
 
 if TYPE_CHECKING:
@@ -153,14 +153,9 @@ class ReceivedFeatures:
     def _receive(self, place: int, tokens: int) -> Features:
         sender = place % self.ranks.target_ranks
         states = self._memory(tokens)
-        try:
-            dist.irecv(states, src=self.ranks.size + sender, group=self.ranks.feeds[sender]).wait()
-        except RuntimeError as e:
-            ranks = self.ranks
-            raise RankError(
-                f"rank {ranks.rank} of {ranks.total} waited in vain for hidden states of rank {ranks.size + sender}, "
-                f"which holds the target: {str(e).splitlines()[0]}"
-            ) from e
+        giver = self.ranks.size + sender
+        with self.ranks.collective("while its hidden states were awaited", giver):
+            dist.irecv(states, src=giver, group=self.ranks.feeds[sender]).wait()
         return self._features(states)
 
     def _memory(self, tokens: int) -> Tensor:
@@ -182,7 +177,7 @@ class Sender:
         self.source, self.deliveries, self.ranks, self.lockstep = source, deliveries, ranks, lockstep
         self.failure: Exception | None = None
         self._rounds, self._done = deliveries.rounds(), 0
-        self._sending: deque[tuple[int, Tensor, Any]] = deque()  # the step, what is sent, and the work
+        self._sending: deque[tuple[int, int, Tensor, Any]] = deque()  # step, rank, what is sent, and the work
 
     def send(self, step: int) -> None:
         """Sends what has to be sent before the ranks meet in a step.
@@ -204,7 +199,7 @@ class Sender:
         states = self._compute(self.deliveries.rows[(own or round_[0]).address])
         if own is not None:
             group = self.ranks.feeds[place]
-            self._sending.append((own.step, states, dist.isend(states, dst=own.rank, group=group)))
+            self._sending.append((own.step, own.rank, states, dist.isend(states, dst=own.rank, group=group)))
 
     def _compute(self, row: Packed) -> Tensor:
         target = self.source.target
@@ -224,14 +219,9 @@ class Sender:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        _, _, work = self._sending.popleft()
-        try:
+        _, receiver, _, work = self._sending.popleft()
+        with self.ranks.collective("while hidden states were sent to it", receiver):
             work.wait()
-        except RuntimeError as e:
-            ranks, reason = self.ranks, str(e).splitlines()[0]
-            raise RankError(
-                f"rank {ranks.rank} of {ranks.total}, which holds the target, could not send hidden states: {reason}"
-            ) from e
 
 
 def feed(

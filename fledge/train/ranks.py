@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from fledge.train.lost import Process, is_communication_error, lost_sentence
+
 T = TypeVar("T")
 
 PLACEMENTS = ("shard", "replicate")
@@ -23,7 +26,11 @@ STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an
 
 
 class RankError(ConnectionError):
-    """Another rank failed or did not answer within the time limit. The message names it."""
+    """Another rank failed, ended or did not answer within the time limit. The message names it."""
+
+
+class LostRankError(RankError):
+    """Another rank ended, or did not answer: the run can be continued."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Ranks:
     `training` is the group of the ranks that train, for tensors on the device and in host memory (None: of all ranks).
     `host` and `saving` are gloo groups for objects in host memory: one of all ranks for the training loop, and one of
     the ranks that train for checkpoints, which are written meanwhile. `feeds` has a group for each rank that holds only
-    the target, of it and those that train. `limit` is the longest that one rank waits for another.
+    the target, of it and those that train. `limit` is the longest that one rank waits for another. `processes` are
+    those of all ranks, and `store` is what they agree through when one is lost.
     """
 
     rank: int = 0
@@ -54,6 +62,8 @@ class Ranks:
     target_ranks: int = 0
     training: Any = None
     feeds: tuple[Any, ...] = ()
+    processes: tuple[Process, ...] = ()
+    store: Any = None
 
     @property
     def leads(self) -> bool:
@@ -128,8 +138,8 @@ class Ranks:
         Called before the ranks communicate on the device, where a rank that does not come would leave the others
         waiting. If a rank came with a `failure`, that rank raises it, and all others a RankError that names the rank
         and the failure; if not all failed alike, the failure has a note that does so too (`error_sentence`). Raises
-        RankError, naming the rank, if one does not come within `limit`. `group` is `host` or `saving`, which has only
-        the ranks that train.
+        LostRankError, naming the rank, if one has ended or does not come within `limit`. `group` is `host` or `saving`,
+        which has only the ranks that train.
         """
         group = group or self.host
         size = self.size if group is self.saving else self.total
@@ -139,6 +149,7 @@ class Ranks:
             return [told]
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         named = f"rank {{}} of {self.total} failed {where}: {{}}"
+        began = time.monotonic()
         try:
             dist.monitored_barrier(group, self.limit, wait_all_ranks=True)
             answers: list[Any] = [None] * size
@@ -148,10 +159,7 @@ class Ranks:
                 if not isinstance(failure, RankError):  # which names a rank already
                     failure.add_note(named.format(self.rank, message))
                 raise failure from e
-            reason = str(e).partition("\n")[0].partition(". ")[0]
-            raise RankError(
-                f"rank {self.rank} of {self.total} waited in vain for another rank {where}: {reason}"
-            ) from e
+            raise self._lost(e, where, began) from e
         if failure is not None:
             if not isinstance(failure, RankError) and {problem for problem, _ in answers} != {message}:
                 failure.add_note(named.format(self.rank, message))
@@ -160,6 +168,24 @@ class Ranks:
             if problem is not None:
                 raise RankError(named.format(rank, problem))
         return [told for _, told in answers]
+
+    @contextmanager
+    def collective(self, where: str, awaited: int | None = None) -> Iterator[None]:
+        """Context manager: a block in which the ranks communicate, or this one with the rank `awaited`. Raises
+        LostRankError, naming the rank, if one ends or does not answer meanwhile."""
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as e:
+            if self.total == 1 or not is_communication_error(e):
+                raise
+            raise self._lost(e, where, began, awaited) from e
+
+    def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
+        seconds = time.monotonic() - began
+        return LostRankError(
+            lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
+        )
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
@@ -248,7 +274,10 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         device_id=device if gpu else None,
     )  # fmt: skip
     try:
-        yield _grouped(device, placement, limit, rank, total - target_ranks, target_ranks)
+        ranks = _grouped(device, placement, limit, rank, total - target_ranks, target_ranks)
+        processes: list[Any] = [None] * total
+        dist.all_gather_object(processes, Process.current(), group=ranks.host)
+        yield replace(ranks, processes=tuple(processes), store=store)
     finally:
         dist.destroy_process_group()
 

@@ -107,7 +107,8 @@ def train(
     ends all of them, each with that error's reason (`Ranks.meet`). Ranks that hold only the target call `feed_draft`
     instead; `source` is then `ReceivedFeatures`.
     """
-    ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
+    with ranks.collective(BEFORE):
+        ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     with ranks.together(BEFORE) if ranks.target_ranks else contextlib.nullcontext():
         progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
@@ -127,7 +128,8 @@ def train(
             if ranks.leads:
                 run.publish(draft, save_dtype, more)
 
-    ranks.from_first(progress)  # for the ranks that hold only the target
+    with ranks.collective(BEFORE):
+        ranks.from_first(progress)  # for the ranks that hold only the target
     watch, saving_seconds = Stopwatch(draft.device), 0.0  # since the last line of metrics
     upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks, watch)
     with (
@@ -255,7 +257,8 @@ def feed_draft(
     step. `lockstep` tells whether the target is sharded; `evaluate` gets `draft` with the weights that are trained."""
     with ranks.together(BEFORE):
         pass
-    progress = ranks.from_first(Progress())
+    with ranks.collective(BEFORE):
+        progress = ranks.from_first(Progress())
     with Interruption(lambda line: None) as interruption:
         feed(
             source, rows, draft, schedule, progress, ranks, lockstep=lockstep, until=schedule.steps, evaluate=evaluate,
@@ -313,7 +316,7 @@ def optimizer_step(
 
     The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
     with the probable cause, if its norm is not finite; the draft must not be saved then. Raises RankError if another
-    rank fails.
+    rank fails, ends or does not answer.
     """
     draft.train()
     watch = watch or Stopwatch(draft.device)
@@ -344,19 +347,20 @@ def optimizer_step(
     objective = schedule.objective
     discounts = torch.tensor([objective.gamma**k for k in range(objective.depth)], dtype=torch.float64)
     discounts = to_device([discounts], draft.device)[0]
-    scored = ranks.sum(sum(((r.scored_K() * discounts).sum() for r in results), torch.zeros_like(discounts[0])))
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
-    norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-    total = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
-    if ranks.size > 1:
-        total = RowSums.unpacked(ranks.sum(total.packed()))
-    watch.end()
-    norm = norm.item()
-    if not math.isfinite(norm):
-        damaged = not all([source.finite(rows[d.address]) for d in own])  # a list: sharded targets run on all rows
-        damaged = bool(ranks.sum(torch.tensor(float(damaged))))
-        cause = _nonfinite_cause(damaged, draft, progress.step)
-        raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
+    with ranks.collective(where):
+        scored = ranks.sum(sum(((r.scored_K() * discounts).sum() for r in results), torch.zeros_like(discounts[0])))
+        norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
+        total = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
+        if ranks.size > 1:
+            total = RowSums.unpacked(ranks.sum(total.packed()))
+        watch.end()
+        norm = norm.item()
+        if not math.isfinite(norm):
+            damaged = not all([source.finite(rows[d.address]) for d in own])  # a list: sharded targets run on all rows
+            damaged = bool(ranks.sum(torch.tensor(float(damaged))))
+            cause = _nonfinite_cause(damaged, draft, progress.step)
+            raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
     return StepResult(total, tokens, lr, norm, stops)
 
 

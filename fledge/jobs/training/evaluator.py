@@ -53,7 +53,8 @@ def make_evaluator(
         if ranks.target_ranks:
             decoders, place = ranks.target_ranks, ranks.rank - ranks.size
             ranks.meet("before τ was measured", None)  # in place of a rank that failed after it met the others
-            ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
+            with ranks.collective("before τ was measured"):
+                ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
         counts, failure = (0, 0, [], []), None
         try:
             if place >= 0:

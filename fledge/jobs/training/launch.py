@@ -36,7 +36,7 @@ def needs_processes(options: TrainOptions) -> bool:
 def start_processes(gpus: int, arguments: Sequence[str]) -> int:
     """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status, or 130
     after a signal that stopped the training."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    torchrun = [sys.executable, "-m", "fledge.jobs.training.torchrun", "--standalone", "--nproc-per-node", str(gpus)]
     interrupted = False
     with subprocess.Popen([*torchrun, "-m", "fledge", *arguments]) as process:
 

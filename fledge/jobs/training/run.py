@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from fledge.jobs.training.recipe import Recipe
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.ranks import Ranks
+from fledge.train.ranks import LostRankError, Ranks
 from fledge.train.trainer import Progress, Schedule, feed_draft, train
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
@@ -45,10 +47,24 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     """Trains to the last step and returns its metrics. `progress` displays each step.
 
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
-    ValueError, with a remedy, if the GPU runs out of memory.
+    ValueError, with a remedy, if the GPU runs out of memory. An error about a rank that was lost has that command, too.
     """
-    if not run.ranks.trains:
-        return _feed(run)
+    with _naming_command(run):
+        return _run(run, say, progress) if run.ranks.trains else _feed(run)
+
+
+@contextmanager
+def _naming_command(run: TrainingRun) -> Iterator[None]:
+    """Context manager: an error about a rank that was lost gets the command that continues the run."""
+    try:
+        yield
+    except LostRankError as e:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the other ranks, which have something to say
+        raise LostRankError(_stop_message(run, str(e))) from e
+
+
+def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
+    """`run_training` in a rank that trains."""
     say(_start_message(run))
     metrics: dict[str, Any] = {}
     report = _reporter(run, metrics, progress) if run.ranks.leads else metrics.update

@@ -31,8 +31,12 @@ class StreamingRun(RunDirectory):
     def __init__(self, path: Path, cache: FeatureCache, rows: StreamedRows):
         super().__init__(path)
         self.cache, self.rows = cache, rows
+        self.last_step: int | None = None  # of a pass over all shards
 
     def completed(self, progress: dict[str, Any]) -> None:
+        if progress["step"] == self.last_step:  # rows that are left out may be in shards that are not written yet
+            for shard in self.cache.shards:
+                self.cache.release(shard)
         for shard in range(self.rows.finished_parts(progress["address"])):
             if self.cache.file(shard).exists():
                 self.cache.release(shard)
@@ -57,7 +61,13 @@ class StreamingRun(RunDirectory):
             )
         if rows < per_step:
             raise ValueError(f"{self.cache.path} has {rows:,} rows; lower --rows-per-step or --row-length")
-        steps, known = min(schedule.steps, rows // per_step), self.cache.manifest
+        whole_steps, left_out, known = rows // per_step, rows % per_step, self.cache.manifest
+        steps = min(schedule.steps, whole_steps)
+        if schedule.steps >= whole_steps:
+            self.last_step = whole_steps
+        if schedule.steps > whole_steps:
+            one, they = ("row is", "it does") if left_out == 1 else (f"{left_out:,} rows are", "they do")
+            say(f"the last {one} left out, of {rows:,}: {they} not fill a step of {per_step:,} rows")
         room = known.budget - document_bytes(self.cache) - OPEN_SHARDS * max(map(self.cache.bytes, self.cache.shards))
         row_bytes = HEADER_BYTES + self.cache.layout.bytes(self.rows.row_length, self.rows.row_length)
         steps_in_use = math.ceil(ROWS_IN_USE / max(per_step // ranks, 1))  # a rank may have that few rows of a step

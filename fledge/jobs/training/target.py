@@ -81,9 +81,11 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     set_up_process(recipe.compute.device)
     head = _open_head(recipe, say) if reads_features_only(recipe) else None
     target = head or open_target(recipe.target, recipe.data, recipe.compute.device, mesh)
+    if cache := recipe.features:
+        _check_origin(cache, target)  # first: another target may have other layers
     decodes = _decodes(recipe, target, say)
     layers = resolve_layers(_layers(recipe), target)
-    if cache := recipe.features:
+    if cache:
         source = _stored_features(cache, target, layers, say)
     elif recipe.served:
         check_length(recipe.data, target)
@@ -205,11 +207,8 @@ def quantization_note(target: TransformersTarget) -> str:
     )
 
 
-def _stored_features(
-    cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]
-) -> DiskFeatures:
-    """Features on disk. Raises ValueError if they are not those of the target and the layers, or not complete, except
-    for a stream."""
+def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
+    """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
     known = cache.manifest
     for what, ours, theirs in (
         ("target", known.target_sha256, target_fingerprint(target)),
@@ -220,6 +219,14 @@ def _stored_features(
                 f"the features in {cache.path} are of another {what} than that of {target.name}; they were computed by "
                 f"{known.target}"
             )
+
+
+def _stored_features(
+    cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]
+) -> DiskFeatures:
+    """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
+    layers reads, or not complete, except for a stream."""
+    known = cache.manifest
     if not layers and not known.all_last:
         raise ValueError(
             f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "

@@ -12,7 +12,7 @@ import torch
 from fledge.data.dataset import Rows
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
-from fledge.train.feed import AFTER, feed
+from fledge.train.feed import AFTER, BEFORE, feed
 from fledge.train.optim import MasterAdamW
 from fledge.train.ranks import Ranks
 from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_rows
@@ -45,7 +45,8 @@ def time_steps(
         lockstep, done = source.target.sharded, WARM_UP + TIMED
         feed(source, rows, draft, schedule, state, ranks, lockstep=lockstep, until=done)
         return Timing(0.0, 0, None)
-    ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
+    with ranks.collective(BEFORE):
+        ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     tokens, began = 0, 0.0
     with (
