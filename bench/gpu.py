@@ -4,12 +4,12 @@
     python bench/gpu.py --seconds 550 draft prompt_sets --target DIR --data CHATS --prompts SETS --out OUT
     python bench/gpu.py --list
 
-Each stage is a command of its own, which writes its record OUT/STAGE.json; all output goes to OUT/log.txt. A stage that
-fails does not end the others. One that would exceed the time that is left is not started, and one that takes twice its
-estimate is ended. The table at the end, also in OUT/stages.json, has each stage's seconds and exit code. Stages about
-a trained draft use the one that `draft` trains, unless --draft names another; `vllm` and `sglang` use those of
-`drafts`. On a machine to which the sources were copied without their repository, FLEDGE_COMMIT=COMMIT names what the
-records are of.
+Each stage is a command of its own, which writes its record OUT/STAGE.json (those of scaling, OUT/scale.json); all output
+goes to OUT/log.txt. A stage that fails does not end the others. One that would exceed the time that is left is not
+started, and one that takes twice its estimate is ended. The table at the end, also in OUT/stages.json, has each stage's
+seconds and exit code. Stages about a trained draft use the one that `draft` trains, unless --draft names another;
+`vllm` and `sglang` use those of `drafts`. On a machine to which the sources were copied without their repository,
+FLEDGE_COMMIT=COMMIT names what the records are of.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ON_BOTH = "experts top_filter dynamic_tree native packed_attention check feature
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, after `python`: {target}, {draft}, {data}, {prompts}, {work} and {out} are filled in."""
+    """A command, after `python`: {target}, {draft}, {data}, {prompts}, {work}, {records} and {out} are filled in."""
 
     command: str
     seconds: int  # estimated, on an H200
@@ -97,10 +97,10 @@ STAGES = {
         "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --out {out}", 240, gpus=2
     ),
     "scale_70b": Stage(
-        "bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out {out}", 180, gpus=2
+        "bench/scale.py --gpus 2 --shape 70b --shard-target --tokens 4096 --out {records}/scale.json", 180, gpus=2
     ),
     "scale_moe": Stage(
-        "bench/scale.py --gpus 1 2 --shape 30b-a3b --tokens 4096 --out {out}", 180, gpus=2
+        "bench/scale.py --gpus 1 2 --shape 30b-a3b --tokens 4096 --out {records}/scale.json", 180, gpus=2
     ),
 }  # fmt: skip
 
@@ -152,7 +152,8 @@ def command_of(name: str, options: argparse.Namespace) -> str:
     work = options.out.resolve() / "run"
     filled = STAGES[name].command.format(
         target=options.target, draft=options.draft or work / "draft", data=" --data ".join(options.data or []),
-        prompts=options.prompts, work=work, out=options.out.resolve() / f"{name}.json",
+        prompts=options.prompts, work=work, records=options.out.resolve(),
+        out=options.out.resolve() / f"{name}.json",
     )  # fmt: skip
     return f"{sys.executable} {filled}"
 
