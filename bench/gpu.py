@@ -4,12 +4,12 @@
     python bench/gpu.py --seconds 550 draft prompt_sets --target DIR --data CHATS --prompts SETS --out OUT
     python bench/gpu.py --list
 
-Each stage is a command of its own, which writes its record OUT/STAGE.json (those of scaling, OUT/scale.json); all output
-goes to OUT/log.txt. A stage that fails does not end the others. One that would exceed the time that is left is not
-started, and one that takes twice its estimate is ended. The table at the end, also in OUT/stages.json, has each stage's
-seconds and exit code. Stages about a trained draft use the one that `draft` trains, unless --draft names another;
-`vllm` and `sglang` use those of `drafts`. On a machine to which the sources were copied without their repository,
-FLEDGE_COMMIT=COMMIT names what the records are of.
+Each stage is a command of its own, which writes its record OUT/STAGE.json (those of scaling, OUT/scale.json); all its
+output goes to OUT/log.txt. A stage that fails does not end the others. One that would exceed the time that is left is
+not started, and one that takes twice its estimate is ended. The table at the end, also in OUT/stages.json, has each
+stage's seconds and exit code. Stages about a trained draft use the one that `draft` trains, unless --draft names
+another; `vllm` and `sglang` use those of `drafts`. On a machine to which the sources were copied without their
+repository, FLEDGE_COMMIT=COMMIT names what the records are of.
 """
 
 import argparse
