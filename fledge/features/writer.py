@@ -193,11 +193,13 @@ class FeatureWriter:
         """Excludes other writers while the taken space is counted, and removes what killed writers left."""
         with waiting_lock(self.cache.path, self.say):
             for i in self.cache.shards:
-                if self.cache.temporary(i).exists() and not self._is_locked(i):
+                left = self.cache.temporary(i).exists() or self.cache.lock(i).exists()
+                if left and not self._is_locked(i):
                     self.cache.temporary(i).unlink(missing_ok=True)
             yield
 
     def _is_locked(self, shard: int) -> bool:
+        """Whether a process writes the shard. If none does, a lock file that a killed one left is removed."""
         try:
             with exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))):
                 return False
