@@ -58,10 +58,10 @@ def test_ties(scores: list[float], k: int, p: float) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "rounded"])
 def test_rows_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose options differ, each with two rows, and more gathered ids than are searched at a time.
+    """Requests whose options differ, each with two rows, and few and more gathered ids than are searched at a time.
     One place is in the last level, and one sum that of nearly all weights."""
-    for name in ("CHUNK", "GATHERED"):
-        monkeypatch.setattr(top_filter_triton, name, 128)
+    for name, size in dict(CHUNK=128, FEW=32, GATHERED=128).items():
+        monkeypatch.setattr(top_filter_triton, name, size)
     options = [(0, 1.0), (0, 0.9), (5, 1.0), (2000, 0.8), (0, 1 - 1e-7)]
     scores = torch.randn(len(options), 2, 300, generator=torch.Generator().manual_seed(0))
     scores *= {"flat": 0.01, "peaked": 12}.get(kind, 3)

@@ -2,9 +2,10 @@
 
     python -m fledge.demo.ship --out fledge/demo/draft
 
-The training has three `fledge` commands. The draft is trained on source text of the standard library and installed
-packages, the target continues parts of this text, and the draft is trained on these continuations, which resemble the
-text it will meet in decoding. Held-out files (fledge/demo/corpus.py) are not used.
+The training has four `fledge` commands. The draft is trained on source text of the standard library and installed
+packages; meanwhile the target continues parts of this text, most of them greedily and some at temperature 1; then the
+draft is trained on these continuations, which resemble the text it will meet in decoding. Held-out files
+(fledge/demo/corpus.py) are not used.
 
     python -m fledge.demo.ship --probe-only --out fledge/demo/draft
 
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -67,6 +69,7 @@ def mean(values):
     return sum(values) / len(values)
 '''
 PROMPTS, NEW_TOKENS = 8, 32  # prompts that are decoded for the probe, and the tokens of each answer
+CONTINUED = {"greedy": 0, "sampled": 1}  # temperatures at which the target continues prompts
 STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
@@ -77,10 +80,13 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text (default: 3000)")
     parser.add_argument(
-        "--own-steps", type=int, default=1000, help="optimizer steps on the target's own text (default: 1000)"
+        "--own-steps", type=int, default=2000, help="optimizer steps on the target's own text (default: 2000)"
     )
     parser.add_argument(
         "--own-records", type=int, default=12_000, help="number of continuations by the target (default: 12000)"
+    )
+    parser.add_argument(
+        "--draft-vocab", type=int, default=3072, help="tokens that the draft can propose (default: 3072)"
     )
     parser.add_argument(
         "--megabytes", type=float, default=60, help="megabytes of package source to train on (default: 60)"
@@ -96,13 +102,13 @@ def main() -> None:
     WORK.mkdir(parents=True)
     write_texts(options.megabytes, options.own_records)
     first = ["--data", WORK / "text.jsonl", "--out", WORK / "first", "--steps", options.steps, "--lr", "2e-3"]
-    first += ["--draft-vocab", 2048]
-    fledge("train", "--target", TARGET, *first, *STEPS)
-    fledge(
-        "regenerate", "--target", TARGET, "--data", WORK / "prompts.jsonl", "--out", WORK / "own.jsonl",
-        "--prompt-tokens", 192, "--max-new-tokens", 192, "--batch", 1024,
-    )  # fmt: skip
-    own = ["--data", WORK / "own.jsonl", "--data", WORK / "text.jsonl@0.05", "--out", WORK / "second"]
+    first += ["--draft-vocab", options.draft_vocab]
+    with ThreadPoolExecutor() as threads:
+        continued = threads.submit(continue_prompts)
+        fledge("train", "--target", TARGET, *first, *STEPS)
+        continued.result()
+    own = [word for name in CONTINUED for word in ("--data", WORK / f"own-{name}.jsonl")]
+    own += ["--data", WORK / "text.jsonl@0.05", "--out", WORK / "second"]
     more = ["--init-from", WORK / "first" / "draft", "--steps", options.own_steps, "--lr", "1e-3"]
     fledge("train", "--target", TARGET, *own, *more, *STEPS)
     shutil.rmtree(options.out, ignore_errors=True)
@@ -116,6 +122,16 @@ def main() -> None:
     }
     (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     write_probe(options.out)
+
+
+def continue_prompts() -> None:
+    """Writes the target's continuations of the prompts."""
+    for name, temperature in CONTINUED.items():
+        fledge(
+            "regenerate", "--target", TARGET, "--data", WORK / f"prompts-{name}.jsonl",
+            "--out", WORK / f"own-{name}.jsonl", "--prompt-tokens", 192, "--max-new-tokens", 192, "--batch", 1024,
+            "--temperature", temperature,
+        )  # fmt: skip
 
 
 def write_probe(directory: Path) -> None:
@@ -148,7 +164,8 @@ def write_probe(directory: Path) -> None:
 
 
 def write_texts(megabytes: float, records: int) -> None:
-    """Writes text.jsonl to train on, and prompts.jsonl with excerpts of the same files that start at a random line."""
+    """Writes text.jsonl to train on, and for each of CONTINUED prompts-NAME.jsonl, with excerpts of the same files that
+    start at a random line. Three quarters of these `records` are continued greedily."""
     random.seed(0)
     packages = package_files(PACKAGES)
     random.shuffle(packages)
@@ -166,7 +183,9 @@ def write_texts(megabytes: float, records: int) -> None:
         start = text.find("\n", random.randrange(len(text))) + 1
         if start and len(text) - start > 1000:
             prompts.append({"text": text[start : start + 1000]})
-    write_lines(WORK / "prompts.jsonl", prompts)
+    parts = zip(CONTINUED, (prompts[records // 4 :], prompts[: records // 4]), strict=True)
+    for name, part in parts:
+        write_lines(WORK / f"prompts-{name}.jsonl", part)
 
 
 def fledge(*arguments: object) -> None:
