@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.decode import batch as batches
 from fledge.decode import propose
-from fledge.decode.adaptive import NOTHING, PROBES, AcceptanceRates, Amount, AmountChooser, RoundCosts
+from fledge.decode.adaptive import CHECKS, EVIDENCE, NOTHING, PROBES, AcceptanceRates, Amount, AmountChooser, RoundCosts
 from fledge.decode.budget import SHARE
 from fledge.decode.engine import Engine
 from fledge.decode.probe import probe
@@ -162,13 +162,19 @@ def test_reading_prompts_counts() -> None:
         assert ("reads each prompt" in world.chooser.reason(1)) == (not pays)
 
 
+def add_rounds(chooser: AmountChooser, requests: int, costs: dict[Amount, float]) -> None:
+    """Adds rounds of each amount, whose drafts are rejected."""
+    for amount, seconds in costs.items():
+        for _ in range(EVIDENCE + 10):
+            chooser.add(amount, [0] * requests, seconds)
+
+
 def test_answers_too_short_to_measure() -> None:
     """A try ends after a few requests, though none had enough rounds."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False)
-    for amount, seconds in ((NOTHING, 1.0), (CHAINS[1], 2.0)):
-        for _ in range(5):
-            chooser.add(amount, [0], seconds)
-    assert chooser.rests(1)
+    for rests in (False, True):  # what was measured is measured again before a pause
+        add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+        assert chooser.rests(1) == rests
     for _ in range(PROBES):
         assert chooser.probes(1)
     assert [chooser.rests(1) for _ in range(7)] == [False] * 5 + [True] * 2
@@ -179,13 +185,12 @@ def test_running_requests_give_up_and_return() -> None:
     is due, unless few are waiting."""
     chooser, many = AmountChooser(CHAINS, CHAINS[3], False), 10
     assert not chooser.stops(2)
-    for amount, seconds in ((NOTHING, 1.0), (CHAINS[1], 2.0)):
-        for _ in range(5):
-            chooser.add(amount, [0, 0], seconds)
-    assert chooser.stops(2) and chooser.pausing
+    for stops in (False, True):
+        add_rounds(chooser, 2, {NOTHING: 1.0, CHAINS[1]: 2.0})
+        assert chooser.stops(2) == chooser.pausing == stops
     chooser.gave_up()
     assert not chooser.pausing and chooser.rests(2) and not chooser.returns(2, many)
-    for _ in range(60):
+    for _ in range(200):
         chooser.add_guesses(1, 1, 1)
     assert not chooser.returns(2, 7) and chooser.returns(2, many) and chooser.trying and not chooser.probes(2)
     assert not chooser.rests(2) and not chooser.stops(2), "nothing is known yet of the try"
@@ -206,6 +211,20 @@ def test_a_slower_machine_is_noticed() -> None:
     assert world.run(4000) > 0.9 * best_speed(0.8, cost)
 
 
+def test_delayed_rounds_are_no_reason_to_pause() -> None:
+    """Something else delays all rounds of the first measurement that draft. They are measured again, and drafting goes
+    on; when that is found to pay, what is known begins anew."""
+    chooser = AmountChooser(CHAINS, CHAINS[3], False)
+    for delayed in (True, False, True, False):
+        seconds = 20.0 if delayed else 1.0
+        add_rounds(chooser, 1, {NOTHING: 1.0, chooser.smaller: seconds, chooser.start: seconds})
+        for _ in range(500):
+            chooser.rates.add(1, [1])
+        chooser.rounds = 0  # so that it does not measure again because of their number
+        chooser.next(1, chooser.smaller)
+        assert not chooser.pausing and not chooser.rests(1) and chooser.checks == delayed
+
+
 def test_rates() -> None:
     """The expected tokens are those of the rounds so far, and deeper ones fall off."""
     rates = AcceptanceRates(6)
@@ -214,7 +233,7 @@ def test_rates() -> None:
     assert rates.tokens(0) == 1
     assert rates.tokens(4) == pytest.approx(1 + (4 + 0 + 1 + 2) / 4, rel=0.05)
     assert rates.tokens(4) < rates.tokens(5) < rates.tokens(6) < rates.tokens(4) + 0.5
-    for _ in range(200):
+    for _ in range(400):
         rates.add_first(0, 1, 1)
     assert rates.tokens(4) < 1.4
 
@@ -377,9 +396,8 @@ def paused_engine() -> tuple[Engine, list[list[int]]]:
     """An engine whose draft is known not to pay, and prompts."""
     target, draft, asked = good_pair(native=True)
     engine = Engine(target, draft, depth="auto")
-    for amount, seconds in ((NOTHING, 1.0), (engine.chooser.smaller, 9.0)):
-        for _ in range(5):
-            engine.chooser.add(amount, [0], seconds)
+    engine.chooser.checks = CHECKS
+    add_rounds(engine.chooser, 1, {NOTHING: 1.0, engine.chooser.smaller: 9.0})
     return engine, asked
 
 

@@ -23,10 +23,12 @@ from fledge.decode.rounds import graph_size
 
 TIMED = 3  # the fewest rounds that the cost of an amount is known from
 LATEST = 16  # the most
-MEMORY = 64  # rounds over which a measured acceptance loses most of its weight
+MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 WORTH_DRAFTING = 1.03  # how much faster than without it drafting must be to go on, as costs are not known exactly
+EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause
+CHECKS = 1  # how often the costs are measured again before a pause, since something else may have delayed rounds
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
 PROBES = 8  # guesses of complete answers in a pause, until drafting is tried whatever they tell
 TRIES = 4  # the most runs of requests that such a try lasts
@@ -105,6 +107,11 @@ class RoundCosts:
         times.append(seconds)
         self._known.clear()
 
+    def forget(self) -> None:
+        """Forgets all rounds."""
+        self.times.clear()
+        self._known.clear()
+
     def forget_all_but(self, amount: Amount) -> None:
         """Forgets the rounds of all other amounts."""
         for size, of_size in self.times.items():
@@ -159,6 +166,7 @@ class AmountChooser:
         self.costs = RoundCosts()
         self.budget = Budget(clock)
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
+        self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
         self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
         self.pausing = False  # whether the running requests should go on without the draft
         self.trying, self.runs = False, 0  # whether drafting is tried after a pause, and in how many runs of requests
@@ -188,8 +196,10 @@ class AmountChooser:
         speeds = {a: self._speed(requests, a) for a in self.amounts}
         best = max(self.amounts[1:], key=speeds.get)
         if speeds[best] < WORTH_DRAFTING * speeds[NOTHING]:
-            self._pause(requests)
+            if self._checked():
+                self._pause(requests)
             return current
+        self.checks = 0
         self._end_try()
         self.paused.discard(graph_size(requests))
         return best if current == NOTHING or speeds[best] > GAIN * speeds[current] else current
@@ -197,9 +207,21 @@ class AmountChooser:
     def stops(self, requests: int) -> bool:
         """Whether drafting does not pay for the next requests, of which so many are decoded together, so that the
         running ones should give it up too."""
-        if not self.trying and self._pauses(requests):
+        if not self.trying and self._pauses(requests) and self._checked():
             self._pause(requests)
         return self.pausing
+
+    def _checked(self) -> bool:
+        """Whether it is certain that drafting does not pay, which was found just now. If not, drafting goes on, and the
+        costs are measured again."""
+        if self.rates.tried[0] < EVIDENCE:
+            return False
+        if self.checks == CHECKS:
+            return True
+        self.checks += 1
+        self.costs.forget()
+        self.settled = False
+        return False
 
     def _pause(self, requests: int) -> None:
         self.pausing = True
@@ -227,7 +249,7 @@ class AmountChooser:
                 return False
             self._end_try()  # answers are too short to measure rounds
         if graph_size(requests) not in self.paused:
-            if not self._pauses(requests):
+            if not self._pauses(requests) or not self._checked():
                 return False
             self.paused.add(graph_size(requests))
         return not self._tries(requests)

@@ -5,7 +5,8 @@
 The training has four `fledge` commands. The draft is trained on source text of the standard library and installed
 packages; meanwhile the target continues parts of this text, most of them greedily and some at temperature 1; then the
 draft is trained on these continuations, which resemble the text it will meet in decoding. Held-out files
-(fledge/demo/corpus.py) are not used.
+(fledge/demo/corpus.py) are not used. Of the draft's vocabulary, only the most frequent tokens are kept in the end: the
+head takes much of a pass of such a small draft on a CPU, so that how many tokens pay is best seen afterwards.
 
     python -m fledge.demo.ship --probe-only --out fledge/demo/draft
 
@@ -22,16 +23,19 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from fledge.data.pack import make_row
 from fledge.demo.corpus import held_out, package_files, stdlib_files
 from fledge.demo.data import write_lines
 from fledge.demo.pretrain import PACKAGES, machine, versions
 from fledge.eval.probe import Excerpt, Record, decode, excerpt_range, probe_files, spacings
-from fledge.models.weights import load_draft, target_sha256
+from fledge.models.draft import Draft
+from fledge.models.weights import load_draft, save_draft, target_sha256
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import load_target
 from fledge.types import Document
@@ -86,8 +90,9 @@ def main() -> None:
         "--own-records", type=int, default=12_000, help="number of continuations by the target (default: 12000)"
     )
     parser.add_argument(
-        "--draft-vocab", type=int, default=3072, help="tokens that the draft can propose (default: 3072)"
+        "--draft-vocab", type=int, default=3072, help="tokens that the draft is trained to propose (default: 3072)"
     )
+    parser.add_argument("--keep", type=int, default=2048, help="of them, those that are kept (default: 2048)")
     parser.add_argument(
         "--megabytes", type=float, default=60, help="megabytes of package source to train on (default: 60)"
     )
@@ -111,8 +116,7 @@ def main() -> None:
     own += ["--data", WORK / "text.jsonl@0.05", "--out", WORK / "second"]
     more = ["--init-from", WORK / "first" / "draft", "--steps", options.own_steps, "--lr", "1e-3"]
     fledge("train", "--target", TARGET, *own, *more, *STEPS)
-    shutil.rmtree(options.out, ignore_errors=True)
-    shutil.copytree(WORK / "second" / "draft", options.out)
+    save_draft(most_frequent(load_draft(WORK / "second" / "draft"), options.keep), options.out)
     record = {
         "seconds": time.monotonic() - start,
         "machine": machine(),
@@ -132,6 +136,20 @@ def continue_prompts() -> None:
             "--out", WORK / f"own-{name}.jsonl", "--prompt-tokens", 192, "--max-new-tokens", 192, "--batch", 1024,
             "--temperature", temperature,
         )  # fmt: skip
+
+
+def most_frequent(whole: Draft, size: int) -> Draft:
+    """The draft with only those `size` tokens of its vocabulary that are the most frequent in the standard library."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    texts = [text for path, text in stdlib_files() if not held_out(path)]
+    ids = [i for encoded in tokenizer(texts)["input_ids"] for i in encoded]
+    counts, known = torch.bincount(torch.tensor(ids), minlength=whole.config.vocab_size), whole.target_ids()
+    kept = counts[known].topk(size).indices.sort().values
+    coverage = float(counts[known[kept]].sum() / counts.sum())
+    draft = Draft(replace(whole.config, draft_vocab_size=size).with_provenance(coverage=coverage))
+    draft.load_state_dict(whole.state_dict() | {n: whole.state_dict()[n][kept] for n in ("lm_head.weight", "d2t")})
+    draft.set_vocabulary(known[kept])
+    return draft
 
 
 def write_probe(directory: Path) -> None:
