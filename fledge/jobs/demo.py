@@ -62,7 +62,7 @@ def run(options: DemoOptions, say: Callable[[str], None], progress: Any) -> None
         demo.evaluate(drafts, 0, 4, 64, demo.out / "eval-first.json")
         drafts = {"trained just now": demo.train(options.steps)} | drafts
         results = demo.measure(drafts, 0, options.prompts, 128)
-        results |= demo.measure(drafts, 1, max(1, options.prompts // 4), 64)
+        results |= demo.measure(drafts, 1, options.prompts, 128)
     seconds = time.monotonic() - start
     result = record_text({"seconds": seconds, "results": results})
     (demo.out / "result.json").write_text(result + "\n", encoding="utf-8")
