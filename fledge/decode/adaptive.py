@@ -261,7 +261,7 @@ class AmountChooser:
 
     def _tries(self, requests: int) -> bool:
         """Begins a try if it is worth it."""
-        if not self._wants_try(requests) or not self.budget.allows:
+        if not self.budget.allows or not self._wants_try(requests):  # in this order: the second takes longer
             return False
         self.trying, self.runs, self.probed = True, 0, 0
         self.costs.forget_all_but(NOTHING)
@@ -275,7 +275,7 @@ class AmountChooser:
     def probes(self, requests: int) -> bool:
         """Whether the draft should guess the answer that was completed just now, of a request that rests. Not if a try
         is next, since both are paid for by the same budget."""
-        if due := not self.trying and not self._wants_try(requests) and self.budget.allows:
+        if due := not self.trying and self.budget.allows and not self._wants_try(requests):
             self.probed += 1
         return due
 
