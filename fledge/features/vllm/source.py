@@ -41,7 +41,7 @@ class VllmFeatures:
     `captured` are the ids of the layers in the states, ascending; the last one is the state before the final norm, id
     `num_layers`. Of `target`, the embedding, the head and the final norm have to be loaded. Raises ValueError for
     layers that are not captured, and for layer 0: vLLM 0.26 keeps a reference to the embedding, into whose memory its
-    fused norms write, and with --enforce-eager it stored the last layer's state (bench/results/served_features.json).
+    fused norms write, and with --enforce-eager it stored the last layer's state.
 
     The final norm is applied here. Tokens whose states are not in a file get zeros; the loss needs none of them.
     """
