@@ -43,7 +43,8 @@ SERVED = {"vllm": "eagle1 eagle3 eagle3.1 peagle", "sglang": "eagle1 eagle3 eagl
 LIMITS = {  # of the memory of one of the engines that start together
     "vllm": "--dtype bfloat16 --max-model-len 2048 --enforce-eager --gpu-memory-utilization 0.06 "
     "--kv-cache-memory-bytes 2G",
-    "sglang": "--dtype bfloat16 --context-length 2048 --mem-fraction-static 0.5 --max-total-tokens 65536",
+    "sglang": "--dtype bfloat16 --context-length 2048 --mem-fraction-static 0.5 --max-total-tokens 65536 "
+    "--attention-backend triton --sampling-backend pytorch",
 }
 
 

@@ -85,6 +85,7 @@ def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monk
     monkeypatch.setattr(NativeTarget, "features", failing)
     said = train(made, fledge)
     assert "the gradient of step 2 is nan: the target computes NaN or infinite hidden states in float32" in said
+    assert " for row 1 (rank 0) of the step; train with another --dtype" in said
     assert "--lr" not in said
 
 

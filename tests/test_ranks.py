@@ -445,7 +445,10 @@ class Failing(LiveFeatures):
         return replace(found, last_TD=found.last_TD * float("nan"))
 
 
-NAN = "FloatingPointError: the gradient of step 1 is nan: the target computes NaN or infinite hidden states"
+NAN = (
+    "FloatingPointError: the gradient of step 1 is nan: the target computes NaN or infinite hidden states in float64 "
+    "for row 2 (rank 1) and row 3 (rank 1) of the step; train with another --dtype"
+)
 LATE = "LostRankError: rank 1 of 2 did not answer for 2 seconds in step 1; see the log"
 ERRORS = {  # what ranks 0 and 1 say; the last of them leaves a broken connection
     "raise": (

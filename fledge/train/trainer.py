@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,7 +25,7 @@ from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.feed import AFTER, BEFORE, Deliveries, ReceivedFeatures, deliveries_of_step, feed
+from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.optim import MasterAdamW, learning_rate
@@ -321,7 +321,7 @@ def optimizer_step(
     draft.train()
     watch = watch or Stopwatch(draft.device)
     where = f"in step {progress.step + 1}"
-    shared = deliveries_of_step(rows, progress.step, progress.address, schedule.rows_per_step, ranks)
+    shared = list(deliveries_of_step(rows, progress.step, progress.address, schedule.rows_per_step, ranks))
     own = [d for d in shared if d.rank == ranks.rank]
     results, tokens, failure, left = [], 0, None, len(own)
     try:
@@ -357,9 +357,11 @@ def optimizer_step(
         watch.end()
         norm = norm.item()
         if not math.isfinite(norm):
-            damaged = not all([source.finite(rows[d.address]) for d in own])  # a list: sharded targets run on all rows
-            damaged = bool(ranks.sum(torch.tensor(float(damaged))))
-            cause = _nonfinite_cause(damaged, draft, progress.step)
+            flags = torch.zeros(len(shared))
+            for d in own:  # all of them: sharded targets run on the rows together
+                flags[d.index] = not source.finite(rows[d.address])
+            flags = ranks.sum(flags).tolist()
+            cause = _nonfinite_cause([d for d in shared if flags[d.index]], draft, progress.step)
             raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
     return StepResult(total, tokens, lr, norm, stops)
 
@@ -372,14 +374,15 @@ def _drop(upcoming: Iterator[tuple[Packed, Features]], count: int) -> None:
             next(upcoming)
 
 
-def _nonfinite_cause(damaged: bool, draft: Draft, steps_done: int) -> str:
-    """The probable cause of a gradient that is not finite, and the remedy: the target's hidden states if these are
-    `damaged`, the initial draft, or the learning rate."""
+def _nonfinite_cause(damaged: Sequence[Delivery], draft: Draft, steps_done: int) -> str:
+    """The probable cause of a gradient that is not finite, and the remedy: the target's hidden states if those of the
+    `damaged` rows are not, the initial draft, or the learning rate."""
     dtype = str(draft.dtype).split(".")[-1]
     if damaged:
+        places = " and ".join(f"row {d.index + 1} (rank {d.rank})" for d in damaged)
         return (
-            f"the target computes NaN or infinite hidden states in {dtype}; train with another --dtype (float32 has "
-            "the widest range), or copy the target again"
+            f"the target computes NaN or infinite hidden states in {dtype} for {places} of the step; train with "
+            "another --dtype (float32 has the widest range), or copy the target again"
         )
     if steps_done == 0:
         return (
