@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fledge.cli import app
+from fledge.demo import ship
 from fledge.jobs import demo
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.train import TrainOptions
+from fledge.models.weights import load_draft
+from fledge.targets.loading import load_target
 from support.commands import Ran
 
 RECORD = {
@@ -125,3 +129,18 @@ def test_the_shipped_draft_is_sound(fledge: Callable[..., Ran]) -> None:
     shipped = Path(demo.__file__).parents[1] / "demo"
     ran = fledge("check", "--target", shipped / "target", "--draft", shipped / "draft", "--device", "cpu")
     assert ran.code == 0 and "logits: " in ran.out and ran.out.endswith("The draft is sound.\n"), ran.out + ran.err
+
+
+def test_the_most_frequent_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller draft proposes what the whole one does, but for tokens that are rarer than all that it kept."""
+    shipped = Path(demo.__file__).parents[1] / "demo"
+    monkeypatch.setattr(ship, "TARGET", str(shipped / "target"))
+    monkeypatch.setattr(ship, "stdlib_files", lambda: [("kept.py", ship.TEXT * 2)])
+    whole = load_draft(shipped / "draft")
+    draft = ship.most_frequent(whole, 100)
+    ids, known = draft.target_ids(), whole.target_ids()
+    at = torch.searchsorted(known, ids)
+    assert torch.equal(known[at], ids) and torch.equal(draft.head, whole.head[at])
+    words = load_target(shipped / "target", weights=False).tokenizer("def __init__(self, x):")["input_ids"]
+    assert {*words} <= {*ids.tolist()}
+    assert 0.5 < draft.config.provenance.coverage <= 1
