@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran
 from support.targets import tiny_target
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt processes, which would inherit it
 torch.set_num_threads(1)  # more threads make models of this size slower
 
 draw_report = report.draw
