@@ -150,7 +150,8 @@ def test_commands_change_the_settings_of_the_next_answer():
     assert execute(session, "/draft on").said == execute(session, "/draft").said
     assert session.drafts and "the" in execute(session, "/undo").said and not session.conversation.exchanges
     assert execute(session, "/system none").said == "system prompt removed"
-    assert execute(session, "/quit").ends and execute(session, "/retry").retries
+    assert all(execute(session, f"/{name}").ends for name in ("quit", "exit", "bye"))
+    assert execute(session, "/retry").retries
     assert all(f"/{name}" in help_text() for name in COMMANDS)
 
 

@@ -34,7 +34,6 @@ from support.stand_ins import (
 GPUS = "needs several GPUs; tests/test_two_gpus.py, and with ranks on a CPU tests/test_ranks.py and tests/test_feed.py"
 DEMO = "minutes; tests/test_package.py runs it from the wheel, with fewer steps and prompts"
 NOT_RUN = {  # page, command: why it only has to be accepted by the command line (tests/test_docs.py)
-    ("README.md", "demo"): DEMO,
     ("docs/first-draft.md", "demo"): DEMO,
     ("docs/growing.md", "train --gpus 4 --target my-model --data chats.jsonl --out run"): GPUS,
     ("docs/growing.md", "train --target my-model --data chats.jsonl --out run"): GPUS,  # torchrun

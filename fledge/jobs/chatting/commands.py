@@ -51,6 +51,7 @@ def execute(session: Session, line: str) -> Outcome:
     """Executes a command. Raises ValueError for one that does not exist or has a wrong argument, and OSError if a file
     cannot be written."""
     name, _, argument = line[1:].strip().partition(" ")
+    name = OTHER_NAMES.get(name, name)
     if name not in COMMANDS:
         raise ValueError(
             f"there is no command /{name}; /help lists them (a text that begins with / is written with //)"
@@ -159,3 +160,4 @@ _LISTED = [
     Command("quit", "", "leave (or Ctrl-D)", lambda session, argument: Outcome(ends=True)),
 ]
 COMMANDS = {command.name: command for command in _LISTED}
+OTHER_NAMES = {"exit": "quit", "bye": "quit"}  # of other chats, which are not listed
