@@ -266,13 +266,6 @@ def test_peagle_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 and row["slots"][0] == 126 > row["slots"][1] > row["slots"][2] > 0 for row in rows)
 
 
-def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--target", tiny_target_directory(tmp_path), "--prompts", tiny_chats(tmp_path / "chats.jsonl", 3)
-    found = record(tmp_path, monkeypatch, "generate", *words, "--new", 8)
-    assert found["target_implementation"] == "native" and found["prompts"] == found["identical"] == 3
-    assert found["speedup"] > 0 and found["tokens_per_s"] > 0 < found["generate_tokens_per_s"]
-
-
 def test_impls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program trains with two seeds; a second call trains nothing and gives the same record."""
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
