@@ -44,7 +44,7 @@ LIMITS = {  # of the memory of one of the engines that start together
     "vllm": "--dtype bfloat16 --max-model-len 2048 --enforce-eager --gpu-memory-utilization 0.06 "
     "--kv-cache-memory-bytes 2G",
     "sglang": "--dtype bfloat16 --context-length 2048 --mem-fraction-static 0.5 --max-total-tokens 65536 "
-    "--attention-backend triton --sampling-backend pytorch",
+    "--attention-backend triton --sampling-backend pytorch --disable-cuda-graph",
 }
 
 

@@ -10,13 +10,16 @@ and are measured together, each with a part of the GPU's memory that the argumen
 `ttft_ms` and `itl_ms` are those of an engine that shares its machine.
 Cases can also be run one by one: rows are added to an existing record of the same commit and target, and replace those
 of the same method, K and concurrency. A case whose engine does not start has no rows, and the exit status is then 1.
-`--plain` measures the engine without a draft too (method "none", K 0), once.
+`--plain` measures the engine without a draft too (method "none", K 0), once. `--tree 5:16:4` drafts trees of 5 levels
+and 16 nodes, the root included, with 4 children a node (SGLang), in both decoders, besides the chains of `--k`.
 
 `own_rounds` is the number of fledge's rounds, and `z` has for each position the difference of α_k (the engine's less
 fledge's) in standard errors, from the rounds that reached it on both sides; null where a side has none. `steps` is the
 step of the training at which the draft was written, if the draft has a probe.
 `tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
 answers that are equal, of `requests`, and `identical_to_first` those that are equal at the first concurrency.
+`equal_answers` has both τ over the equal answers alone, where rounding has changed no text; null where the engine does
+not count by request (vLLM).
 """
 
 import argparse
@@ -44,10 +47,10 @@ from fledge.decode.engine import load, resolve_device
 from fledge.decode.request import Completion
 from fledge.engines.client import Answer, Client, Decoding
 from fledge.engines.command import program
-from fledge.engines.metrics import Acceptance
+from fledge.engines.metrics import Acceptance, of_requests
 from fledge.eval.endpoint import Measurement, identical, measure
 from fledge.eval.environment import environment
-from fledge.eval.metrics import drafted_and_accepted
+from fledge.eval.metrics import committed_per_round, drafted_and_accepted, tau
 from fledge.eval.own import decode_own
 from fledge.eval.probe import read_probe
 from fledge.eval.prompts import EvalPrompt, read_prompts
@@ -75,7 +78,8 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also measure the engine without a draft")
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--limit", type=int, default=48, help="the most prompts")
-    parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--k", type=int, nargs="*", default=[3, 5, 7])
+    parser.add_argument("--tree", type=parse_tree, nargs="*", default=[], metavar="K:NODES:WIDTH")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--new", type=int, default=128, help="the most new tokens of a prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -89,7 +93,8 @@ def main() -> None:
     check_record_path(options.out, "--out")
     drafts = dict(text.split("=", 1) for text in options.draft)
     record = _record(options, arguments)
-    cases = [Case(method, draft, k) for method, draft in drafts.items() for k in options.k]
+    shapes = [(k, None, None) for k in options.k] + options.tree
+    cases = [Case(method, draft, *shape) for method, draft in drafts.items() for shape in shapes]
     if options.plain:
         cases.insert(0, Case(PLAIN, None, 0))
     head = load_target(options.target, weights=False)
@@ -111,23 +116,46 @@ def main() -> None:
             try:
                 rows = rows_of(options, case, *done.result())
             except ChildProcessError as e:
-                print(f"{case.method}, K = {case.k}: {e}", flush=True)
+                print(f"{case.name}: {e}", flush=True)
                 failed = True
                 continue
-            asked = {(row["method"], row["k"], row["concurrency"]) for row in rows}
-            record["rows"] = [r for r in record["rows"] if (r["method"], r["k"], r["concurrency"]) not in asked] + rows
+            asked = {identity(row) for row in rows}
+            record["rows"] = [row for row in record["rows"] if identity(row) not in asked] + rows
             write_record(options.out, record)
     if failed:
         sys.exit(1)
 
 
+def parse_tree(text: str) -> tuple[int, int, int]:
+    """The K, nodes and width of a tree. Raises ValueError, which argparse reports."""
+    k, nodes, width = map(int, text.split(":"))
+    return k, nodes, width
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row measures: a later row of the same replaces it."""
+    return tuple(row[name] for name in ("method", "k", "nodes", "width", "concurrency"))
+
+
 @dataclass(frozen=True)
 class Case:
-    """A draft that is served with K drafted tokens a round; none for the engine alone."""
+    """A draft that is served with K drafted tokens a round, or with trees of K levels; none for the engine alone."""
 
     method: str
     draft: str | None
     k: int
+    nodes: int | None = None
+    width: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in a file's name and in messages."""
+        return f"{self.method}_{self.k}" + (f"_{self.nodes}_{self.width}" if self.nodes else "")
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """How fledge drafts it."""
+        return dict(mode="tree", depth=self.k, nodes=self.nodes, width=self.width) if self.nodes else {"depth": self.k}
 
     def template(self, target: TransformersTarget) -> ChatTemplate:
         """The target's chat template as the draft was trained on it."""
@@ -165,10 +193,12 @@ def rows_of(
     for found in measured:
         shown = found.record()
         row = {
-            "method": case.method, "k": case.k, "concurrency": found.concurrency,
+            "method": case.method, "k": case.k, "nodes": case.nodes, "width": case.width,
+            "concurrency": found.concurrency,
             "tau": own["figures"]["tau"] if own else None, "alpha": own["figures"]["alpha"] if own else None,
             f"{options.engine}_tau": shown["tau"], f"{options.engine}_alpha": shown["alpha"],
-            "fledge_identical": _same(own, found) if own else None, "requests": shown["requests"],
+            "fledge_identical": sum(same(own, found)) if own else None, "requests": shown["requests"],
+            "equal_answers": of_equal_answers(own, found) if own else None,
             "identical_to_first": identical(answers(found), answers(measured[0]))[0],
             "own_rounds": own["figures"]["rounds"] if own else None,
             "z": z_values(found.acceptance, own["completions"]) if own else None,
@@ -221,16 +251,28 @@ async def _measure(
 
 def _decode(options: argparse.Namespace, case: Case, measurement: Measurement) -> dict[str, Any]:
     """fledge's own decoding of the prompts of a measurement."""
-    engine = load(options.target, case.draft, device=options.device, dtype=parse_dtype(options.dtype), depth=case.k)
+    dtype = parse_dtype(options.dtype)
+    engine = load(options.target, case.draft, device=options.device, dtype=dtype, **case.drafting)
     ids = [asked.ids for asked in measurement.requests]
     sampling = Sampling(temperature=options.temperature)
     return decode_own(engine, ids, sampling=sampling, max_new_tokens=options.new, batch=min(8, len(ids)))
 
 
-def _same(own: dict[str, Any], measurement: Measurement) -> int:
-    """The number of answers whose text is fledge's."""
+def same(own: dict[str, Any], measurement: Measurement) -> list[bool]:
+    """For each answer, whether its text is fledge's."""
     pairs = zip(own["completions"], measurement.requests, strict=True)
-    return sum(ours.text == asked.answer.text for ours, asked in pairs)
+    return [ours.text == asked.answer.text for ours, asked in pairs]
+
+
+def of_equal_answers(own: dict[str, Any], measurement: Measurement) -> dict[str, Any] | None:
+    """τ and rounds of fledge and of the engine over the answers with the same text."""
+    equal = same(own, measurement)
+    theirs = of_requests(asked.answer.meta for asked in itertools.compress(measurement.requests, equal))
+    if theirs is None:
+        return None
+    ours = [c.trace for c in itertools.compress(own["completions"], equal)]
+    rounds = committed_per_round(ours)[1]
+    return {"tau": tau(ours), "engine_tau": theirs.tau, "rounds": rounds, "engine_rounds": theirs.rounds}
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------
@@ -272,10 +314,16 @@ def started(options: argparse.Namespace, case: Case, arguments: list[str]) -> It
     else:
         command = command_of(
             ServeOptions(
-                target=options.target, draft=case.draft, engine=options.engine, depth=case.k, arguments=arguments
+                target=options.target,
+                draft=case.draft,
+                engine=options.engine,
+                depth=case.k,
+                tree_nodes=case.nodes,
+                tree_width=case.width,
+                arguments=arguments,
             )
         )
-    log = options.out.with_name(f"{options.out.stem}_{case.method}_{case.k}.log")
+    log = options.out.with_name(f"{options.out.stem}_{case.name}.log")
     print("starting", *command, flush=True)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

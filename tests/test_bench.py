@@ -19,8 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fledge.features.vllm.files import STATES
+from fledge.jobs.serve import ServeOptions
 from fledge.models.weights import save_draft
 from fledge.targets.loading import load_target
+from fledge.types import Round, Trace
 from support.acceptance import define_measurements
 from support.chats import tiny_chats
 from support.files import write_rows
@@ -413,6 +415,51 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["method"] for row in rows[-2:]] == ["again", "again"]
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
         record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1, *engine)
+
+
+def test_serving_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree is a case of its own, in the engine and in fledge."""
+    target, draft = tiny_target_directory(tmp_path), tmp_path / "draft"
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), draft)
+    write_rows(tmp_path / "p.jsonl", [{"turns": ["the young bird"]}, {"turns": ["it can fly"]}])
+    monkeypatch.setenv("PYTHONPATH", str(BENCH.parent / "tests"))
+    server = SERVER.replace("port=port", "port=port, engine='sglang'").replace("speculative-config", "enable-metrics")
+    started = []
+
+    def command_of(options: ServeOptions) -> list[str]:
+        started.append((options.depth, options.tree_nodes, options.tree_width))
+        return [sys.executable, "-c", server, "--enable-metrics", *options.arguments]
+
+    monkeypatch.setattr("fledge.jobs.serve.command_of", command_of)
+    words = ["--engine", "sglang", "--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6]
+    words += ["--concurrency", 1, "--draft", f"eagle3={draft}", "--k", 3, "--tree", "2:5:3"]
+    found = record(tmp_path, monkeypatch, "serving", *words)
+    chain, tree = found["rows"]
+    assert started == [(3, None, None), (2, 5, 3)]
+    assert [(row["k"], row["nodes"], row["width"]) for row in (chain, tree)] == [(3, None, None), (2, 5, 3)]
+    assert len(chain["alpha"]) == 3 and len(tree["alpha"]) == 2 and tree["sglang_tau"] > 1 and tree["tau"] >= 1
+    assert chain["fledge_identical"] == 0 and chain["equal_answers"] is None
+    assert (tmp_path / "serving_eagle3_2_5_3.log").exists()
+
+
+def test_serving_compares_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over these alone, τ is that of rounds that drafted after the same texts; vLLM does not count by request."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    of_equal_answers = runpy.run_path(str(BENCH / "serving.py"))["of_equal_answers"]
+
+    def answers(*metas: dict) -> SimpleNamespace:
+        asked = [SimpleNamespace(answer=SimpleNamespace(text=t, meta=m)) for t, m in zip("abc", metas, strict=True)]
+        return SimpleNamespace(requests=asked)
+
+    def counts(rounds: int, accepted: int) -> dict:
+        return {"spec_verify_ct": rounds, "spec_num_correct_drafts": accepted, "completion_tokens": 9}
+
+    traces = [Trace([Round(3, n)] * 2) for n in (1, 2, 3)]
+    own = {"completions": [SimpleNamespace(text=t, trace=trace) for t, trace in zip("axc", traces, strict=True)]}
+    assert of_equal_answers(own, answers(counts(2, 2), counts(5, 0), counts(3, 6))) == {
+        "tau": 3.0, "engine_tau": 1 + 8 / 5, "rounds": 4, "engine_rounds": 5,
+    }  # fmt: skip
+    assert of_equal_answers(own, answers({}, {}, {})) is None
 
 
 def test_z_is_that_of_two_proportions(monkeypatch: pytest.MonkeyPatch) -> None:
