@@ -7,8 +7,8 @@ import functools
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -203,9 +203,11 @@ class Engine:
         return self._text_pieces(created, speculate)
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
-        for _ in self._decode([request], 1, speculate):
-            if piece := request.text.take():
-                yield piece
+        # closed with this generator, whenever the interpreter would get to it, so that the request's memory is free
+        with closing(self._decode([request], 1, speculate)) as decoding:
+            for _ in decoding:
+                if piece := request.text.take():
+                    yield piece
         rest = request.close()
         self._warn_at_chance([request])
         if rest:
@@ -275,7 +277,9 @@ class Engine:
         reserved = self.drafting.deepest if self.draft is not None and not self.target.rotary else 0
         return self.target.context - reserved
 
-    def _decode(self, requests: Sequence[Request], batch: int, speculate: bool) -> Iterator[list[Request]]:
+    def _decode(
+        self, requests: Sequence[Request], batch: int, speculate: bool
+    ) -> Generator[list[Request], None, None]:  # fmt: skip
         """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
         others."""
         if not requests:
@@ -346,20 +350,24 @@ class Engine:
         if not chooser.probes(together):
             return
         try:
-            if not self._probed:  # compiles what the next ones use, once, which tells nothing about what they take
-                self._guess(complete)
-                self._probed = True
+            self.compile_probe()
             chooser.budget.begin()
-            right, made = self._guess(complete)
+            right, made = self._guess(complete.prefix, len(complete.done.tokens))
             chooser.add_guesses(right, made, made)
         except torch.OutOfMemoryError:
             pass
         finally:
             chooser.budget.end()
 
-    def _guess(self, complete: Request) -> tuple[int, int]:
-        new = len(complete.done.tokens)
-        return probe(self.target, self._prober, self.layers, complete.prefix, new)
+    def compile_probe(self) -> None:
+        """Compiles what the guesses of complete answers (`--depth auto`) compute, once: that tells nothing about what
+        they take."""
+        if not self._probed:
+            self._guess([0] * 64, 32)
+            self._probed = True
+
+    def _guess(self, text: Sequence[int], new: int) -> tuple[int, int]:
+        return probe(self.target, self._prober, self.layers, text, new)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

@@ -74,6 +74,9 @@ def prepare(
         total = len(sizes) * sum(len(used.proposer.amounts) for _, used in able)
         with count("capturing rounds", total) as advance:
             rounds = sum(used.prepare(_request(engine, sampling), sizes, advance) for engine, used in able)
+        for engine in {engine for engine, used in able if used.proposer.draft is not None}:
+            if engine.chooser is not None:
+                engine.compile_probe()
         return Prepared(rounds, time.perf_counter() - began, _reserved_bytes(taken) - before)
 
 

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from fledge.decode.batch import Batch
 from fledge.decode.request import Request
 
 SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
-TOGETHER = 8  # requests begin together, at least one in so many of a full batch
-PATIENCE = 16  # rounds that a request waits at most for others to begin with
+BEGINNING = 0.005  # seconds for which a beginning stops the running requests, besides its work for each that begins
 
 
 class Beginning:
     """When requests begin, of which at most `batch` are decoded together.
 
-    Each beginning stops the running requests for a prefill, mostly as long for several as for one. So a request waits
-    for a free place, and then until there are places for `least` requests, or for all that wait, but at most PATIENCE
-    rounds. If nothing runs, none waits.
+    Each beginning stops the running requests for a prefill, which takes some time however few begin. So a free place is
+    left empty, in the hope that others become free, until the free places have lost as much time as a beginning takes
+    from all running requests. No place is left empty if nothing runs, or if all waiting requests have a place.
     """
 
-    def __init__(self, batch: int):
-        self.batch, self.least = batch, max(1, batch // TOGETHER)
-        self.rounds = 0  # in which a place was free
+    def __init__(self, batch: int, clock: Callable[[], float] = time.perf_counter):
+        """`clock` returns seconds."""
+        self.batch, self.clock = batch, clock
+        self.free, self.since = 0, 0.0  # the places that are left empty, and since when
+        self.lost = 0.0  # the seconds that places were left empty, added up
 
     def count(self, running: int, waiting: int) -> int:
         """How many of the waiting requests begin now. Called before each round."""
-        places = min(self.batch - running, waiting)
-        if places and running and places < min(self.least, waiting) and self.rounds < PATIENCE:
-            self.rounds += 1
+        now, places = self.clock(), min(self.batch - running, waiting)
+        self.lost += self.free * (now - self.since)
+        self.free, self.since = places, now
+        if running and 0 < places < waiting and self.lost < BEGINNING * running:
             return 0
-        self.rounds = 0
+        self.free, self.lost = 0, 0.0
         return places
 
 

@@ -48,7 +48,8 @@ class PackedAttention:
         self.firsts = [0, *itertools.accumulate(counts)]  # each sequence's first row
         rows = torch.arange(self.firsts.pop())
         place_B3 = torch.tensor([self.starts, self.lengths, self.firsts]).T
-        place_M3 = place_B3.repeat_interleave(torch.tensor(self.counts), dim=0)
+        # not by repeat_interleave, which starts all cores' threads for a few numbers
+        place_M3 = torch.cat([place_3.expand(n, 3) for place_3, n in zip(place_B3, self.counts, strict=True)])
         position_M = rows + place_M3[:, 1] - place_M3[:, 2]
         groups = self._groups() if grouped or (grouped is None and device.type != "cpu") else []
         indices = [position_M, position_M + place_M3[:, 0], *(x for group in groups for x in self._indices(group))]
