@@ -40,6 +40,7 @@ class Stage:
 
 TRAINED = ("target", "prompts")
 SERVED = {"vllm": "eagle1 eagle3 eagle3.1 peagle", "sglang": "eagle1 eagle3 eagle3.1"}
+TREES = {"vllm": "", "sglang": "--tree 5:16:4 7:60:10"}  # vLLM drafts chains only
 LIMITS = {  # of the memory of one of the engines that start together
     "vllm": "--dtype bfloat16 --max-model-len 2048 --enforce-eager --gpu-memory-utilization 0.06 "
     "--kv-cache-memory-bytes 2G",
@@ -51,8 +52,9 @@ LIMITS = {  # of the memory of one of the engines that start together
 def serving(engine: str) -> str:
     drafts = " ".join(f"{method}={{work}}/drafts/{method}/draft" for method in SERVED[engine].split())
     return (
-        f"bench/serving.py --engine {engine} --target {{target}} --draft {drafts} --k 3 5 7 --concurrency 1 4 16 "
-        "--prompts {prompts}/gsm8k.jsonl --limit 48 --new 64 --parallel 12 --out {out} -- " + LIMITS[engine]
+        f"bench/serving.py --engine {engine} --target {{target}} --draft {drafts} --k 3 5 7 {TREES[engine]} "
+        "--concurrency 1 4 16 --prompts {prompts}/gsm8k.jsonl --limit 48 --new 64 --parallel 15 --out {out} -- "
+        + LIMITS[engine]
     )
 
 
@@ -93,7 +95,7 @@ STAGES = {
         "bench/regenerate.py --target {target} --data {data} --out {out} -- " + LIMITS["vllm"], 200,
         needs=("target", "data"),
     ),
-    "sglang": Stage(serving("sglang"), 250, needs=TRAINED),
+    "sglang": Stage(serving("sglang"), 300, needs=TRAINED),
     "scale": Stage(
         "bench/scale.py --gpus 1 2 --tokens 8192 --source online disk --out {out}", 240, gpus=2
     ),
