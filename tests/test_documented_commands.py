@@ -1,5 +1,5 @@
-"""Every command of the documentation runs, with small stand-ins for what it names, unless NOT_RUN has a reason; so does
-every Python block that is marked `<!-- run -->`. What they print fits a pipe and a terminal of 60 columns.
+"""Every command of the documentation runs, with small stand-ins for what it names; so does every Python block that is
+marked `<!-- run -->`. What they print fits a pipe and a terminal of 60 columns.
 
 The blocks of a page run in order and in one directory, so that what one writes is what the next one reads. The options
 of `smaller` are added to the commands; all else is as documented.
@@ -11,6 +11,8 @@ import io
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from fledge import methods
 from support.commands import Ran
+from support.files import metrics_of
 from support.narrow import NarrowTerminal, misfits
-from support.pages import BLOCKS, SHELL, Block, commands_of
+from support.pages import BLOCKS, SHELL, Block, commands_of, lines_of
+from support.ranks import free_ports
 from support.stand_ins import (
     make_data,
     make_models,
@@ -31,22 +35,7 @@ from support.stand_ins import (
     uploads,
 )  # fmt: skip
 
-GPUS = "needs several GPUs; tests/test_two_gpus.py, and with ranks on a CPU tests/test_ranks.py and tests/test_feed.py"
-DEMO = "minutes; tests/test_package.py runs it from the wheel, with fewer steps and prompts"
-NOT_RUN = {  # page, command: why it only has to be accepted by the command line (tests/test_docs.py)
-    ("docs/first-draft.md", "demo"): DEMO,
-    ("docs/growing.md", "train --gpus 4 --target my-model --data chats.jsonl --out run"): GPUS,
-    ("docs/growing.md", "train --target my-model --data chats.jsonl --out run"): GPUS,  # torchrun
-    ("docs/growing.md", "train --target my-model --data chats.jsonl --out /shared/run"): GPUS,  # of two hosts
-    (
-        "docs/growing.md",
-        "train --gpus 4 --shard-target --target meta-llama/Llama-3.3-70B-Instruct --data chats.jsonl --out run",
-    ): GPUS,
-    (
-        "docs/growing.md",
-        "train --gpus 8 --target-gpus 4 --shard-target --target my-70b --data chats.jsonl --out run",
-    ): GPUS,
-}
+DEMO = ["demo"]  # takes minutes: tests/test_package.py runs it from the wheel, with fewer steps and prompts
 EXACT = ("generate", "chat")  # their standard output is a model's text, as it is
 
 
@@ -120,9 +109,9 @@ def test_the_commands_of_a_page_run(page, place, stand_ins, fledge, monkeypatch,
         if block.language == "python":
             exec(compile(block.text, f"{page}:{block.line}", "exec"), {"__name__": "__main__"})
             continue
-        commands = [c for c in commands_of(block) if (page, shlex.join(c)) not in NOT_RUN]
+        commands = [words[_command(words) :] for words in lines_of(block) if not starts_ranks(words)]
         assert commands or not block.runs, f"{page}:{block.line} is marked to run, but has nothing that runs"
-        for words in commands:
+        for words in (c for c in commands if c != DEMO):
             remove_output(words)
             (enable_progress_bars if words[0] == "push" else disable_progress_bars)()  # as the command's own process
             monkeypatch.setattr("sys.stdin", io.StringIO("the young bird\n"))
@@ -143,7 +132,62 @@ def remove_output(words: list[str]) -> None:
             out.unlink(missing_ok=True)
 
 
-def test_what_does_not_run_is_still_documented():
-    documented = {(b.page, shlex.join(words)) for b in SHELL for words in commands_of(b)}
-    assert documented >= NOT_RUN.keys()
-    assert len(NOT_RUN) < len(documented) / 10
+def _command(words: list[str]) -> int:
+    """Where the arguments of `fledge` begin in the words of a line."""
+    return words.index("fledge") + 1
+
+
+def starts_ranks(words: list[str]) -> bool:
+    """Whether a line starts processes for several GPUs."""
+    return words[0] == "torchrun" or ("--gpus" in words and "--dry-run" not in words)
+
+
+RANKS = [(b.page, words) for b in SHELL for words in lines_of(b) if starts_ranks(words)]
+PROCESSES = ("--gpus", "--target-gpus", "--nproc-per-node")
+MOST = 4  # processes in all
+
+
+def hosts_of(words: list[str]) -> int:
+    """The number of hosts on which a line is started."""
+    return int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+
+
+def on_cpu(words: list[str]) -> list[str]:
+    """A line for several GPUs with fewer processes and small amounts."""
+    counts = {flag: int(words[words.index(flag) + 1]) for flag in PROCESSES if flag in words}
+    by = max(2, hosts_of(words) * max(counts.values()) // MOST)
+    fewer = list(words)
+    for flag, count in counts.items():
+        fewer[words.index(flag) + 1] = str(max(1, count // by))
+    at = _command(words)
+    return [*fewer[:at], *smaller(fewer[at:])]
+
+
+@pytest.mark.parametrize(("page", "line"), RANKS, ids=[shlex.join(words)[:60] for _, words in RANKS])
+def test_commands_for_several_gpus_run(page, line, place, fledge, monkeypatch):
+    """As processes of this machine, which compute on the CPU; those of several hosts meet at a port of it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: MOST)  # asked before the processes are started
+    words = on_cpu(line)
+    at = words.index("--out") + 1
+    words[at] = Path(words[at]).name  # not in the root directory
+    remove_output(words)
+    if words[0] == "fledge":
+        ran = fledge(*words[1:])
+        assert ran.code == 0, ran.err
+    else:
+        (port,) = free_ports(1)
+        here = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "host0:29400": [f"localhost:{port}"]}
+        command = [new for word in words for new in here.get(word, [word])]
+        hosts = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(hosts_of(words))]
+        told = [host.communicate(timeout=240)[1] for host in hosts]
+        assert not any(host.returncode for host in hosts), "\n".join(told)
+    out = place / words[at]
+    assert len(metrics_of(out)) == 2 and (out / "draft" / "config.json").exists()
+
+
+def test_every_command_runs():
+    """What is left out above is run elsewhere, and the lines for several GPUs are those of one page."""
+    documented = [(b.page, words) for b in SHELL for words in commands_of(b)]
+    assert [page for page, words in documented if words == DEMO] == ["docs/first-draft.md"]
+    assert {page for page, _ in RANKS} == {"docs/growing.md"} and len(RANKS) == 5

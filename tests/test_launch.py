@@ -17,7 +17,6 @@ from fledge.jobs.training import launch
 from fledge.train.checkpoint import RunDirectory
 from support.chats import tiny_chats
 from support.files import metrics_of
-from support.ranks import free_ports
 from support.runs import recipe_of
 from support.targets import tiny_target_directory
 
@@ -52,22 +51,6 @@ def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path, capfd: p
     """Two processes with the same error: one of them prints it, and the status is torchrun's."""
     assert launch.start_processes(2, ["train", "--device", "cpu", "--target", str(tmp_path)]) != 0
     assert capfd.readouterr().err.count("fledge: ") == 1
-
-
-def test_several_hosts(tmp_path: Path) -> None:
-    """The torchrun line of docs/growing.md, started twice, as on two hosts that share a directory."""
-    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    (port,) = free_ports(1)
-    meeting = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    words = ["--target", target, "--data", data, "--out", tmp_path / "run", "--device", "cpu", *FLAGS]
-    command = [
-        str(w) for w in (sys.executable, "-m", "torch.distributed.run", *meeting, "-m", "fledge", "train", *words)
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    hosts = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [host.communicate(timeout=120)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], told
-    assert sum("on 2 ranks" in text for text in told) == 1 and len(metrics_of(tmp_path / "run")) == 2, told
 
 
 WAITING = """

@@ -26,7 +26,10 @@ from support.targets import tiny_target, tiny_tokenizer
 from support.templates import QWEN3
 from support.vllm_server import FakeVllm
 
-MODELS = ("my-model", "owner/model", "owner/target", "meta-llama/Llama-3.1-8B-Instruct")
+MODELS = (
+    "my-model", "owner/model", "owner/target", "meta-llama/Llama-3.1-8B-Instruct", "my-70b",
+    "meta-llama/Llama-3.3-70B-Instruct",
+)  # fmt: skip
 LAYERS = (2, 4, 5, 8)  # those of a target of 8 layers that an EAGLE-3 draft and its teacher read
 TEXTS = ["the young bird tries its wings", "it falls and tries again", "until it can fly"]
 HUB_DATA = {  # data sets of the hub: their number of rows here, and a row in their columns
