@@ -26,7 +26,7 @@ TRAIN: dict[str, Any] = {
     "aux_layers": "2,6,11", "fc_norm": True, "norm_output": True, "depth": 2, "draft_vocab": 1280, "max_length": 256,
     "row_length": 512, "lr": 2e-3, "gamma": 0.6, "eval_tokens": 32,
 }  # fmt: skip
-DECODE: dict[str, Any] = {"depth": ["auto"], "confidence": 0.4}
+DECODE: dict[str, Any] = {"depth": ["auto"], "confidence": 0.3}
 
 
 @dataclass(frozen=True, kw_only=True)
