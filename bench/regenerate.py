@@ -5,9 +5,9 @@
 Starts `vllm serve` with the target (arguments after `--` go to it) and answers the first messages of --records chats of
 the data: by `vllm bench serve`, then by `fledge regenerate --endpoint`, both greedily at --concurrency, and so once
 more. The tokens are those that the server counts, and the seconds are the whole command's without its imports. Then the
-command is killed --kills times at random moments while it answers, and run to its end: the record has how many chats
-were lost, answered twice, or answered otherwise than in the run that was not killed (the server's batches differ, so
-that near ties may fall otherwise).
+command is killed --kills times while it answers, each time in another part of the chats, and run to its end: the record
+has how many chats were lost, answered twice, or answered otherwise than in the run that was not killed (the
+server's batches differ, so that near ties may fall otherwise).
 """
 
 import argparse
@@ -142,12 +142,12 @@ def killed(options: argparse.Namespace, url: str, scratch: Path, asked: int) -> 
     def written() -> int:
         return out.read_bytes().count(b"\n") if out.exists() else 0
 
-    for _ in range(options.kills):
-        before = written()
+    for part in range(options.kills):
+        least = max(written() + 1, asked * (part + draw.random()) / options.kills)  # records to wait for
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and written() == before:
+        while process.poll() is None and written() < least:
             time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.15))
+        time.sleep(draw.uniform(0, 0.15))  # not always just after a record was written
         process.send_signal(signal.SIGKILL)
         process.wait()
         at.append(written())

@@ -9,7 +9,7 @@ fledge. Arguments after `--` go to the engine. A start takes a minute or two: wi
 and are measured together, each with a part of the GPU's memory that the arguments have to limit; then `tokens_per_s`,
 `ttft_ms` and `itl_ms` are those of an engine that shares its machine.
 Cases can also be run one by one: rows are added to an existing record of the same commit and target, and replace those
-of the same method, K and concurrency. A case whose engine does not start has no rows, and the exit status is then 1.
+of the same method, K, tree and concurrency. A case whose engine does not start has no rows; the exit status is then 1.
 `--plain` measures the engine without a draft too (method "none", K 0), once. `--tree 5:16:4` drafts trees of 5 levels
 and 16 nodes, the root included, with 4 children a node (SGLang), in both decoders, besides the chains of `--k`.
 
@@ -18,8 +18,8 @@ fledge's) in standard errors, from the rounds that reached it on both sides; nul
 step of the training at which the draft was written, if the draft has a probe.
 `tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
 answers that are equal, of `requests`, and `identical_to_first` those that are equal at the first concurrency.
-`equal_answers` has both τ over the equal answers alone, where rounding has changed no text; null where the engine does
-not count by request (vLLM).
+`equal_answers` has both τ over the equal answers alone, where rounding has changed no text; null where none is equal,
+or the engine does not count by request (vLLM).
 """
 
 import argparse
@@ -91,6 +91,10 @@ def main() -> None:
     options = parser.parse_args(words)
     options.out = options.out or Path(f"bench/results/serving_{options.engine}.json")
     check_record_path(options.out, "--out")
+    if options.tree and options.engine == "vllm":
+        parser.error("--tree is for SGLang; vLLM drafts chains")
+    if not options.plain and not (options.draft and (options.k or options.tree)):
+        parser.error("nothing to measure: give --draft with --k or --tree, or --plain")
     drafts = dict(text.split("=", 1) for text in options.draft)
     record = _record(options, arguments)
     shapes = [(k, None, None) for k in options.k] + options.tree

@@ -414,7 +414,7 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
     assert [row["method"] for row in rows[-2:]] == ["again", "again"]
     with pytest.raises(SystemExit, match="is of another commit or other settings"):
-        record(tmp_path, monkeypatch, "serving", *words, "--k", 2, "--limit", 1, *engine)
+        record(tmp_path, monkeypatch, "serving", *words, "--plain", "--limit", 1, *engine)
 
 
 def test_serving_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Every command of the documentation runs, with small stand-ins for what it names; so does every Python block that is
-marked `<!-- run -->`. What they print fits a pipe and a terminal of 60 columns.
+marked `<!-- run -->`. What they print fits a pipe and a terminal of 60 columns. Lines for several GPUs run with fewer
+processes, on a CPU.
 
 The blocks of a page run in order and in one directory, so that what one writes is what the next one reads. The options
 of `smaller` are added to the commands; all else is as documented.
@@ -167,6 +168,7 @@ def on_cpu(words: list[str]) -> list[str]:
 def test_commands_for_several_gpus_run(page, line, place, fledge, monkeypatch):
     """As processes of this machine, which compute on the CPU; those of several hosts meet at a port of it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes that are started
     monkeypatch.setattr("torch.cuda.device_count", lambda: MOST)  # asked before the processes are started
     words = on_cpu(line)
     at = words.index("--out") + 1
@@ -179,9 +181,16 @@ def test_commands_for_several_gpus_run(page, line, place, fledge, monkeypatch):
         (port,) = free_ports(1)
         here = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "host0:29400": [f"localhost:{port}"]}
         command = [new for word in words for new in here.get(word, [word])]
-        hosts = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(hosts_of(words))]
-        told = [host.communicate(timeout=240)[1] for host in hosts]
-        assert not any(host.returncode for host in hosts), "\n".join(told)
+        files = [place / f"host-{n}.txt" for n in range(hosts_of(words))]
+        hosts = [subprocess.Popen(command, stderr=file.open("w")) for file in files]
+        try:
+            ended = [host.wait(timeout=240) for host in hosts]
+        finally:
+            for host in hosts:
+                host.kill()
+        told = "\n".join(file.read_text() for file in files)
+        ranks = len(hosts) * int(words[words.index("--nproc-per-node") + 1])
+        assert not any(ended) and told.count(f"on {ranks} ranks") == 1, told
     out = place / words[at]
     assert len(metrics_of(out)) == 2 and (out / "draft" / "config.json").exists()
 

@@ -46,7 +46,7 @@ def test_beginning_together_saves_time(machine: str, mean: int, monkeypatch: pyt
     took, begun, longest = simulate(16, answers, *MACHINES[machine])
     monkeypatch.setattr(scheduler, "BEGINNING", 0.0)
     alone, begun_alone, _ = simulate(16, answers, *MACHINES[machine])
-    assert begun <= begun_alone and took < 1.03 * alone
+    assert took < 1.02 * alone
     assert longest <= 16 * 0.005 + MACHINES[machine][1]
     if machine == "small":
         assert begun < 0.6 * begun_alone and took < (0.6 if mean == 60 else 0.95) * alone
@@ -62,11 +62,23 @@ def test_when_requests_begin() -> None:
     for running in [15] * 5 + [13] * 6:  # a round takes 10 ms: 50 ms are lost with one free place, then 30 a round
         asked.append(full.count(running, 9))
         now += 0.01
-    assert asked == [0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 3]
+    assert asked == [0, 0, 0, 0, 0, 3, 0, 0, 3, 0, 0], "the next round would lose too much"
+
+
+@pytest.mark.parametrize("batch", [2, 4, 16])
+@pytest.mark.parametrize("mean", [8, 20, 60])
+def test_slow_rounds_wait_for_nobody(batch: int, mean: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a round takes much longer than a beginning, no round is run with a place that could be filled."""
+    draw = random.Random(0)
+    answers = [max(2, round(draw.expovariate(1 / mean))) for _ in range(300)]
+    took, _, longest = simulate(batch, answers, 0.005, 0.2)
+    monkeypatch.setattr(scheduler, "BEGINNING", 0.0)
+    assert took == simulate(batch, answers, 0.005, 0.2)[0] and not longest
 
 
 def test_prefills_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine prefills requests together, to the tokens of each alone, and a stream begins at once."""
+    monkeypatch.setattr(scheduler, "BEGINNING", 10.0)  # seconds: none begins alone, however slow the machine is
     target, draft, asked = good_pair(native=True)
     engine, together = Engine(target, draft, depth=2), []
     asked = [[*p[: 1 + i % 5], 7 + i] for i, p in enumerate(asked * 5)]

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import Drafting, Proposer
+from fledge.decode.propose import UNREAD, Drafting, Proposer
 from fledge.decode.request import Completion, Request
 from fledge.decode.scheduler import BatchScheduler, Beginning
 from fledge.decode.text import TextStream
@@ -134,8 +134,8 @@ class Engine:
             copied = replace(own, processors=copy.deepcopy(own.processors))
             requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
         indices = {r: index for index, r in enumerate(requests)}
-        for updated in self._decode(requests, batch or BATCH, speculate):
-            for complete in (r for r in updated if r.over):
+        with closing(self._decode(requests, batch or BATCH, speculate)) as decoding:
+            for complete in (r for updated in decoding for r in updated if r.over):
                 complete.close()
                 answered(indices[complete])
         self._warn_at_chance(requests)
@@ -203,7 +203,7 @@ class Engine:
         return self._text_pieces(created, speculate)
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
-        # closed with this generator, whenever the interpreter would get to it, so that the request's memory is free
+        # closed at once, not when Python gets to it, so that the request's memory is free
         with closing(self._decode([request], 1, speculate)) as decoding:
             for _ in decoding:
                 if piece := request.text.take():
@@ -360,10 +360,13 @@ class Engine:
             chooser.budget.end()
 
     def compile_probe(self) -> None:
-        """Compiles what the guesses of complete answers (`--depth auto`) compute, once: that tells nothing about what
-        they take."""
-        if not self._probed:
-            self._guess([0] * 64, 32)
+        """Compiles what the guesses of complete answers (`--depth auto`) compute, once, if there is memory for it: that
+        tells nothing about what they take."""
+        if self._probed:
+            return
+        with suppress(torch.OutOfMemoryError):
+            for guesses in (8, 24, UNREAD):  # kernels differ by the number of rows
+                self._guess([0] * min(2 * UNREAD, self.target.context - 1), guesses)
             self._probed = True
 
     def _guess(self, text: Sequence[int], new: int) -> tuple[int, int]:

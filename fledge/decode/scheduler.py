@@ -16,22 +16,24 @@ class Beginning:
     """When requests begin, of which at most `batch` are decoded together.
 
     Each beginning stops the running requests for a prefill, which takes some time however few begin. So a free place is
-    left empty, in the hope that others become free, until the free places have lost as much time as a beginning takes
-    from all running requests. No place is left empty if nothing runs, or if all waiting requests have a place.
+    left empty, in the hope that others become free, until with the next round the free places would have lost as much
+    time as a beginning takes from all running requests. No place is left empty if nothing runs, or if all waiting
+    requests have a place.
     """
 
     def __init__(self, batch: int, clock: Callable[[], float] = time.perf_counter):
         """`clock` returns seconds."""
         self.batch, self.clock = batch, clock
-        self.free, self.since = 0, 0.0  # the places that are left empty, and since when
+        self.free, self.since = 0, clock()  # the places that are left empty, and since when
         self.lost = 0.0  # the seconds that places were left empty, added up
 
     def count(self, running: int, waiting: int) -> int:
         """How many of the waiting requests begin now. Called before each round."""
         now, places = self.clock(), min(self.batch - running, waiting)
-        self.lost += self.free * (now - self.since)
+        round_ = now - self.since
+        self.lost += self.free * round_
         self.free, self.since = places, now
-        if running and 0 < places < waiting and self.lost < BEGINNING * running:
+        if running and 0 < places < waiting and self.lost + places * round_ < BEGINNING * running:
             return 0
         self.free, self.lost = 0, 0.0
         return places
