@@ -46,8 +46,9 @@ def words(tmp_path: Path) -> list[Any]:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> list[Any]:
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The same for a target of 70B parameters, of which there are only the config and a tokenizer."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))  # not of this machine
     directory = tmp_path / "large"
     tiny_tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(LLAMA_70B))

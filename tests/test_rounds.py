@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fledge import cli
 from fledge.decode import batch as batches
-from fledge.decode import rounds
+from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
 from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.sampling import BatchSampling
@@ -81,9 +81,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_requests_come_and_go(way: str, captured: list[int]) -> None:
+def test_requests_come_and_go(way: str, captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine requests of different lengths in a batch of three get the tokens of decoding without a draft, greedy,
     sampled and penalized side by side, and a graph is captured for each number of places and kind of sampling once."""
+    monkeypatch.setattr(scheduler, "BEGINNING", 0.0)  # the same requests run together in both calls
     target, draft, _ = good_pair(native=True)
     engine = Engine(target, draft, **WAYS[way])
     asked = [p for p in prompts(20, longest=14, seed=2) if len(p) > 1][:9]
