@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -182,12 +183,12 @@ def test_commands_for_several_gpus_run(page, line, place, fledge, monkeypatch):
         here = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "host0:29400": [f"localhost:{port}"]}
         command = [new for word in words for new in here.get(word, [word])]
         files = [place / f"host-{n}.txt" for n in range(hosts_of(words))]
-        hosts = [subprocess.Popen(command, stderr=file.open("w")) for file in files]
-        try:
-            ended = [host.wait(timeout=240) for host in hosts]
-        finally:
+        with ExitStack() as stack:
+            outputs = [stack.enter_context(file.open("w")) for file in files]
+            hosts = [stack.enter_context(subprocess.Popen(command, stderr=output)) for output in outputs]
             for host in hosts:
-                host.kill()
+                stack.callback(host.kill)
+            ended = [host.wait(timeout=240) for host in hosts]
         told = "\n".join(file.read_text() for file in files)
         ranks = len(hosts) * int(words[words.index("--nproc-per-node") + 1])
         assert not any(ended) and told.count(f"on {ranks} ranks") == 1, told

@@ -72,7 +72,7 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode = Acceptance(), False
-        self._probed = False  # whether `probe` has run
+        self._probed = False  # whether the kernels of `probe` are compiled
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -360,9 +360,9 @@ class Engine:
             chooser.budget.end()
 
     def compile_probe(self) -> None:
-        """Compiles what the guesses of complete answers (`--depth auto`) compute, once, if there is memory for it: that
-        tells nothing about what they take."""
-        if self._probed:
+        """Compiles the kernels with which complete answers are guessed (`--depth auto`), once, if there is memory: that
+        tells nothing about what a guess takes. A CPU has nothing to compile."""
+        if self._probed or self.target.device.type == "cpu":
             return
         with suppress(torch.OutOfMemoryError):
             for guesses in (8, 24, UNREAD):  # kernels differ by the number of rows
