@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -195,11 +197,19 @@ def test_the_number_of_shares() -> None:
 
 def test_tiles_of_large_trees_depend_on_the_context() -> None:
     large = tiles.LARGE
-    assert tiles.tiles_for(240, 128, HALF, large, 16_384).rows == 128
-    assert tiles.tiles_for(240, 128, HALF, large, 1024).rows == 64
-    assert tiles.tiles_for(240, 256, HALF, large, 16_384).rows == 64, "heads that fill the registers"
-    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384).rows == 64, "little shared memory"
-    assert tiles.tiles_for(32, 128, HALF, large, 16_384).rows == 32
+    assert tiles.tiles_for(240, 128, HALF, large, 16_384, False).rows == 128
+    assert tiles.tiles_for(240, 128, HALF, large, 1024, False).rows == 64
+    assert tiles.tiles_for(240, 256, HALF, large, 16_384, False).rows == 64, "heads that fill the registers"
+    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384, False).rows == 64, "little shared memory"
+    assert tiles.tiles_for(32, 128, HALF, large, 16_384, False).rows == 32
+
+
+def test_tiles_of_chains() -> None:
+    """Their blocks may have more slots than a word has bits; those of rows that see slots by a mask may not."""
+    large = tiles.LARGE
+    assert tiles.tiles_for(32, 128, HALF, large, 1024, True).slots == 128
+    for rows, d, dtype, shared in itertools.product((4, 32, 240), (64, 256), (HALF, torch.float32), (0, large)):
+        assert tiles.tiles_for(rows, d, dtype, shared, 16_384, False).slots <= tiles.WORD
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,14 @@ def test_other_tiles(given: tiles.Tiles, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "tiles_for", lambda *_: given)
     Case([90, 0, 33], 7, 8, 2, 16, HALF).check(window=20)
     Case([90, 33], 7, 8, 2, 16, HALF, J=9, chain=True).check()
+
+
+def test_wide_blocks_need_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles.Tiles(rows=32, slots=128, warps=8, stages=3))
+    for window in (None, 20):
+        Case([300, 0, 128, 33], 8, 8, 2, 16, HALF, chain=True).check(window=window)
+    with pytest.raises(ValueError, match="blocks of 128 slots need a chain"):
+        Case([300], 8, 8, 2, 16, HALF).check()
 
 
 def test_a_window_on_a_long_chain() -> None:

@@ -1,7 +1,7 @@
 """The small operations of a decoder layer in Triton, for a few rows.
 
 At batch 1 each takes little more than its launch, so that the aim is one launch and enough programs: a row each for the
-norm, a row and head each for the rotation, 1,024 outputs of a row each for the activation.
+norm, a row and some heads each for the rotation, 1,024 outputs of a row each for the activation.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from torch import Tensor
 from fledge.kernels.implementations import dependent_launch
 
 BLOCK = 1024
+HEADS = 8  # of a row, per program of the rotation: with one each, starting them would limit many rows
 
 
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, sx, sr, eps,
-    E: tl.constexpr, BE: tl.constexpr, RESIDUAL: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, BE)
     x = tl.load(x_ptr + row * sx + e, mask=e < E, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -47,6 +51,7 @@ def add_rms_norm_triton(
         _add_rms_norm[(M,)](
             x, residual, weight, out, total, x.stride(0), residual.stride(0), eps, E=E, BE=BE,
             RESIDUAL=residual_ME is not None, num_warps=4 if BE <= 1024 else 8 if BE <= 4096 else 16,
+            **dependent_launch(x.device),
         )  # fmt: skip
     return out, total
 
@@ -98,19 +103,22 @@ def join_embedding_triton(
 
 
 @triton.jit
-def _store_head(
-    ptr, a, b, rest,
+def _store_heads(
+    ptr, head_at, held, a, b, rest,
     D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Stores a head of dimensions [a; b; rest], where a and b are the halves of the R rotated ones."""
+    """Stores the heads that are `held`, at offsets `head_at`, of dimensions [a; b; rest], where a and b are the halves
+    of the R rotated ones."""
     half: tl.constexpr = R // 2
     i = tl.arange(0, BR)
     dtype = ptr.dtype.element_ty
-    tl.store(ptr + i, a.to(dtype), mask=i < half)
-    tl.store(ptr + half + i, b.to(dtype), mask=i < half)
+    at, inside = ptr + head_at[:, None] + i[None, :], held[:, None] & (i < half)[None, :]
+    tl.store(at, a.to(dtype), mask=inside)
+    tl.store(at + half, b.to(dtype), mask=inside)
     if R < D:
         p = tl.arange(0, BP)
-        tl.store(ptr + R + p, rest.to(dtype), mask=p < D - R)
+        inside = held[:, None] & (p < D - R)[None, :]
+        tl.store(ptr + head_at[:, None] + R + p[None, :], rest.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
@@ -118,58 +126,69 @@ def _rope_to_cache(
     qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     sx, sc, ss, skg, skp, svg, svp, shared, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BH: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """BH heads of a row."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    is_q, is_v = head < H, head >= H + G
-    is_k = (head >= H) & (head < H + G)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
+    is_q, is_k = head < H, (head >= H) & (head < H + G)
+    is_v = (head >= H + G) & (head < H + 2 * G)
     half: tl.constexpr = R // 2
     i, p = tl.arange(0, BR), tl.arange(0, BP)
-    x_ptr = qkv_ptr + row * sx + head * D
-    a = tl.load(x_ptr + i, mask=i < half, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + half + i, mask=i < half, other=0.0).to(tl.float32)
+    held, rotated, kept = (head < H + 2 * G)[:, None], (i < half)[None, :], (p < D - R)[None, :]
+    x_ptrs = qkv_ptr + row * sx + head[:, None] * D
+    a = tl.load(x_ptrs + i[None, :], mask=held & rotated, other=0.0).to(tl.float32)
+    b = tl.load(x_ptrs + half + i[None, :], mask=held & rotated, other=0.0).to(tl.float32)
     rest = a
     if R < D:
-        rest = tl.load(x_ptr + R + p, mask=p < D - R, other=0.0).to(tl.float32)
+        rest = tl.load(x_ptrs + R + p[None, :], mask=held & kept, other=0.0).to(tl.float32)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     turn = (tl.program_id(0) // shared).to(tl.int64)
-    cos = tl.load(cos_ptr + turn * sc + i, mask=i < half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + turn * ss + i, mask=i < half, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + turn * sc + i, mask=i < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + turn * ss + i, mask=i < half, other=0.0).to(tl.float32)[None, :]
     if Q_NORM or K_NORM:
-        squares = tl.sum(a * a, 0) + tl.sum(b * b, 0)
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if R < D:
-            squares += tl.sum(rest * rest, 0)
+            squares += tl.sum(rest * rest, 1)
         scale = 1.0 / tl.sqrt(squares / D + eps)
-        if Q_NORM:  # heads of another kind load a gain of 1, without reading
-            n, n_rest, factor = tl.where(is_q, half, 0), tl.where(is_q, D - R, 0), tl.where(is_q, scale, 1.0)
-            a *= factor * tl.load(q_norm_ptr + i, mask=i < n, other=1.0).to(tl.float32)
-            b *= factor * tl.load(q_norm_ptr + half + i, mask=i < n, other=1.0).to(tl.float32)
-            if R < D:
-                rest *= factor * tl.load(q_norm_ptr + R + p, mask=p < n_rest, other=1.0).to(tl.float32)
+        if Q_NORM:
+            a, b, rest = _times_gain(a, b, rest, scale, is_q, q_norm_ptr, D, R, BR, BP)
         if K_NORM:
-            n, n_rest, factor = tl.where(is_k, half, 0), tl.where(is_k, D - R, 0), tl.where(is_k, scale, 1.0)
-            a *= factor * tl.load(k_norm_ptr + i, mask=i < n, other=1.0).to(tl.float32)
-            b *= factor * tl.load(k_norm_ptr + half + i, mask=i < n, other=1.0).to(tl.float32)
-            if R < D:
-                rest *= factor * tl.load(k_norm_ptr + R + p, mask=p < n_rest, other=1.0).to(tl.float32)
-    new_a = tl.where(is_v, a, a * cos - b * sin)
-    new_b = tl.where(is_v, b, b * cos + a * sin)
-    if is_q:
-        _store_head(out_ptr + (row * H + head) * D, new_a, new_b, rest, D, R, BR, BP)
-    if is_k:
-        _store_head(k_ptr + (head - H).to(tl.int64) * skg + slot * skp, new_a, new_b, rest, D, R, BR, BP)
-    if is_v:
-        _store_head(v_ptr + (head - H - G).to(tl.int64) * svg + slot * svp, new_a, new_b, rest, D, R, BR, BP)
+            a, b, rest = _times_gain(a, b, rest, scale, is_k, k_norm_ptr, D, R, BR, BP)
+    new_a = tl.where(is_v[:, None], a, a * cos - b * sin)
+    new_b = tl.where(is_v[:, None], b, b * cos + a * sin)
+    key, value = (head - H).to(tl.int64), (head - H - G).to(tl.int64)
+    _store_heads(out_ptr, (row * H + head) * D, is_q, new_a, new_b, rest, D, R, BR, BP)
+    _store_heads(k_ptr, key * skg + slot * skp, is_k, new_a, new_b, rest, D, R, BR, BP)
+    _store_heads(v_ptr, value * svg + slot * svp, is_v, new_a, new_b, rest, D, R, BR, BP)
+
+
+@triton.jit
+def _times_gain(
+    a, b, rest, scale, chosen, gain_ptr,
+    D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The chosen heads times their scale and a gain [D]."""
+    half: tl.constexpr = R // 2
+    i, p = tl.arange(0, BR), tl.arange(0, BP)
+    gain_a = tl.load(gain_ptr + i, mask=i < half, other=1.0).to(tl.float32)
+    gain_b = tl.load(gain_ptr + half + i, mask=i < half, other=1.0).to(tl.float32)
+    a = tl.where(chosen[:, None], a * scale[:, None] * gain_a[None, :], a)
+    b = tl.where(chosen[:, None], b * scale[:, None] * gain_b[None, :], b)
+    if R < D:
+        gain_rest = tl.load(gain_ptr + R + p, mask=p < D - R, other=1.0).to(tl.float32)
+        rest = tl.where(chosen[:, None], rest * scale[:, None] * gain_rest[None, :], rest)
+    return a, b, rest
 
 
 def rope_to_cache_triton(
     qkv_MO: Tensor, cos_nr: Tensor, sin_nr: Tensor, heads: int, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor,
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """`rope_to_cache` with one program per row and head. Raises ValueError if a head of the pools is not contiguous."""
+    """`rope_to_cache` with HEADS heads of a row per program. Raises ValueError if a head of the pools is not
+    contiguous."""
     if not keys_GPd.stride(2) == values_GPd.stride(2) == 1:
         raise ValueError("rotary embedding 'triton' needs contiguous heads in the pools of keys and values")
     M, (n, r), (G, _, d) = qkv_MO.shape[0], cos_nr.shape, keys_GPd.shape
@@ -177,11 +196,12 @@ def rope_to_cache_triton(
     qkv, cos, sin = (_rows(x) for x in (qkv_MO, cos_nr, sin_nr))
     q_MHd = torch.empty(M, heads, d, dtype=qkv.dtype, device=qkv.device)
     if M:
-        _rope_to_cache[(M, heads + 2 * G)](
+        _rope_to_cache[(M, triton.cdiv(heads + 2 * G, HEADS))](
             qkv, cos, sin, keys_GPd, values_GPd, slot_M.contiguous(), q_norm, k_norm, q_MHd,
             qkv.stride(0), cos.stride(0), sin.stride(0), *keys_GPd.stride()[:2], *values_GPd.stride()[:2], M // n, eps,
             H=heads, G=G, D=d, R=r, BR=triton.next_power_of_2(r // 2), BP=triton.next_power_of_2(max(d - r, 1)),
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1, **dependent_launch(qkv.device),
+            BH=HEADS, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=HEADS // 2,
+            **dependent_launch(qkv.device),
         )  # fmt: skip
     return q_MHd
 

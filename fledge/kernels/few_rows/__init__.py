@@ -7,9 +7,9 @@ definitions apply: the fused small operations and the products of the platform's
 `impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows, but fast for few only) or None:
 "triton" on a GPU for up to `tiles.most_rows` rows of up to 32 bits, else "definition". Other names raise ValueError,
 and so do tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result does not depend on
-the other rows, bit by bit, nor on their number among 1 to FEW_ROWS, among those up to 32, and among those above. Calls
-with equal arguments have equal results. The kernels accumulate in float32 and round each output once; the definitions
-round in between, and on a CPU their results may be strided.
+the other rows, bit by bit, nor on their number among 1 to 8, among those up to FEW_ROWS, among those up to 32, and
+among those above. Calls with equal arguments have equal results. The kernels accumulate in float32 and round each
+output once; the definitions round in between, and on a CPU their results may be strided.
 
 Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
 """

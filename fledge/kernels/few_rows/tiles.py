@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FEW_ROWS = 16  # up to this number, a row has one result with any number of rows
+FEW_ROWS = 16  # up to this number, the columns of a step are in parts
 MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
 RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 
@@ -22,7 +22,9 @@ class Tiles:
 
     `splits` programs share the columns of a weight; a second kernel adds their sums in a fixed order. With `dependent`,
     a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
-    before it waits for that kernel; the weights must not be what that kernel writes.
+    before it waits for that kernel; the weights must not be what that kernel writes. It lets the next kernel start too:
+    at once, or with `late` when its sums are done. Programs that start early settle where there is room, and processors
+    with many of them end last.
     """
 
     rows: int = 8
@@ -34,6 +36,7 @@ class Tiles:
     splits: int = 1
     dependent: bool = False
     ahead: int = 512
+    late: bool = False
 
 
 def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
@@ -46,8 +49,8 @@ def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
 def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
     """The tiles of M rows and a weight [O, I].
 
-    They are the same for 1 to FEW_ROWS rows, for up to 32, and for more. A row has one result with any of the numbers
-    of rows that have the same tiles.
+    They are the same for 1 to 8 rows, for up to FEW_ROWS, for up to 32, and for more. A row has one result with any of
+    the numbers of rows that have the same tiles.
 
     `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
     the best for 1 and 8 rows on an H200, bench/results/many_rows_sweep.json those for 32 and 64.
@@ -56,13 +59,25 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
     if M > FEW_ROWS:
         return _tiles_of_many(O, I, 32 if M <= 32 else 64)
+    return _tiles_of_few(O, I, 8 if M <= 8 else 16)
+
+
+def _tiles_of_few(O: int, I: int, rows: int) -> Tiles:
+    """The tiles of up to FEW_ROWS rows, in programs that have all of them, so that each weight is read once.
+
+    Those between 4,096 and 12,288 outputs, and those that are `late`, were chosen by the time of whole rounds.
+    """
     if O >= 65536:
-        return Tiles(outputs=16, inputs=256, warps=4, stages=3)
+        return Tiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3)
     if O >= 12288:
-        return Tiles(outputs=64, inputs=128, warps=2, stages=3)
+        outputs = 128 if rows == 8 and O >= 24576 else 64
+        return Tiles(rows=rows, outputs=outputs, inputs=128, warps=2, stages=3)
+    if O > 4096 and I > 4096:
+        return Tiles(rows=rows, outputs=32, inputs=256, warps=4, stages=4, dependent=True, ahead=256)
     if O > 4096:
-        return Tiles(outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
-    return Tiles(outputs=16, inputs=512, warps=4, stages=3 if O > 2048 else 8, dependent=True, ahead=256)
+        return Tiles(rows=rows, outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
+    stages = 3 if O > 2048 else 8
+    return Tiles(rows=rows, outputs=16, inputs=512, warps=4, stages=stages, dependent=True, ahead=256, late=True)
 
 
 def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:

@@ -54,9 +54,10 @@ def _epilogue(
 @triton.jit
 def _wait(
     w_ptr, row, first, sw,
-    I: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+    I: tl.constexpr, DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Fetches AHEAD columns of the weights from `first` into the L2 cache, and waits for the kernel in front."""
+    """Fetches AHEAD columns of the weights from `first` into the L2 cache, and waits for the kernel in front. Unless
+    LATE, the next kernel may start then."""
     if DEPENDENT:
         line = tl.arange(0, AHEAD // LINE_ELEMENTS) * LINE_ELEMENTS
         ahead = w_ptr + row.to(tl.int64)[:, None] * sw + (first + line)[None, :]
@@ -65,14 +66,15 @@ def _wait(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead.to(tl.int64)], tl.int32, is_pure=False, pack=1
         )
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def _sums(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+    DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """The sums of products [outputs, rows] over STEPS * BI columns from `first`, and those of the squares of x [rows].
 
@@ -81,7 +83,7 @@ def _sums(
     k = first + tl.arange(0, BI)
     w_ptrs = w_ptr + row.to(tl.int64)[:, None] * sw + k[None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, :] * I + k[:, None]
-    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, LATE, AHEAD, LINE_ELEMENTS)
     acc_RB = tl.zeros((row.shape[0], m.shape[0]), tl.float32)
     square_IB = tl.zeros((BI, m.shape[0]), tl.float32)
     for _ in range(STEPS):
@@ -100,6 +102,8 @@ def _sums(
         w_ptrs += BI
         x_ptrs += BI
         k += BI
+    if DEPENDENT and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     return acc_RB, tl.sum(square_IB, 0)
 
 
@@ -107,14 +111,15 @@ def _sums(
 def _sums_of_parts(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+    NORM: tl.constexpr, DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
+    LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """`_sums`, where each of PARTS parts of a step has sums of its own until the end."""
     BP: tl.constexpr = BI // PARTS
     k = first + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
     w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
-    _wait(w_ptr, row, first, sw, I, DEPENDENT, AHEAD, LINE_ELEMENTS)
+    _wait(w_ptr, row, first, sw, I, DEPENDENT, LATE, AHEAD, LINE_ELEMENTS)
     acc_PRB = tl.zeros((PARTS, row.shape[0], m.shape[0]), tl.float32)
     square_PIB = tl.zeros((PARTS, BP, m.shape[0]), tl.float32)
     for _ in range(STEPS):
@@ -133,6 +138,8 @@ def _sums_of_parts(
         w_ptrs += BI
         x_ptrs += BI
         k += BI
+    if DEPENDENT and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     return tl.sum(acc_PRB, 0), tl.sum(tl.sum(square_PIB, 1), 0)
 
 
@@ -143,7 +150,7 @@ def _product(
     x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, square_ptr, M, O, sw, sr, eps,
     I: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+    DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """BO rows of the weight times BM rows of x, in steps of BI columns, of PARTS parts each.
 
@@ -165,11 +172,12 @@ def _product(
     first = split * SHARE * BI
     if PARTS == 1:
         acc_RB, square_B = _sums(
-            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, SHARE, EVEN, NORM, DEPENDENT, AHEAD, LINE_ELEMENTS
-        )
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, SHARE, EVEN, NORM, DEPENDENT, LATE, AHEAD,
+            LINE_ELEMENTS,
+        )  # fmt: skip
     else:
         acc_RB, square_B = _sums_of_parts(
-            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM, DEPENDENT, AHEAD,
+            x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM, DEPENDENT, LATE, AHEAD,
             LINE_ELEMENTS,
         )  # fmt: skip
     if SPLITS == 1:
@@ -255,7 +263,7 @@ def product(
     _product[(triton.cdiv(M, tiles.rows), triton.cdiv(O, outputs), S)](
         x, gain, weight_RI, bias, residual, out, part, square, M, O, weight_RI.stride(0), sr, eps,
         I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.inputs // tiles.part, **flags,
-        DEPENDENT=tiles.dependent, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
+        DEPENDENT=tiles.dependent, LATE=tiles.late, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )  # fmt: skip
     if S > 1:

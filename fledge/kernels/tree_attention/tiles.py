@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 MOST_SHARES = 64
+WORD = 64  # the most slots of a block whose rows see slots by a mask: one word has the block's bits
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
 
@@ -31,13 +32,16 @@ class Tiles:
     at_once: int = 4
 
 
-def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int) -> Tiles:
+def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, chain: bool) -> Tiles:
     """The tiles for `rows` query rows per key head of `d` dimensions and pools with `slots` slots a sequence, on a GPU
-    with `shared` bytes of shared memory per block. `bench/decode_kernels.py --sweep attention` times others."""
+    with `shared` bytes of shared memory per block; `chain` tells that they see slots as rows of chains do.
+    `bench/decode_kernels.py --sweep attention` times others."""
     if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
         return Tiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
+    if block == 32 and chain and shared >= LARGE and not wide:
+        return Tiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:
         return Tiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)
     if rows > 64 and slots >= LONG and shared >= LARGE and not wide:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fledge.kernels.implementations import dependent_launch
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain
-from fledge.kernels.tree_attention.tiles import Tiles, share_count, tiles_for
+from fledge.kernels.tree_attention.tiles import WORD, Tiles, share_count, tiles_for
 
 LOG2E = 1.4426950408889634
 PACKED_ROWS = 16  # rows of a program that packs a mask
@@ -224,7 +224,9 @@ def tree_attention_triton(
     if window is not None and position.stride(1) != 1:
         position = position.contiguous()
     rows = S * (H // G)
-    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device), P // B) if tiles is None else tiles
+    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device), P // B, chain) if tiles is None else tiles
+    if t.slots > WORD and not chain:
+        raise ValueError(f"blocks of {t.slots} slots need a chain: a mask has words for {WORD}")
     programs = B * G * triton.cdiv(rows, t.rows)
     # at most COUNTERS, so that there are counters for them where there are shares
     splits = share_count(programs, P, t.slots, min(t.per_processor * _processors(q_BSHd.device), COUNTERS))
