@@ -178,7 +178,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
     for (B, S, tree), length in itertools.product(cases, options.lengths):
         visible, counters = sweep_visible(B, S, tree), torch.zeros(COUNTERS, dtype=torch.int32)
         given, moved = attention_inputs(shape, visible, length, CALLS)
-        chosen = tiles_for(S * group, d, torch.bfloat16, LARGE, length, not tree)
+        chosen = tiles_for(S * group, d, torch.bfloat16, LARGE, length, B * shape["num_key_value_heads"], not tree)
 
         def call(a: tuple[Tensor, ...], t: Tiles, visible=visible, counters=counters) -> Tensor:
             return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)

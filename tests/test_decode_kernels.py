@@ -197,19 +197,20 @@ def test_the_number_of_shares() -> None:
 
 def test_tiles_of_large_trees_depend_on_the_context() -> None:
     large = tiles.LARGE
-    assert tiles.tiles_for(240, 128, HALF, large, 16_384, False).rows == 128
-    assert tiles.tiles_for(240, 128, HALF, large, 1024, False).rows == 64
-    assert tiles.tiles_for(240, 256, HALF, large, 16_384, False).rows == 64, "heads that fill the registers"
-    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384, False).rows == 64, "little shared memory"
-    assert tiles.tiles_for(32, 128, HALF, large, 16_384, False).rows == 32
+    assert tiles.tiles_for(240, 128, HALF, large, 16_384, 8, False).rows == 128
+    assert tiles.tiles_for(240, 128, HALF, large, 1024, 8, False).rows == 64
+    assert tiles.tiles_for(240, 256, HALF, large, 16_384, 8, False).rows == 64, "heads that fill the registers"
+    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384, 8, False).rows == 64, "little shared memory"
+    assert tiles.tiles_for(32, 128, HALF, large, 16_384, 8, False).rows == 32
 
 
 def test_tiles_of_chains() -> None:
     """Their blocks may have more slots than a word has bits; those of rows that see slots by a mask may not."""
     large = tiles.LARGE
-    assert tiles.tiles_for(32, 128, HALF, large, 1024, True).slots == 128
+    assert tiles.tiles_for(32, 128, HALF, large, 1024, 8, True).slots == 128
+    assert tiles.tiles_for(32, 128, HALF, large, 1024, 64, True).slots == 64, "many sequences"
     for rows, d, dtype, shared in itertools.product((4, 32, 240), (64, 256), (HALF, torch.float32), (0, large)):
-        assert tiles.tiles_for(rows, d, dtype, shared, 16_384, False).slots <= tiles.WORD
+        assert tiles.tiles_for(rows, d, dtype, shared, 16_384, 8, False).slots <= tiles.WORD
 
 
 @pytest.mark.parametrize(

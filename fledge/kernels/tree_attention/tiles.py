@@ -8,6 +8,7 @@ import torch
 
 MOST_SHARES = 64
 WORD = 64  # the most slots of a block whose rows see slots by a mask: one word has the block's bits
+FEW_HEADS = 16  # key heads of all sequences that leave most processors to shares
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
 
@@ -32,15 +33,15 @@ class Tiles:
     at_once: int = 4
 
 
-def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, chain: bool) -> Tiles:
+def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool) -> Tiles:
     """The tiles for `rows` query rows per key head of `d` dimensions and pools with `slots` slots a sequence, on a GPU
-    with `shared` bytes of shared memory per block; `chain` tells that they see slots as rows of chains do.
-    `bench/decode_kernels.py --sweep attention` times others."""
+    with `shared` bytes of shared memory per block. `heads` counts the key heads of all sequences, and `chain` tells
+    that the rows see slots as those of chains do. `bench/decode_kernels.py --sweep attention` times others."""
     if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
         return Tiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
-    if block == 32 and chain and shared >= LARGE and not wide:
+    if block == 32 and chain and heads <= FEW_HEADS and shared >= LARGE and not wide:  # fewer shares are added sooner
         return Tiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:
         return Tiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)

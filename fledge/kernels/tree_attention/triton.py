@@ -224,7 +224,8 @@ def tree_attention_triton(
     if window is not None and position.stride(1) != 1:
         position = position.contiguous()
     rows = S * (H // G)
-    t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device), P // B, chain) if tiles is None else tiles
+    if (t := tiles) is None:
+        t = tiles_for(rows, d, q_BSHd.dtype, _shared_memory(q_BSHd.device), P // B, B * G, chain)
     if t.slots > WORD and not chain:
         raise ValueError(f"blocks of {t.slots} slots need a chain: a mask has words for {WORD}")
     programs = B * G * triton.cdiv(rows, t.rows)
