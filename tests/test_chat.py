@@ -8,6 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.input import DummyInput
+from prompt_toolkit.output import DummyOutput
 from rich.color import Color
 
 from fledge.data.read import read_records
@@ -15,7 +19,7 @@ from fledge.decode.engine import Engine
 from fledge.jobs.chat import converse
 from fledge.jobs.chatting.commands import COMMANDS, Outcome, execute, help_text, is_command, text_of
 from fledge.jobs.chatting.conversation import Conversation, Exchange, save
-from fledge.jobs.chatting.screen import TINTS, Pipes
+from fledge.jobs.chatting.screen import TINTS, Pipes, Terminal
 from fledge.jobs.chatting.session import Session, Settings, summary
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
@@ -303,6 +307,23 @@ def test_a_conversation_on_a_narrow_terminal():
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
         assert terminal.text.count("def read(path):") >= 2
+
+
+def test_the_bar_of_a_narrow_terminal_shows_whole_parts(monkeypatch):
+    session = session_of(max_position_embeddings=2048)
+    monkeypatch.setattr(Session, "tokens", 1130)
+    monkeypatch.setattr(Session, "longest", 2048)
+    with create_app_session(input=DummyInput(), output=DummyOutput()):
+        screen = Terminal(session)
+
+    def bar(columns: int) -> str:
+        monkeypatch.setattr(screen._line.output, "get_size", lambda: Size(rows=24, columns=columns))
+        return screen._bar()
+
+    rest = "temperature 0 · 1,130/2,048 tokens"
+    assert bar(80) == f"draft on (depth 5), F2: off · {rest}"
+    assert bar(60) == f"draft on, F2: off · {rest}"
+    assert bar(40) == rest
 
 
 def test_without_colours_and_with_hostile_text(made, tmp_path):

@@ -143,15 +143,21 @@ class Terminal:
         self.say(format_message(error))
 
     def _bar(self) -> str:
-        """The bottom bar, no longer than the terminal is wide."""
-        session = self._session
-        settings, parts = session.settings, []
+        """The bottom bar. A terminal that is too narrow for all of it shows less, each part whole: without the
+        depth, then without the draft."""
+        session, columns = self._session, self._line.output.get_size().columns
+        settings = session.settings
+        always = [
+            f"temperature {exact(settings.sampling.temperature)}",
+            f"{session.tokens:,}/{session.longest:,} tokens",
+        ]
+        drafts = [[]]
         if session.has_draft:
+            on, key = ("on", "F2: off") if session.drafts else ("off", "F2: on")
             depth = f" (depth {session.depth})" if session.drafts else ""
-            parts.append(f"draft {'on' if session.drafts else 'off'}{depth}, F2: {'off' if session.drafts else 'on'}")
-        parts.append(f"temperature {exact(settings.sampling.temperature)}")
-        parts.append(f"{session.tokens:,}/{session.longest:,} tokens")
-        return " · ".join(parts)[: self._line.output.get_size().columns]
+            drafts = [[f"draft {on}{depth}, {key}"], [f"draft {on}, {key}"], []]
+        bars = [" · ".join(draft + always) for draft in drafts]
+        return next((bar for bar in bars if len(bar) <= columns), bars[-1][:columns])
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()
