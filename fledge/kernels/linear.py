@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.gradients import GradientSums
+from fledge.kernels.packed_weight import packed_copy, packed_linear
 
 # Up to this number of rows, W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ, torch's BLAS library first packs the weights,
 # which takes longer than the product itself. A single row is computed as two, because the matrix-vector product reads
@@ -27,8 +28,10 @@ def padded_rows(rows: int) -> int:
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous. Equals `F.linear` up to rounding; faster for 1 to 8 float32 CPU
-    rows."""
+    rows, and for packed weights (`kernels/packed_weight.py`)."""
     rows = x.numel() // x.shape[-1]
+    if (copy := packed_copy(weight_OI, rows)) is not None:
+        return packed_linear(x, copy, bias_O)
     if not _few(x, rows):
         return F.linear(x, weight_OI, bias_O)
     return _few_rows(x.reshape(rows, -1), weight_OI, bias_O).contiguous().view(*x.shape[:-1], -1)
@@ -36,6 +39,8 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 def strided_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`linear` of rows, but the result may be strided: an operation that reads it once needs no contiguous copy."""
+    if (copy := packed_copy(weight_OI, x_MI.shape[0])) is not None:
+        return packed_linear(x_MI, copy, bias_O)
     if not _few(x_MI, x_MI.shape[0]):
         return F.linear(x_MI, weight_OI, bias_O)
     return _few_rows(x_MI, weight_OI, bias_O)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
+from fledge.kernels.packed_weight import can_pack, pack
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
@@ -36,6 +37,8 @@ class NativeTarget(TransformersTarget):
         if problem := native_problem(model, self.config):
             raise ValueError(f"{self.name or 'the target'} cannot run natively: {problem}")
         self.native = NativeDecoder(model, self.config)
+        self._decoder, self._head_weight = self.native, self.head.weight  # what decoding computes with
+        self._packed_versions: list[int] | None = None  # of the model's parameters
 
     implementation = "native"
     packs = True
@@ -65,8 +68,22 @@ class NativeTarget(TransformersTarget):
         return SlotPool(len(n.layers), n.shape.kv_heads, n.shape.head_dim, self.device, self.dtype)
 
     def new_cache(self, sizes: Sequence[int] = ()) -> KVCache:
-        """See `DecodingTarget.new_cache`."""
+        """See `DecodingTarget.new_cache`. On a CPU, it packs the weights if they have changed since."""
+        self._pack()
         return KVCache(self.pool, sizes)
+
+    def _pack(self) -> None:
+        if not can_pack([*self.native.matrices(), self.head.weight]):
+            return
+        versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
+        if versions != self._packed_versions:
+            self._packed_versions = versions
+            self._decoder, self._head_weight = self.native.packed(), pack(self.head.weight)
+
+    def _decoding_logits(self, last_ND: Tensor) -> Tensor:
+        """`logits` of final states [N, D] of `_decoder`."""
+        with current_device(self.device):
+            return plain_linear(last_ND, self._head_weight, self.head.bias)
 
     @torch.inference_mode()
     def prefill(
@@ -80,14 +97,14 @@ class NativeTarget(TransformersTarget):
         position = rows.position_M
         last_B = count_B.cumsum(0) - 1
         if layers is None:
-            features = self.native(token, position, CachedRows(rows), (), last_B)
+            features = self._decoder(token, position, CachedRows(rows), (), last_B)
         else:
-            features = self.native(token, position, CachedRows(rows), layers)
+            features = self._decoder(token, position, CachedRows(rows), layers)
         rows.commit(count_B)
         if layers is None:
-            return self.logits(features.last_TD), []
+            return self._decoding_logits(features.last_TD), []
         parts = zip(features.aux_TAD.split(counts), features.last_TD.split(counts), strict=True)
-        return self.logits(features.last_TD[last_B]), [Features(*part) for part in parts]
+        return self._decoding_logits(features.last_TD[last_B]), [Features(*part) for part in parts]
 
     @torch.inference_mode()
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
@@ -95,5 +112,5 @@ class NativeTarget(TransformersTarget):
         B, N = tree.token_BN.shape
         position_BN, slot_BN, visible = place_trees(tree, cache.start_B, cache.length_B)
         attend = CachedRows(TreeRows(cache, N, visible, position_BN, slot_BN))
-        features = self.native(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
-        return self.logits(features.last_TD).view(B, N, -1), None if layers is None else features
+        features = self._decoder(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
+        return self._decoding_logits(features.last_TD).view(B, N, -1), None if layers is None else features
