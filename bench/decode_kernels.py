@@ -42,10 +42,11 @@ from fledge.kernels.likeliest import likeliest
 from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
-from fledge.kernels.tree_attention.tiles import LARGE, Tiles, tiles_for
+from fledge.kernels.tree_attention.tiles import LARGE, WORD, Tiles, tiles_for
 from fledge.types import Sampling, Tree
 
 CALLS = 32
+MOST_SHARED = 227 * 1024  # bytes of shared memory of a block on an H200
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
 ROWS = 1, 8, 60
 LIKELIEST, LEVELS = 10, 8
@@ -123,7 +124,7 @@ def attention_inputs(
     return given, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
 
 
-def attention_tiles(rows: int) -> list[Tiles]:
+def attention_tiles(rows: int, tree: bool) -> list[Tiles]:
     """Tiles for `rows` query rows of a key head that fit into the shared memory of an H200 with heads of 128."""
     few = rows <= 32
     block = min(max(1 << (rows - 1).bit_length(), 16), 128)
@@ -136,7 +137,9 @@ def attention_tiles(rows: int) -> list[Tiles]:
     found = []
     for (m, n, w), stages, per_processor, at_once in itertools.product(shapes, depths, programs, sums):
         shared = 2 * 128 * (2 * n * stages + m)
-        if m <= max(block, 64) and shared * per_processor <= LARGE:
+        if m <= max(block, 64) and shared * per_processor <= MOST_SHARED:
+            if tree and n > WORD:
+                continue
             apart = (True,) if not few else (False, True) if per_processor == 1 and at_once == 4 else (False,)
             found += [Tiles(m, n, w, stages, per_processor, mask, at_once) for mask in apart]
     return found
@@ -172,7 +175,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
             (S, tree, t): pool.submit(compile_attention, shape, 1, S, tree, t)
             for S, tree in dict.fromkeys((S, tree) for _, S, tree in cases)
             # those with more programs per processor are the same kernels
-            for t in dict.fromkeys(replace(t, per_processor=1) for t in attention_tiles(S * group))
+            for t in dict.fromkeys(replace(t, per_processor=1) for t in attention_tiles(S * group, tree))
         }
         errors = {key: job.exception() for key, job in jobs.items()}
     for (B, S, tree), length in itertools.product(cases, options.lengths):
@@ -184,7 +187,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
             return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)
 
         exact, rows = call(given[0], chosen).float(), []
-        for t in dict.fromkeys([chosen, *attention_tiles(S * group)]):
+        for t in dict.fromkeys([chosen, *attention_tiles(S * group, tree)]):
             row = {"B": B, "S": S, "tree": tree, "length": length, "tiles": asdict(t), "chosen": t == chosen}
             if (error := errors.get((S, tree, replace(t, per_processor=1)))) is not None:
                 record["rows"].append(row | {"us": None, "failed": f"{type(error).__name__}: {str(error)[:200]}"})

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm
-from fledge.kernels.few_rows import FEW_ROWS, linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu, plain_linear
 from fledge.kernels.few_rows.tiles import Tiles, tiles_for
 
 PARTS_ROWS = 8  # the most rows of the sweep for which programs have 8 rows and the columns of a step are in parts
@@ -204,8 +204,7 @@ def candidates(matrix: Matrix, M: int) -> list[Tiles]:
     if M <= PARTS_ROWS:
         return list(dict.fromkeys([default, *candidates_in_parts(matrix)]))
     rows = 1 << (M - 1).bit_length()
-    more = [replace(default, rows=rows)] if M <= FEW_ROWS else []
-    return list(dict.fromkeys([default, *more, *candidates_of_many(matrix, min(rows, 64))]))
+    return list(dict.fromkeys([default, *candidates_of_many(matrix, min(rows, 64))]))
 
 
 def candidates_in_parts(matrix: Matrix) -> list[Tiles]:

@@ -149,8 +149,8 @@ def killed(options: argparse.Namespace, url: str, scratch: Path, asked: int) -> 
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.15))  # not always just after a record was written
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        at.append(written())
+        if process.wait() == -signal.SIGKILL:  # else it had ended before
+            at.append(written())
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_SECONDS)
     first, second = (by_source(path) for path in (scratch / "whole.jsonl", out))
     return {

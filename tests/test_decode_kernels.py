@@ -392,6 +392,7 @@ def test_silu_mul_fused(M: int, width: int, dtype: torch.dtype) -> None:
         (1, 4, 2, 16, 16),
         (3, 3, 1, 24, 8),
         (2, 2, 2, 80, 32),
+        (2, 9, 3, 16, 8),
         pytest.param(60, 32, 8, 128, 128, marks=pytest.mark.gpu),
         pytest.param(8, 28, 4, 96, 48, marks=pytest.mark.gpu),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -120,6 +121,12 @@ def test_a_row_depends_on_no_other(kind: str) -> None:
                 assert torch.equal(whole, case())
                 for rows in (slice(*part) for part in parts):
                     assert torch.equal(case(rows), whole[rows])
+
+
+def test_each_weight_is_read_once() -> None:
+    """One program has all rows, of up to FEW_ROWS."""
+    for O, I, M in itertools.product((896, 4096, 6144, 14336, 28672, 128256), (4096, 14336), range(1, FEW_ROWS + 1)):
+        assert tiles_for(O, I, torch.bfloat16, M).rows == (8 if M <= 8 else 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fledge.decode.engine import Engine
+from fledge.kernels import linear as linear_module
 from fledge.kernels import packed_weight
 from fledge.kernels.linear import linear, strided_linear
 from fledge.kernels.packed_weight import can_pack, has_packed_products, pack, packed_copy
 from support.targets import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.skipif(not has_packed_products(), reason="needs oneDNN's packed products and an x86 CPU")
+PROMPT = [5, 6, 7]
 
 
 @pytest.fixture
@@ -22,12 +28,25 @@ def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", 1)
 
 
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch, everything_is_packed) -> list[int]:
+    """The numbers of outputs of the packed products."""
+    outputs = []
+
+    def counted(x, copy, bias):
+        outputs.append(copy.shape[0])
+        return packed_weight.packed_linear(x, copy, bias)
+
+    monkeypatch.setattr(linear_module, "packed_linear", counted)
+    return outputs
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(rows: int, bias: bool, everything_is_packed) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 40, generator=generator), torch.randn(24, 40, generator=generator)
-    b = torch.randn(24, generator=generator) if bias else None
+    b = torch.randn(48, generator=generator)[::2] if bias else None
     exact, packed = F.linear(x.double(), weight.double(), b if b is None else b.double()), pack(weight)
     with torch.no_grad():
         for found in (
@@ -53,34 +72,70 @@ def test_when_copies_are_made_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_decoding(tree: bool, everything_is_packed) -> None:
-    """The tokens of transformers' own decoding, with and without a draft, for one request and for several."""
-    target = tiny_target(native=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_decoding(family: str, tree: bool, used: list[int]) -> None:
+    """The tokens of transformers' own decoding, for one request and for several."""
+    target = tiny_target(family, native=True, tie_word_embeddings=family == "llama")
     options = dict(mode="tree", nodes=8, width=3) if tree else {}
     engine = Engine(target, tiny_draft(target), depth=3, **options)
-    prompts = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8]]
+    prompts = [PROMPT, [9], [3, 4, 5, 6, 7, 8]]
     expected = [target.reference_generate(p, max_new_tokens=12) for p in prompts]
     for batch in (1, 3):
+        used.clear()
         found = engine.generate_all(prompts, batch=batch, max_new_tokens=12)
         assert [d.tokens for d in found] == expected
-    assert packed_copy_of_layer(target) is not None
+        passes = used.count(400)  # each has one product with the head
+        assert passes >= 4 and len(used) >= passes * (1 + 2 * 8), "every layer's projections"
 
 
-def test_changed_weights_are_packed_again(everything_is_packed) -> None:
+def changed_in_place(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
+
+
+def changed_through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.copy_(p + torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
+
+
+def another_head(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0))
+
+
+@pytest.mark.parametrize("change", [changed_in_place, changed_through_data, another_head])
+def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
     target = tiny_target(native=True)
-    engine, prompt = Engine(target), [5, 6, 7]
-    engine.generate_all([prompt], max_new_tokens=4)
-    before = packed_copy_of_layer(target)
-    engine.generate_all([prompt], max_new_tokens=4)
-    assert packed_copy_of_layer(target) is before
+    engine = Engine(target)
+    engine.generate_all([PROMPT], max_new_tokens=4)
+    before = target._packed
+    engine.generate_all([PROMPT], max_new_tokens=4)
+    assert target._packed is before
     with torch.no_grad():
-        for p in target.model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
-    expected = target.reference_generate(prompt, max_new_tokens=12)
-    assert engine.generate_all([prompt], max_new_tokens=12)[0].tokens == expected
-    assert packed_copy_of_layer(target) is not before
+        change(target.model)
+    expected = target.reference_generate(PROMPT, max_new_tokens=12)
+    assert engine.generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected
+    assert target._packed is not before
 
 
-def packed_copy_of_layer(target) -> torch.Tensor | None:
-    with torch.no_grad():
-        return packed_copy(target._decoder.layers[0].gate_up, 6)
+def test_a_head_that_is_not_packed_is_the_present_one() -> None:
+    target = tiny_target(native=True, dtype=torch.float64)
+    engine = Engine(target)
+    engine.generate_all([PROMPT], max_new_tokens=4)
+    another_head(target.model)
+    expected = target.reference_generate(PROMPT, max_new_tokens=12)
+    assert engine.generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected
+
+
+def test_a_model_made_in_inference_mode(used: list[int]) -> None:
+    with torch.inference_mode():
+        target = tiny_target(native=True)
+    expected = target.reference_generate(PROMPT, max_new_tokens=12)
+    assert Engine(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected and used
+
+
+def test_copies_of_a_target_pack_anew(used: list[int]) -> None:
+    target = tiny_target(native=True)
+    expected = Engine(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens
+    for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        used.clear()
+        assert Engine(other).generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected and used

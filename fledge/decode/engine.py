@@ -365,7 +365,7 @@ class Engine:
         if self._probed or self.target.device.type == "cpu":
             return
         with suppress(torch.OutOfMemoryError):
-            for guesses in (8, 24, UNREAD):  # kernels differ by the number of rows
+            for guesses in (7, 12, 24, UNREAD):  # kernels differ by the number of rows, up to 8, 16, 32 and 64
                 self._guess([0] * min(2 * UNREAD, self.target.context - 1), guesses)
             self._probed = True
 
@@ -374,6 +374,7 @@ class Engine:
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
+        self.target.prepare_decoding()
         if idle := self._idle_batches[drafts]:
             return idle.pop()
         if not drafts or self.draft is None:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 MOST_BYTES = 2 << 30  # of the copies of a model's weights
-LEAST_ELEMENTS = 1 << 18  # of a weight: for smaller ones, calling the product takes longer than what it saves
-LEAST_ROWS = 3  # fewer are multiplied sooner by the weight as it is
+# Compromises, chosen by the times of whole rounds too: with smaller weights, calling the product takes about as long as
+# it saves, and one and two rows are about as fast without the copy.
+LEAST_ELEMENTS = 1 << 18
+LEAST_ROWS = 3
 ROWS = 8  # for which the layout is chosen
+SAMPLES = 64  # numbers of a weight that tell whether it has changed
 
 
 @functools.cache
@@ -27,6 +30,7 @@ def has_packed_products() -> bool:
         platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
 
@@ -48,6 +52,24 @@ def pack(weight_OI: Tensor) -> Tensor:
     return alias
 
 
+def fingerprint(weights: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
+    """Of those of the weights that `pack` copies: what differs after they have changed. Writes through `.data` are seen
+    if they change one of SAMPLES numbers of a weight that are spread over it."""
+    copied = [w.detach() for w in weights if w.numel() >= LEAST_ELEMENTS]
+    samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in copied]
+    numbers = torch.cat(samples).numpy().tobytes() if samples else b""
+    return [w.data_ptr() for w in copied], [_version(w) for w in copied], numbers
+
+
+def _version(weight: Tensor) -> int:
+    """The number of operations that have changed a tensor in place; 0 for one that counts none, as one that was made
+    in inference mode."""
+    try:
+        return weight._version
+    except RuntimeError:
+        return 0
+
+
 def packed_copy(weight_OI: Tensor, rows: int) -> Tensor | None:
     """The packed copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster
     without, and if gradients are asked for."""
@@ -58,4 +80,5 @@ def packed_copy(weight_OI: Tensor, rows: int) -> Tensor | None:
 
 def packed_linear(x: Tensor, copy: Tensor, bias_O: Tensor | None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias_O, "none", [], "")
+    bias = None if bias_O is None else bias_O.contiguous()  # the operation ignores strides
+    return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")

@@ -135,6 +135,9 @@ class DecodingTarget(Target):
     pads: bool = True
     prefills_in_parts: bool = False
 
+    def prepare_decoding(self) -> None:
+        """Called before requests are decoded: makes of the weights what decoding reads, if that is something else."""
+
     @abstractmethod
     def new_cache(self, sizes: Sequence[int]) -> Cache:
         """A cache of empty sequences, each for at most this number of tokens, nodes of trees included."""

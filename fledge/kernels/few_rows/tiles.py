@@ -23,8 +23,8 @@ class Tiles:
     `splits` programs share the columns of a weight; a second kernel adds their sums in a fixed order. With `dependent`,
     a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
     before it waits for that kernel; the weights must not be what that kernel writes. It lets the next kernel start too:
-    at once, or with `late` when its sums are done. Programs that start early settle where there is room, and processors
-    with many of them end last.
+    at once, or with `late` when its sums are done. Programs of the next kernel that start early gather on the
+    processors that are free first, which then finish last; `late` avoids this.
     """
 
     rows: int = 8

@@ -93,5 +93,5 @@ def attend_to_slots(
         q_1GRd = q_SHd.transpose(0, 1).reshape(1, G, -1, d)  # rows R = group x S
         found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
         out.append(found_1GRd.reshape(H, S, d).transpose(0, 1))
-    # a GPU's result has another layout than a CPU's, where neither this nor the reshape copies
+    # a GPU's result has another layout than a CPU's, of which the reshape is a view
     return torch.stack(out) if len(out) > 1 else out[0][None].contiguous()

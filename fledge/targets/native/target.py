@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
-from fledge.kernels.packed_weight import can_pack, pack
+from fledge.kernels.packed_weight import can_pack, fingerprint, pack
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
@@ -22,6 +23,15 @@ from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Tree
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What decoding on a CPU computes with, and the `fingerprint` of the weights that it was made of."""
+
+    decoder: NativeDecoder
+    head: Tensor
+    fingerprint: Any
 
 
 class NativeTarget(TransformersTarget):
@@ -37,8 +47,7 @@ class NativeTarget(TransformersTarget):
         if problem := native_problem(model, self.config):
             raise ValueError(f"{self.name or 'the target'} cannot run natively: {problem}")
         self.native = NativeDecoder(model, self.config)
-        self._decoder, self._head_weight = self.native, self.head.weight  # what decoding computes with
-        self._packed_versions: list[int] | None = None  # of the model's parameters
+        self._packed: Packed | None = None
 
     implementation = "native"
     packs = True
@@ -68,22 +77,34 @@ class NativeTarget(TransformersTarget):
         return SlotPool(len(n.layers), n.shape.kv_heads, n.shape.head_dim, self.device, self.dtype)
 
     def new_cache(self, sizes: Sequence[int] = ()) -> KVCache:
-        """See `DecodingTarget.new_cache`. On a CPU, it packs the weights if they have changed since."""
-        self._pack()
+        """See `DecodingTarget.new_cache`."""
         return KVCache(self.pool, sizes)
 
-    def _pack(self) -> None:
-        if not can_pack([*self.native.matrices(), self.head.weight]):
+    @torch.inference_mode(False)
+    def prepare_decoding(self) -> None:
+        """See `DecodingTarget.prepare_decoding`. On a CPU, it packs the weights, again if they have changed."""
+        weights = [*self.native.matrices(), self.head.weight]
+        if not can_pack(weights):
+            self._packed = None
             return
-        versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
-        if versions != self._packed_versions:
-            self._packed_versions = versions
-            self._decoder, self._head_weight = self.native.packed(), pack(self.head.weight)
+        now = fingerprint(weights)
+        if self._packed is None or self._packed.fingerprint != now:
+            self._packed = None  # frees the old copies before there are new ones
+            self._packed = Packed(self.native.packed(), pack(self.head.weight), now)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without packed copies, which can be neither copied nor pickled."""
+        return self.__dict__ | {"_packed": None}
+
+    @property
+    def _decoder(self) -> NativeDecoder:
+        return self.native if self._packed is None else self._packed.decoder
 
     def _decoding_logits(self, last_ND: Tensor) -> Tensor:
         """`logits` of final states [N, D] of `_decoder`."""
+        head = self.head.weight if self._packed is None else self._packed.head
         with current_device(self.device):
-            return plain_linear(last_ND, self._head_weight, self.head.bias)
+            return plain_linear(last_ND, head, self.head.bias)
 
     @torch.inference_mode()
     def prefill(
