@@ -132,11 +132,11 @@ def _expert_product(
         m = tl.where(i < end, pair // C if GATED else pair, M)
         if PARTS == 1:
             acc, square = _sums(
-                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, STEPS, EVEN, GATED, False, 0, 1
+                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, STEPS, EVEN, GATED, False, False, 0, 1
             )  # fmt: skip
         else:
             acc, square = _sums_of_parts(
-                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, PARTS, STEPS, EVEN, GATED, False, 0, 1
+                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, PARTS, STEPS, EVEN, GATED, False, False, 0, 1
             )  # fmt: skip
         to = tl.where(i < end, pair, P)
         _epilogue(acc, square, to, o, None, None, out_ptr, P, O, 0, eps, I, GATED, GATED, False, False)
