@@ -1,8 +1,7 @@
-"""Weights beside which lies a copy in the layout of oneDNN's products, for verification in float32 on an x86 CPU.
+"""Copies of weights in the layout of oneDNN's products, for verifying drafts in float32 on an x86 CPU.
 
-With a weight as PyTorch holds it, a product of some rows takes several times as long as reading the weight: the library
-packs the weight anew in each call, or uses a kernel that is made for one row (bench/small_rows.py). So verifying six
-tokens took twice as long as one, where it can take almost the same.
+A product of a few rows with a weight in PyTorch's layout takes much longer than reading the weight; with a packed copy
+it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class DecodingTarget(Target):
     prefills_in_parts: bool = False
 
     def prepare_decoding(self) -> None:
-        """Called before requests are decoded: makes of the weights what decoding reads, if that is something else."""
+        """Called before requests are decoded: updates copies of weights that the target decodes with."""
 
     @abstractmethod
     def new_cache(self, sizes: Sequence[int]) -> Cache:
