@@ -18,8 +18,9 @@ fledge's) in standard errors, from the rounds that reached it on both sides; nul
 step of the training at which the draft was written, if the draft has a probe.
 `tau` and `alpha` are fledge's, `vllm_tau` and `vllm_alpha` (or `sglang_..`) the engine's; `fledge_identical` counts the
 answers that are equal, of `requests`, and `identical_to_first` those that are equal at the first concurrency.
-`equal_answers` has both τ over the equal answers alone, where rounding has changed no text; null where none is equal,
-or the engine does not count by request (vLLM).
+`equal_answers` has both τ over the equal answers alone, where rounding has changed no text, and in `difference_se` the
+standard error of `engine_rounds` less `rounds`; null where none is equal, or the engine does not count by request
+(vLLM).
 """
 
 import argparse
@@ -32,6 +33,7 @@ import os
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -269,14 +271,23 @@ def same(own: dict[str, Any], measurement: Measurement) -> list[bool]:
 
 
 def of_equal_answers(own: dict[str, Any], measurement: Measurement) -> dict[str, Any] | None:
-    """τ and rounds of fledge and of the engine over the answers with the same text."""
+    """τ and rounds of fledge and of the engine over the answers with the same text, and the standard error of the
+    difference of the rounds, from the differences of the single answers."""
     equal = same(own, measurement)
-    theirs = of_requests(asked.answer.meta for asked in itertools.compress(measurement.requests, equal))
+    metas = [asked.answer.meta for asked in itertools.compress(measurement.requests, equal)]
+    theirs = of_requests(metas)
     if theirs is None:
         return None
     ours = [c.trace for c in itertools.compress(own["completions"], equal)]
-    rounds = committed_per_round(ours)[1]
-    return {"tau": tau(ours), "engine_tau": theirs.tau, "rounds": rounds, "engine_rounds": theirs.rounds}
+    differences = [
+        (one.rounds if (one := of_requests([meta])) else 0) - committed_per_round([trace])[1]
+        for meta, trace in zip(metas, ours, strict=True)
+    ]
+    error = statistics.stdev(differences) * math.sqrt(len(differences)) if len(differences) > 1 else None
+    return {
+        "answers": len(ours), "tau": tau(ours), "engine_tau": theirs.tau, "rounds": committed_per_round(ours)[1],
+        "engine_rounds": theirs.rounds, "difference_se": error,
+    }  # fmt: skip
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------

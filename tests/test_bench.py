@@ -457,7 +457,8 @@ def test_serving_compares_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None
     traces = [Trace([Round(3, n)] * 2) for n in (1, 2, 3)]
     own = {"completions": [SimpleNamespace(text=t, trace=trace) for t, trace in zip("axc", traces, strict=True)]}
     assert of_equal_answers(own, answers(counts(2, 2), counts(5, 0), counts(3, 6))) == {
-        "tau": 3.0, "engine_tau": 1 + 8 / 5, "rounds": 4, "engine_rounds": 5,
+        "answers": 2, "tau": 3.0, "engine_tau": 1 + 8 / 5, "rounds": 4, "engine_rounds": 5,
+        "difference_se": pytest.approx(1.0),
     }  # fmt: skip
     assert of_equal_answers(own, answers({}, {}, {})) is None
 
