@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.decode.engine import Engine
-from fledge.kernels.attention import causal_attention
+from fledge.kernels.attention import _flash_supports, causal_attention
 from fledge.kernels.packed_attention import PackedAttention
 from fledge.models.kv_cache import PromptRows
 from support.decoding import assert_same, prompts
@@ -47,6 +47,35 @@ def test_groups(counts: list[int], lengths: list[int], groups: list[int], window
     found = attention(q_MHd, keys, values, 0.4, window)
     torch.testing.assert_close(found, torch.cat(expected) if expected else q_MHd, rtol=0, atol=1e-12)
     assert not PackedAttention(counts, lengths, starts, CPU).groups, "a CPU would compute the padding"
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_last_tokens_of_a_prompt(heads: tuple[int, int], at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next part of a long prompt sees all parts before it, with one call of torch's attention as on a GPU, and in
+    parts with masks."""
+    monkeypatch.setattr("fledge.kernels.attention._flash_supports", lambda *_: at_once)
+    monkeypatch.setattr("fledge.kernels.attention.QUERIES", 7)
+    (H, G), d, L = heads, 8, 50
+    q, k, v = (torch.randn(n, L, d, dtype=torch.float64) for n in (H, G, G))
+    whole = causal_attention(q.transpose(0, 1), k, v, 0.4, None)
+    for S in (1, 13, L):
+        found = causal_attention(q[:, -S:].transpose(0, 1), k, v, 0.4, None)
+        torch.testing.assert_close(found, whole[-S:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 300, 5000])
+def test_the_last_tokens_of_a_prompt_on_a_gpu(dtype: torch.dtype, window: int | None) -> None:
+    H, G, L, d = 8, 2, 2500, 128
+    q, k, v = (torch.randn(n, L, d, dtype=dtype, device="cuda") for n in (H, G, G))
+    whole = causal_attention(*(x.cpu().double() for x in (q.transpose(0, 1), k, v)), None, window)
+    for S in (1, 700, 2499):
+        found = causal_attention(q[:, -S:].transpose(0, 1), k, v, None, window)
+        error = (found.cpu().double() - whole[-S:]).norm() / whole[-S:].norm()
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert _flash_supports(q[None], k[None], v[None]) == (dtype != torch.float32)
 
 
 WAYS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from fledge.kernels.sdpa import without_cudnn_sdpa
 
@@ -61,17 +62,30 @@ def additive_mask(mask_B1SL: Tensor, times: int, dtype: torch.dtype) -> Tensor:
     return added.flatten(2, 3)
 
 
+def _flash_supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's flash attention takes queries and keys of these dtypes and shapes, possibly with shared keys."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+    return q.is_cuda and torch.backends.cuda.can_use_flash_attention(params)
+
+
 def causal_attention(
     q_SHd: Tensor, keys_GLd: Tensor, values_GLd: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
     """Attention of the last S of L tokens of a sequence to all tokens before them and themselves, [S, H, d]; with a
     window, to the last `window` of these."""
     (S, H, _), (G, L, _) = q_SHd.shape, keys_GLd.shape
-    q, options = q_SHd.transpose(0, 1)[None], dict(scale=scale, enable_gqa=H != G)
+    q, k, v, options = (
+        q_SHd.transpose(0, 1)[None],
+        keys_GLd[None],
+        values_GLd[None],
+        dict(scale=scale, enable_gqa=H != G),
+    )
     with without_cudnn_sdpa(q.device):
-        if S == L and (window is None or window >= L):
-            out = F.scaled_dot_product_attention(q, keys_GLd[None], values_GLd[None], is_causal=True, **options)[0]
-            return out.transpose(0, 1)
+        everything = window is None or window >= L
+        if everything and S == L:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)[0].transpose(0, 1)
+        if everything and _flash_supports(q, k, v):  # no mask has to be read
+            return F.scaled_dot_product_attention(q, k, v, causal_lower_right(S, L), **options)[0].transpose(0, 1)
         parts = []
         for first in range(L - S, L, QUERIES):  # in parts, so that the mask is small
             end = min(first + QUERIES, L)
