@@ -204,6 +204,16 @@ def test_tiles_of_large_trees_depend_on_the_context() -> None:
     assert tiles.tiles_for(32, 128, HALF, large, 16_384, 8, False).rows == 32
 
 
+def test_many_shares_are_combined_apart() -> None:
+    """Of few sequences with long contexts, whose rows fit in one block."""
+    large = tiles.LARGE
+    for chain in (True, False):
+        assert tiles.tiles_for(32, 128, HALF, large, 16_384, 16, chain).combine_apart
+        for rows, slots, heads, shared in ((32, 1024, 8, large), (32, 16_384, 24, large), (32, 16_384, 8, large // 2)):
+            assert not tiles.tiles_for(rows, 128, HALF, shared, slots, heads, chain).combine_apart
+        assert not tiles.tiles_for(240, 128, HALF, large, 16_384, 8, chain).combine_apart
+
+
 def test_tiles_of_chains() -> None:
     """Their blocks may have more slots than a word has bits; those of rows that see slots by a mask may not."""
     large = tiles.LARGE
@@ -219,6 +229,8 @@ def test_tiles_of_chains() -> None:
         tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
         tiles.Tiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
         tiles.Tiles(rows=128, slots=32, warps=8, stages=2, apart=True),
+        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True),
+        tiles.Tiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
     ],
     ids=lambda t: f"{t.rows}x{t.slots}",
 )
@@ -227,6 +239,8 @@ def test_other_tiles(given: tiles.Tiles, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "tiles_for", lambda *_: given)
     Case([90, 0, 33], 7, 8, 2, 16, HALF).check(window=20)
     Case([90, 33], 7, 8, 2, 16, HALF, J=9, chain=True).check()
+    Case([200, 7, 0], 3, 3, 1, 24, torch.float32).check(window=1, scale=0.3)  # some shares see nothing
+    Case([5], 1, 2, 2, 16, HALF, chain=True).check()  # a single share
 
 
 def test_wide_blocks_need_chains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ MOST_SHARES = 64
 WORD = 64  # the most slots of a block whose rows see slots by a mask: one word has the block's bits
 FEW_HEADS = 16  # key heads of all sequences that leave most processors to shares
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
-LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
+LONG = 8192  # slots a sequence from which tiles are chosen that were timed at 16,384 slots, where they are faster
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Tiles:
 
     With `apart`, blocks that need no mask have a loop of their own, and only that one is pipelined; without, all blocks
     are masked, which costs nothing where reads limit the time. The program that adds the shares has `at_once` of them
-    under way together.
+    under way together. With `combine_apart`, another kernel adds them, with a program for each row: one more launch,
+    but not one program that adds the many shares of a long sequence.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class Tiles:
     per_processor: int = 1
     apart: bool = False
     at_once: int = 4
+    combine_apart: bool = False
 
 
 def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool) -> Tiles:
@@ -41,6 +43,8 @@ def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, he
         return Tiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
+    if block < 64 and slots >= LONG and heads <= FEW_HEADS and shared >= LARGE and not wide:
+        return Tiles(rows=block, slots=64, warps=4, stages=stages, per_processor=2, combine_apart=True)
     if block == 32 and chain and heads <= FEW_HEADS and shared >= LARGE and not wide:  # fewer shares are added sooner
         return Tiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:

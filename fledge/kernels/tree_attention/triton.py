@@ -3,8 +3,8 @@
 One program handles a sequence, a key head, a block of rows and a share of the slots. Its rows are the S x H / G query
 rows that read the key head: row r is new row r // group and head r % group of the group. Each program reads the lengths
 from the device, takes an equal share of the blocks of slots, and writes the softmax of its share with its log2-sum-exp2
-to a workspace; the program that is done last combines the shares. A single share is the result, and programs for which
-no blocks are left end at once.
+to a workspace; the program that is done last combines the shares, or a kernel of its own, which has a program for each
+row. A single share is the result, and programs for which no blocks are left end at once.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ def _attend(
     q_ptr, k_ptr, v_ptr, start_ptr, length_ptr, visible_ptr, position_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
     S, J, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr, AT_ONCE: tl.constexpr, COMBINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Without COMBINED, `_combine_rows` combines the shares, also a single one."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -144,7 +146,12 @@ def _attend(
     blocks = tl.cdiv(length + J - lo, BN)
     share = tl.cdiv(blocks, tl.num_programs(0))
     used = tl.cdiv(blocks, share)
+    shared = b * tl.num_programs(1) + tl.program_id(1)  # the shares of the same rows have one counter
+    first_row = shared * tl.num_programs(0) * BM
+    part = first_row + split * BM + r
     if split >= used:
+        if not COMBINED:
+            tl.store(lse_ptr + part, float("-inf"), mask=inside)
         return
     begin = lo + split * share * BN
     end = lo + tl.minimum((split + 1) * share, blocks) * BN
@@ -179,13 +186,13 @@ def _attend(
         )  # fmt: skip
     found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     out_at = out_ptr + ((b * S + row_s) * H + row_h)[:, None] * D + d[None, :]
-    if used == 1:
+    lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+    if not COMBINED:
+        tl.store(partial_ptr + part[:, None] * D + d[None, :], found, mask=tile)
+        tl.store(lse_ptr + part, lse, mask=inside)
+    elif used == 1:
         tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
     else:
-        shared = b * tl.num_programs(1) + tl.program_id(1)  # the shares of the same rows have one counter
-        first_row = shared * tl.num_programs(0) * BM
-        lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-        part = first_row + split * BM + r
         tl.store(partial_ptr + part[:, None] * D + d[None, :], found, mask=tile)
         tl.store(lse_ptr + part, lse, mask=inside)
         # One thread adds to the counter. The barrier orders the stores of all threads before that, and the release
@@ -196,6 +203,34 @@ def _attend(
             tl.store(counter_ptr + shared, 0)
             found = _combine(partial_ptr, lse_ptr, first_row, used, inside, D, BD, BM, AT_ONCE)
             tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
+
+
+@triton.jit(do_not_specialize=["S", "splits"])
+def _combine_rows(
+    partial_ptr, lse_ptr, out_ptr, S, splits,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Combines the shares of one row, as `_combine` does: the mean of them all, weighted by their sums of
+    exponentials."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    group: tl.constexpr = H // G
+    row, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, d = tl.arange(0, BS), tl.arange(0, BD)
+    shared = (b * tl.cdiv(S * group, BM) + row // BM) * G + g
+    part = (shared * splits + i) * BM + row % BM
+    lse = tl.load(lse_ptr + part, mask=i < splits, other=float("-inf"))
+    seen = lse > float("-inf")
+    tile = partial_ptr + part[:, None] * D + d[None, :]
+    parts = tl.load(tile, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+    largest = tl.max(lse, 0)
+    weight = tl.where(seen, tl.exp2(lse - largest), 0.0)
+    total = tl.sum(weight, 0)
+    found = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    out = out_ptr + ((b * S + row // group) * H + g * group + row % group) * D + d
+    tl.store(out, found.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def tree_attention_triton(
@@ -231,6 +266,7 @@ def tree_attention_triton(
     programs = B * G * triton.cdiv(rows, t.rows)
     # at most COUNTERS, so that there are counters for them where there are shares
     splits = share_count(programs, P, t.slots, min(t.per_processor * _processors(q_BSHd.device), COUNTERS))
+    combined = splits == 1 or not t.combine_apart
     stored = programs * splits * t.rows if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
     if counters is None:
@@ -240,8 +276,14 @@ def tree_attention_triton(
         counters, S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *seen.stride()[:2], 0 if window is None else position.stride(0),
         H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, BM=t.rows, BN=t.slots,
-        APART=t.apart, AT_ONCE=t.at_once, num_warps=t.warps, num_stages=t.stages, **dependent_launch(out.device),
+        APART=t.apart, AT_ONCE=t.at_once, COMBINED=combined, num_warps=t.warps, num_stages=t.stages,
+        **dependent_launch(out.device),
     )  # fmt: skip
+    if not combined:
+        _combine_rows[(rows, G, B)](
+            partial, lse, out, S, splits, H=H, G=G, D=d, BD=_block_width(d), BM=t.rows,
+            BS=triton.next_power_of_2(splits), num_warps=4, **dependent_launch(out.device),
+        )  # fmt: skip
     return out
 
 
