@@ -193,6 +193,7 @@ def test_the_number_of_shares() -> None:
     assert tiles.share_count(8, 256, 64, 264) == 4  # a small pool
     assert tiles.share_count(1, 10**6, 64, 264) == tiles.MOST_SHARES
     assert tiles.share_count(500, 10**6, 64, 264) == 1
+    assert [tiles.share_count(8, 10**6, 64, n, apart=True) for n in (264, 255, 8, 1)] == [32, 16, 1, 1]
 
 
 def test_tiles_of_large_trees_depend_on_the_context() -> None:

@@ -10,7 +10,8 @@ MOST_SHARES = 64
 WORD = 64  # the most slots of a block whose rows see slots by a mask: one word has the block's bits
 FEW_HEADS = 16  # key heads of all sequences that leave most processors to shares
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
-LONG = 8192  # slots a sequence from which tiles are chosen that were timed at 16,384 slots, where they are faster
+LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
+MANY = 4096  # slots a sequence from which the shares of few rows are combined apart; timed at so many and at 16,384
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, he
         return Tiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
-    if block < 64 and slots >= LONG and heads <= FEW_HEADS and shared >= LARGE and not wide:
-        return Tiles(rows=block, slots=64, warps=4, stages=stages, per_processor=2, combine_apart=True)
+    if block < 64 and slots >= MANY and heads <= FEW_HEADS and shared >= LARGE and not wide:
+        return Tiles(rows=block, slots=64, warps=2, stages=stages, per_processor=2, combine_apart=True)
     if block == 32 and chain and heads <= FEW_HEADS and shared >= LARGE and not wide:  # fewer shares are added sooner
         return Tiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:
@@ -55,10 +56,12 @@ def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, he
     return Tiles(rows=64, slots=32, warps=8 if wide else 4, stages=stages, apart=True, at_once=2)
 
 
-def share_count(programs: int, slots: int, block: int, target: int) -> int:
+def share_count(programs: int, slots: int, block: int, target: int, apart: bool = False) -> int:
     """Into how many shares the slots of a sequence are divided, so that there are at most about `target` programs.
 
     `programs` is the number of programs without division. In a pool of `slots` slots, no sequence has more than slots /
-    block blocks. The lengths are not known on the host, so the number does not depend on them.
+    block blocks. The lengths are not known on the host, so the number does not depend on them. With `apart`, it is a
+    power of two, as many as the kernel that combines them reads.
     """
-    return max(1, min(target // programs, -(-slots // block), MOST_SHARES))
+    shares = max(1, min(target // programs, -(-slots // block), MOST_SHARES))
+    return 1 << (shares.bit_length() - 1) if apart else shares

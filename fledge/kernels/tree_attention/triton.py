@@ -205,10 +205,10 @@ def _attend(
             tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=tile)
 
 
-@triton.jit(do_not_specialize=["S", "splits"])
+@triton.jit(do_not_specialize=["S"])
 def _combine_rows(
-    partial_ptr, lse_ptr, out_ptr, S, splits,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, S,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combines the shares of one row, as `_combine` does: the mean of them all, weighted by their sums of
@@ -218,10 +218,10 @@ def _combine_rows(
         tl.extra.cuda.gdc_launch_dependents()
     group: tl.constexpr = H // G
     row, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i, d = tl.arange(0, BS), tl.arange(0, BD)
+    i, d = tl.arange(0, SPLITS), tl.arange(0, BD)
     shared = (b * tl.cdiv(S * group, BM) + row // BM) * G + g
-    part = (shared * splits + i) * BM + row % BM
-    lse = tl.load(lse_ptr + part, mask=i < splits, other=float("-inf"))
+    part = (shared * SPLITS + i) * BM + row % BM
+    lse = tl.load(lse_ptr + part)
     seen = lse > float("-inf")
     tile = partial_ptr + part[:, None] * D + d[None, :]
     parts = tl.load(tile, mask=seen[:, None] & (d < D)[None, :], other=0.0)
@@ -265,7 +265,8 @@ def tree_attention_triton(
         raise ValueError(f"blocks of {t.slots} slots need a chain: a mask has words for {WORD}")
     programs = B * G * triton.cdiv(rows, t.rows)
     # at most COUNTERS, so that there are counters for them where there are shares
-    splits = share_count(programs, P, t.slots, min(t.per_processor * _processors(q_BSHd.device), COUNTERS))
+    target = min(t.per_processor * _processors(q_BSHd.device), COUNTERS)
+    splits = share_count(programs, P, t.slots, target, t.combine_apart)
     combined = splits == 1 or not t.combine_apart
     stored = programs * splits * t.rows if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
@@ -281,8 +282,8 @@ def tree_attention_triton(
     )  # fmt: skip
     if not combined:
         _combine_rows[(rows, G, B)](
-            partial, lse, out, S, splits, H=H, G=G, D=d, BD=_block_width(d), BM=t.rows,
-            BS=triton.next_power_of_2(splits), num_warps=4, **dependent_launch(out.device),
+            partial, lse, out, S, H=H, G=G, D=d, BD=_block_width(d), BM=t.rows,
+            SPLITS=splits, num_warps=4, **dependent_launch(out.device),
         )  # fmt: skip
     return out
 
