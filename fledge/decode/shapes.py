@@ -14,6 +14,7 @@ from torch import Tensor
 from fledge.decode.sources import Front, Source
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.kernels.implementations import current_device
 from fledge.kernels.likeliest import largest, likeliest
 from fledge.kernels.sampling import DRAFT, gumbel_argmax
 from fledge.kernels.tree_attention import VisibleBits, pack_bits
@@ -178,7 +179,8 @@ class FixedTree(Shape):
     def __init__(self, shape: TreeShape, draft: Draft):
         if max(shape.ranks) >= draft.config.draft_vocab_size:
             raise ValueError(f"the tree has a child of rank {max(shape.ranks)}, beyond the draft's vocabulary")
-        self.places = _levels(shape, draft.device)
+        with current_device(draft.device):
+            self.places = _levels(shape, draft.device)
         self.levels = len(self.places)
         self.parent_N = torch.tensor(shape.parents, device=draft.device)
         nodes = [n for level in self.places[1:] for n in level.parents.tolist()]

@@ -103,14 +103,19 @@ class NativeTarget(TransformersTarget):
     def _decoding_logits(self, last_ND: Tensor) -> Tensor:
         """`logits` of final states [N, D] of `_decoder`."""
         head = self.head.weight if self._packed is None else self._packed.head
-        with current_device(self.device):
-            return plain_linear(last_ND, head, self.head.bias)
+        return plain_linear(last_ND, head, self.head.bias)
 
     @torch.inference_mode()
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None = None
     ) -> tuple[Tensor, list[Features]]:
         """See `DecodingTarget.prefill`. One pass over all tokens, without padding."""
+        with current_device(self.device):
+            return self._prefill(prompts, cache, layers)
+
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None
+    ) -> tuple[Tensor, list[Features]]:
         counts = [len(p) for p in prompts]
         rows = PromptRows(cache, counts)
         token, count_B = torch.tensor([*itertools.chain(*prompts)]), torch.tensor(counts)
@@ -130,6 +135,10 @@ class NativeTarget(TransformersTarget):
     @torch.inference_mode()
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         """See `DecodingTarget.verify`. Does not synchronize."""
+        with current_device(self.device):
+            return self._verify(tree, cache, layers)
+
+    def _verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None) -> tuple[Tensor, Features | None]:
         B, N = tree.token_BN.shape
         position_BN, slot_BN, visible = place_trees(tree, cache.start_B, cache.length_B)
         attend = CachedRows(TreeRows(cache, N, visible, position_BN, slot_BN))
