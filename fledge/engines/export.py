@@ -15,6 +15,7 @@ from torch import Tensor
 from fledge.config import DraftConfig, RopeConfig
 from fledge.engines.support import unsupported
 from fledge.fields import CONFIG as FLAT_FIELDS
+from fledge.formats.deviations import FIELDS as REFUSED_FIELDS
 from fledge.formats.layer_ids import to_engine
 from fledge.formats.speculators import is_speculators, speculators_config
 from fledge.formats.tensors import WEIGHTS
@@ -25,7 +26,7 @@ Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, a
 # Fields that no engine reads of a draft, or that are compared in another way
 NOT_COMPARED = {
     "fledge", "speculators_config", "transformer_layer_config", "torch_dtype", "bos_token_id", "eos_token_id",
-    "pad_token_id",
+    "pad_token_id", *REFUSED_FIELDS,
 }  # fmt: skip
 # Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
 DEFAULTS = {"num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None}
