@@ -139,6 +139,70 @@ def test_an_export_of_foreign_files_is_complete(tmp_path, engine):
     assert equal(again.tensors, draft.state_dict()) and not needs_export(again, engine)
 
 
+CHANGES: dict[str, tuple[dict, str]] = {  # of config.json, each with the difference to vLLM's files
+    "a field": (dict(bias=True), "config.json: bias false, not true"),
+    "part of an object": (
+        dict(eagle_config={"use_aux_hidden_state": True, "layer_ids": [1, 2, 4]}),
+        'config.json: eagle_config absent, not {"use_aux_hidden_state": true, "layer_ids": [1, 2, 4]}',
+    ),
+    "the default of all engines": (dict(eagle_config={"use_aux_hidden_state": True}), ""),
+    "fields that mean nothing": (
+        dict(layer_types=["full_attention"], sliding_window=64, logit_scale=1, dflash_config={}),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_difference_of_the_config_names_its_values(name, tmp_path):
+    changes, difference = CHANGES[name]
+    saved(tmp_path / "d")
+    reconfigure(tmp_path / "d", **changes)
+    assert export(open_draft(tmp_path / "d"), "vllm").differences == ((difference,) if difference else ())
+
+
+def test_sglang_loads_eagle_3_with_prefixed_names_and_vllm_does_not(tmp_path):
+    draft = saved(tmp_path / "d")
+    outside = ("lm_head.weight", "d2t")
+    prefixed = {n if n in outside else f"model.{n}": x for n, x in draft.state_dict().items()}
+    save_file(prefixed, tmp_path / "d" / "model.safetensors")
+    read = open_draft(tmp_path / "d")
+    assert {e for e in ("vllm", "sglang", "safeailab") if needs_export(read, e)} == {"vllm", "safeailab"}
+    save_file({f"model.{n}": x for n, x in draft.state_dict().items()}, tmp_path / "d" / "model.safetensors")
+    assert needs_export(open_draft(tmp_path / "d"), "sglang")  # its head is not below `model.`
+
+
+STRAYS = {  # a file's name, and the engines that read it
+    "model-00002-of-00002.safetensors": ("vllm", "sglang"),
+    "pytorch_model.bin": ("safeailab",),
+}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_other_weights_in_the_directory_are_left_out(tmp_path, fledge, name):
+    saved(tmp_path / "d")
+    weights = load_file(tmp_path / "d" / "model.safetensors")
+    write = torch.save if name.endswith(".bin") else save_file
+    write(weights, tmp_path / "d" / name)  # the same weights change nothing
+    assert open_draft(tmp_path / "d").strays == () and fledge("inspect", tmp_path / "d").code == 0
+    write(weights | {"norm.weight": 2 * weights["norm.weight"]}, tmp_path / "d" / name)
+    for engine in ("vllm", "sglang", "safeailab"):
+        found = export(open_draft(tmp_path / "d"), engine).differences
+        assert found == ((f"without {name}, with other weights",) if engine in STRAYS[name] else ())
+    shown = fledge("inspect", tmp_path / "d")
+    assert shown.code == 1 and f"{name} holds other weights than model.safetensors" in shown.out
+    words = "export", "--draft", tmp_path / "d", "--to", STRAYS[name][0], "--out", tmp_path / "e"
+    assert fledge(*words).code == 0 and listing(tmp_path / "e") == ["config.json", "model.safetensors"]
+
+
+def test_an_index_of_other_files_is_not_the_drafts(tmp_path):
+    saved(tmp_path / "d")
+    index = tmp_path / "d" / "model.safetensors.index.json"
+    for shard, strays in (("model.safetensors", ()), ("other.safetensors", (index.name,))):
+        index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
+        assert open_draft(tmp_path / "d").strays == strays
+
+
 # -- what each engine needs -------------------------------------------------------------------------------------------
 
 
