@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from logging import WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from huggingface_hub.utils.logging import get_logger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -359,6 +361,35 @@ def test_a_draft_that_cannot_be_exported_asks_no_hub(tmp_path, fledge, monkeypat
     monkeypatch.setattr("fledge.hub.architectures", lambda name: pytest.fail("the hub was asked"))
     went = fledge("export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "someone/model")
     assert went.code == 2 and "cannot hold this draft" in went.err.replace("\n", " ")
+
+
+def test_without_the_hub_speculators_files_lack_the_targets_class_and_the_command_says_so(
+    tmp_path, fledge, monkeypatch
+):
+    saved(tmp_path / "d")
+
+    def unreachable(*given, **more):
+        warns.append(get_logger("huggingface_hub").isEnabledFor(WARNING))  # of every attempt
+        raise OSError("no network")
+
+    warns: list[bool] = []
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    words = "export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "owner/target"
+    went = fledge(*words, "--out", tmp_path / "e")
+    assert went.code == 0 and warns == [False] and get_logger("huggingface_hub").isEnabledFor(WARNING)
+    assert "verifier.architectures in these files is empty" in " ".join(went.out.split())
+    assert content(tmp_path / "e")[0]["speculators_config"]["verifier"]["architectures"] == []
+
+
+def test_what_safeailabs_code_needs_of_the_target_is_said(tmp_path, fledge):
+    drafts = {"eagle3": {}, "own": dict(own_embeddings=True), "eagle1": dict(method="eagle1", num_aux_hidden_states=0)}
+    said = {}
+    for name, how in drafts.items():
+        saved(tmp_path / name, *([V] if name == "eagle1" else []), **how)
+        out = fledge("export", "--draft", tmp_path / name, "--to", "safeailab").out
+        said[name] = ("Llama's and Qwen3's" in out, "one file without that index" in " ".join(out.split()))
+    assert said == {"eagle3": (True, True), "own": (True, False), "eagle1": (False, True)}
 
 
 def test_a_refusal_names_what_could_serve_the_draft():
