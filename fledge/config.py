@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
+from fledge.formats.deviations import MASK_TOKEN_FIELDS, deviations
 from fledge.formats.layer_ids import from_engine, to_engine
 from fledge.formats.speculators import flat_config, is_speculators
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of this field
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
@@ -295,9 +295,10 @@ class DraftConfig:
         return cls(**{**shape, **overrides})
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> DraftConfig:
+    def from_hf(cls, hf: dict[str, Any], *, refuse_deviations: bool = True) -> DraftConfig:
         """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
-        unsupported field."""
+        unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
+        (`formats.deviations`)."""
         hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
         top = Fields(hf, CONFIG)
         missing = [k for k in REQUIRED if k not in top]
@@ -307,6 +308,8 @@ class DraftConfig:
         family, mask = _family(top), _mask_token(top)
         if family is EAGLE1 and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
+        if refuse_deviations and (found := deviations(hf, family)):
+            raise ValueError(str(found[0]))
         if family.one_pass and mask is None:
             raise ValueError(
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"

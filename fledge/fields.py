@@ -48,6 +48,11 @@ def non_negative(maximum: float) -> Kind:
     return Kind(f"a number from 0 to {maximum:g}", lambda x: _is_number(x) and 0 <= x <= maximum)
 
 
+def either_sign(maximum: float) -> Kind:
+    """A finite number x with -maximum <= x <= maximum."""
+    return Kind(f"a number from -{maximum:g} to {maximum:g}", lambda x: _is_number(x) and -maximum <= x <= maximum)
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
@@ -93,7 +98,12 @@ ROPE = {
     "short_factor": FACTORS,
     "long_factor": FACTORS,
 }
-EAGLE_CONFIG = {"eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 4096), 64), "norm_before_fc": FLAG}
+EAGLE_CONFIG = {
+    "eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 4096), 64),
+    "norm_before_fc": FLAG,
+    "use_aux_hidden_state": FLAG,
+}
+DFLASH_CONFIG = {"mask_token_id": TOKEN}
 FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "method": TEXT,
     "aux_layers": LAYERS,
@@ -118,9 +128,6 @@ SPECULATORS = {  # the fields of speculators' format that it does not share with
     "layernorms": FLAG,
     "fusion_bias": FLAG,
     "norm_before_residual": FLAG,
-    "num_hidden_layers": integer(1, MOST_LAYERS),
-    "layer_types": list_of(TEXT, 4096),
-    "sliding_window": integer(0, 2**40),
 }
 SPECULATORS_CONFIG = {"verifier": OBJECT}
 VERIFIER = {"name_or_path": TEXT}
@@ -164,6 +171,13 @@ CONFIG = {
     "bos_token_id": either(TOKEN, list_of(TOKEN, 64)),
     "eos_token_id": either(TOKEN, list_of(TOKEN, 64)),
     "pad_token_id": TOKEN,
+    # those that `formats.deviations` reads
+    "layer_types": list_of(TEXT, 4096),
+    "sliding_window": integer(0, 2**40),
+    "quantization_config": OBJECT,
+    "logit_scale": either_sign(1e6),
+    "dflash_config": OBJECT,
+    "dspark_noise_token_id": TOKEN,
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -81,4 +83,18 @@ def _download_config(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     repository, revision = split_revision(name)
-    return Path(hf_hub_download(repository, "config.json", revision=revision))
+    with _without_hub_warnings():
+        return Path(hf_hub_download(repository, "config.json", revision=revision))
+
+
+@contextlib.contextmanager
+def _without_hub_warnings() -> Iterator[None]:
+    """Keeps huggingface_hub from printing two lines for every attempt to reach the hub."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

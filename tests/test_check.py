@@ -7,16 +7,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fledge.config import DraftConfig
 from fledge.data.pack import make_row
 from fledge.engines.support import ENGINES
 from fledge.eval import replays
-from fledge.eval.draft_files import read_files
+from fledge.eval.draft_files import config_findings, read_files
 from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe, replay
 from fledge.jobs import check as check_job
 from fledge.models.weights import build_draft
@@ -24,7 +26,7 @@ from fledge.targets.loading import load_target
 from fledge.types import Document
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
-from support.files import change_json, listing, metrics_of, reconfigure
+from support.files import change_json, listing, metrics_of, reconfigure, write_rows
 from support.targets import CHATML, tiny_target, tiny_target_directory, tiny_tokenizer
 
 METHODS = ("eagle3", "eagle3.1", "eagle1", "peagle")
@@ -159,6 +161,16 @@ def layers(top: list[int] | None, nested: list[int] | None) -> Callable[[Path, P
 def truncate(draft: Path, target: Path) -> None:
     file = draft / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+def second_file(draft: Path, target: Path) -> None:
+    head = load_file(draft / "model.safetensors")["lm_head.weight"]
+    save_file({"lm_head.weight": 2 * head}, draft / "model-00002-of-00002.safetensors")
+
+
+def other_pickle(draft: Path, target: Path) -> None:
+    weights = load_file(draft / "model.safetensors")
+    torch.save(weights | {"norm.weight": 2 * weights["norm.weight"]}, draft / "pytorch_model.bin")
 
 
 def other_step(draft: Path, target: Path) -> None:
@@ -298,7 +310,51 @@ DAMAGES = {
     "final norm missing": ("eagle3", tensors(drop("norm.weight")), "norm.weight is missing"),
     "final norm in EAGLE-1": ("eagle1", tensors(lambda x: x.update({"norm.weight": torch.ones(32)})), "no final norm"),
     "context too small": ("eagle3", config(max_position_embeddings=128), "max_position_embeddings is 128"),
-    "other embeddings": ("eagle3", tensors(lambda x: x.update(EMBEDDING)), "own_embeddings is True"),
+    "other embeddings": (
+        "eagle3",
+        tensors(lambda x: x.update(EMBEDDING)),
+        "embed_tokens.weight is in the file, and was not in training",
+    ),
+    "embeddings of another vocabulary": (
+        "eagle3",
+        tensors(lambda x: x.update({"embed_tokens.weight": torch.randn(500, 32)})),
+        "embed_tokens.weight is in the file, and was not in training",
+    ),
+    "a sliding window": (
+        "eagle3",
+        config(sliding_window=64, layer_types=["sliding_attention"]),
+        "attend to a sliding window only (layer_types, sliding_window 64). vLLM masks",
+    ),
+    "quantized": ("eagle1", config(quantization_config={"quant_method": "fp8"}), "asks for quantized weights ('fp8')"),
+    "scaled logits": ("eagle3", config(logit_scale=0.25), "logit_scale is 0.25. vLLM multiplies"),
+    "the final hidden state": (
+        "eagle3",
+        config(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state is false. vLLM leaves out fc",
+    ),
+    "two mask tokens": ("peagle", config(pard_token=7), "and 7 in pard_token"),
+    "a mask token of another method": (
+        "peagle",
+        config(dflash_config={"mask_token_id": 7}),
+        "and 7 in dflash_config.mask_token_id",
+    ),
+    "a bias": ("eagle3", config(bias=True), "bias is true in config.json, and was false in training"),
+    "layers that only vLLM 0.33 reads": (
+        "eagle3",
+        config(eagle_config={"layer_ids": [1, 2, 3]}),
+        "eagle_config.layer_ids is [1, 2, 3] in config.json, and training wrote none",
+    ),
+    "a bias that fc does not have": (
+        "eagle3",
+        tensors(lambda x: x.update({"fc.bias": torch.ones(32)})),
+        "fc.bias is not part of such a draft. vLLM and SGLang leave it out",
+    ),
+    "a second file of weights": (
+        "eagle3",
+        second_file,
+        "model-00002-of-00002.safetensors lies beside the draft's weights",
+    ),
+    "a pickle of another draft": ("eagle3", other_pickle, "pytorch_model.bin lies beside the draft's weights"),
     "another system prompt": ("eagle3", system_prompt, "You are a pirate"),
     "thinking mode": ("eagle3", fledge_field(template_kwargs=THINKS), "(thinking mode)"),
     "a target of fewer layers": ("eagle3", fewer_layers, "trained for a target of 8 layers, and this one has 4"),
@@ -449,7 +505,9 @@ def test_a_damaged_probe_is_reported(check, damaged, monkeypatch, file, how):
         (draft / file).write_bytes(content[: len(content) // 2])
     monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
     code, result = check(draft, target=target)
-    assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"] and how[:5] in str(result) + "trunc"
+    assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"]
+    cause = result["findings"][0]["cause"]
+    assert "cannot be read" in cause and (f"{Path(file).name} is missing" in cause) == (how == "missing")
 
 
 @pytest.mark.parametrize(
@@ -535,6 +593,68 @@ def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged)
     reconfigure(draft, architectures=["Eagle3LlamaForCausalLM"])
     code, result = check(draft, "--engine", "sglang", target=target)
     assert code == 1 and "fledge export" in result["findings"][0]["cure"]
+
+
+def test_names_that_vllm_refuses_are_a_note_and_with_vllm_a_fault(check, damaged):
+    draft, target = damaged("eagle3")
+    outside = ("lm_head.weight", "d2t", "t2d")
+    rewrite(draft, lambda x: [x.update({f"model.{n}": x.pop(n)}) for n in sorted(x) if n not in outside])
+    code, result = check(draft, target=target)
+    (note,) = result["notes"]
+    assert code == 0 and note.startswith("vLLM needs other files: tensors fc.weight") and "--to vllm --out DIR" in note
+    assert check(draft, "--engine", "vllm", target=target)[0] == 1
+    code, result = check(draft, "--engine", "sglang", target=target)
+    assert (code, result["notes"]) == (0, [])
+
+
+def test_a_file_that_an_engine_does_not_read_is_no_fault_with_it(check, damaged):
+    draft, target = damaged("eagle3")
+    other_pickle(draft, target)
+    assert check(draft, "--engine", "vllm", target=target)[0] == 0
+    (draft / "pytorch_model.bin").unlink()
+    second_file(draft, target)
+    code, result = check(draft, "--engine", "vllm", target=target)
+    assert code == 1 and "vLLM and SGLang read it too" in result["findings"][0]["symptom"]
+
+
+def test_the_rest_of_a_draft_with_a_refused_field_is_checked(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(draft, logit_scale=0.5)
+    result = check(draft, target=target)[1]
+    assert {"weights", "features", "logits"} <= {p["check"] for p in result["passed"]}
+    assert result["notes"] == ["nothing is decoded: fledge does not load a draft with such a config.json."]
+
+
+def test_fields_that_mean_the_same_are_no_fault(check, damaged):
+    draft, target = damaged("eagle3")
+    reconfigure(draft, bias=None, layer_types=["full_attention"], sliding_window=64, logit_scale=1.0)
+    code, result = check(draft, target=target)
+    assert (code, result["findings"], result["notes"]) == (0, [], [])
+
+
+@pytest.mark.parametrize(("name", "symptom"), [("draft_vocab_size", "SGLang"), ("num_aux_hidden_states", "vLLM")])
+def test_a_field_that_only_an_engine_misses_is_named(made, name, symptom):
+    """fledge gives it a default, with which the draft is the same."""
+    read, probe = read_files(made / "eagle3" / "draft")
+    four = read.hf | dict(num_aux_hidden_states=4, fledge=read.hf["fledge"] | dict(aux_layers=[1, 2, 4, 5]))
+    record = replace(probe.record, config=four)
+    left = {n: value for n, value in four.items() if n != name}
+    cut = replace(read, hf=left, config=DraftConfig.from_hf(four))
+    (finding,) = config_findings(cut, SimpleNamespace(context=64), record)
+    assert f"{name} is missing in config.json, and was {four[name]}" in finding.cause and symptom in finding.symptom
+
+
+def test_a_target_without_a_chat_template_is_said_to_have_none(made, fledge, tmp_path):
+    shutil.copytree(made / "target", tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    shape = ["--steps", 1, "--depth", 3, "--max-length", 64, "--row-length", 256, "--device", "cpu"]
+    write_rows(tmp_path / "text.jsonl", [{"text": f"a b c d e f {i}"} for i in range(30)])
+    words = "train", "--target", tmp_path / "target", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "run"
+    trained = fledge(*words, *shape)
+    assert trained.code == 0, trained.err
+    words = "check", "--target", tmp_path / "target", "--draft", tmp_path / "run" / "draft", "--device", "cpu"
+    ran = fledge(*words)
+    assert "template: the target has no chat template, as in training." in ran.out, ran.out + ran.err
 
 
 def test_layers_of_the_other_engine_are_no_fault_of_this_one(check, damaged):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from logging import WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from huggingface_hub.utils.logging import get_logger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -137,6 +139,70 @@ def test_an_export_of_foreign_files_is_complete(tmp_path, engine):
     again = written(read, engine, tmp_path / "e")
     assert again.config == replace(read.config, provenance=again.config.provenance)
     assert equal(again.tensors, draft.state_dict()) and not needs_export(again, engine)
+
+
+CHANGES: dict[str, tuple[dict, str]] = {  # of config.json, each with the difference to vLLM's files
+    "a field": (dict(bias=True), "config.json: bias false, not true"),
+    "part of an object": (
+        dict(eagle_config={"use_aux_hidden_state": True, "layer_ids": [1, 2, 4]}),
+        'config.json: eagle_config absent, not {"use_aux_hidden_state": true, "layer_ids": [1, 2, 4]}',
+    ),
+    "the default of all engines": (dict(eagle_config={"use_aux_hidden_state": True}), ""),
+    "fields that mean nothing": (
+        dict(layer_types=["full_attention"], sliding_window=64, logit_scale=1, dflash_config={}),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_difference_of_the_config_names_its_values(name, tmp_path):
+    changes, difference = CHANGES[name]
+    saved(tmp_path / "d")
+    reconfigure(tmp_path / "d", **changes)
+    assert export(open_draft(tmp_path / "d"), "vllm").differences == ((difference,) if difference else ())
+
+
+def test_sglang_loads_eagle_3_with_prefixed_names_and_vllm_does_not(tmp_path):
+    draft = saved(tmp_path / "d")
+    outside = ("lm_head.weight", "d2t")
+    prefixed = {n if n in outside else f"model.{n}": x for n, x in draft.state_dict().items()}
+    save_file(prefixed, tmp_path / "d" / "model.safetensors")
+    read = open_draft(tmp_path / "d")
+    assert {e for e in ("vllm", "sglang", "safeailab") if needs_export(read, e)} == {"vllm", "safeailab"}
+    save_file({f"model.{n}": x for n, x in draft.state_dict().items()}, tmp_path / "d" / "model.safetensors")
+    assert needs_export(open_draft(tmp_path / "d"), "sglang")  # its head is not below `model.`
+
+
+STRAYS = {  # a file's name, and the engines that read it
+    "model-00002-of-00002.safetensors": ("vllm", "sglang"),
+    "pytorch_model.bin": ("safeailab",),
+}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_other_weights_in_the_directory_are_left_out(tmp_path, fledge, name):
+    saved(tmp_path / "d")
+    weights = load_file(tmp_path / "d" / "model.safetensors")
+    write = torch.save if name.endswith(".bin") else save_file
+    write(weights, tmp_path / "d" / name)  # the same weights change nothing
+    assert open_draft(tmp_path / "d").strays == () and fledge("inspect", tmp_path / "d").code == 0
+    write(weights | {"norm.weight": 2 * weights["norm.weight"]}, tmp_path / "d" / name)
+    for engine in ("vllm", "sglang", "safeailab"):
+        found = export(open_draft(tmp_path / "d"), engine).differences
+        assert found == ((f"without {name}, with other weights",) if engine in STRAYS[name] else ())
+    shown = fledge("inspect", tmp_path / "d")
+    assert shown.code == 1 and f"{name} holds other weights than model.safetensors" in shown.out
+    words = "export", "--draft", tmp_path / "d", "--to", STRAYS[name][0], "--out", tmp_path / "e"
+    assert fledge(*words).code == 0 and listing(tmp_path / "e") == ["config.json", "model.safetensors"]
+
+
+def test_an_index_of_other_files_is_not_the_drafts(tmp_path):
+    saved(tmp_path / "d")
+    index = tmp_path / "d" / "model.safetensors.index.json"
+    for shard, strays in (("model.safetensors", ()), ("other.safetensors", (index.name,))):
+        index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
+        assert open_draft(tmp_path / "d").strays == strays
 
 
 # -- what each engine needs -------------------------------------------------------------------------------------------
@@ -295,6 +361,35 @@ def test_a_draft_that_cannot_be_exported_asks_no_hub(tmp_path, fledge, monkeypat
     monkeypatch.setattr("fledge.hub.architectures", lambda name: pytest.fail("the hub was asked"))
     went = fledge("export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "someone/model")
     assert went.code == 2 and "cannot hold this draft" in went.err.replace("\n", " ")
+
+
+def test_without_the_hub_speculators_files_lack_the_targets_class_and_the_command_says_so(
+    tmp_path, fledge, monkeypatch
+):
+    saved(tmp_path / "d")
+
+    def unreachable(*given, **more):
+        warns.append(get_logger("huggingface_hub").isEnabledFor(WARNING))  # of every attempt
+        raise OSError("no network")
+
+    warns: list[bool] = []
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    words = "export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "owner/target"
+    went = fledge(*words, "--out", tmp_path / "e")
+    assert went.code == 0 and warns == [False] and get_logger("huggingface_hub").isEnabledFor(WARNING)
+    assert "verifier.architectures in these files is empty" in " ".join(went.out.split())
+    assert content(tmp_path / "e")[0]["speculators_config"]["verifier"]["architectures"] == []
+
+
+def test_what_safeailabs_code_needs_of_the_target_is_said(tmp_path, fledge):
+    drafts = {"eagle3": {}, "own": dict(own_embeddings=True), "eagle1": dict(method="eagle1", num_aux_hidden_states=0)}
+    said = {}
+    for name, how in drafts.items():
+        saved(tmp_path / name, *([V] if name == "eagle1" else []), **how)
+        out = fledge("export", "--draft", tmp_path / name, "--to", "safeailab").out
+        said[name] = ("Llama's and Qwen3's" in out, "one file without that index" in " ".join(out.split()))
+    assert said == {"eagle3": (True, True), "own": (True, False), "eagle1": (False, True)}
 
 
 def test_a_refusal_names_what_could_serve_the_draft():

@@ -307,8 +307,10 @@ def test_speculators_eagle_1(tmp_path):
         (dict(transformer_layer_config=None), None, "lacks hidden_size"),
         ({}, dict(model_type="gemma3"), "transformer_layer_config.model_type is 'gemma3'"),
         ({}, dict(layer_types=["sliding_attention"], sliding_window=64), "attend to a sliding window only"),
-        ({}, dict(layer_types="full"), "transformer_layer_config.layer_types is 'full'"),
+        ({}, dict(layer_types="full"), "layer_types is 'full'; it must be a list"),
         ({}, dict(hidden_act="gelu"), "hidden_act 'gelu'"),
+        ({}, dict(logit_scale=0.5), "logit_scale is 0.5"),
+        (dict(quantization_config={"quant_method": "fp8"}), {}, "asks for quantized weights"),
         (dict(speculators_config=[]), {}, "speculators_config is a list of 0"),
         (dict(speculators_config={"verifier": 3}), {}, "verifier is 3"),
         (dict(fledge=3), {}, "fledge is 3"),
@@ -324,6 +326,49 @@ def test_speculators_drafts_that_are_refused(tmp_path, top, layer, reason):
 
 
 # -- DeepSpec, and the numbering of layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(layer_types=["sliding_attention"], sliding_window=64), "attend to a sliding window only"),
+        (dict(layer_types=["sliding_attention"], sliding_window=0), ""),
+        (dict(layer_types=["full_attention", "sliding_attention"], sliding_window=64), ""),
+        (dict(quantization_config={"quant_method": "fp8"}), "quantization_config asks for quantized weights"),
+        (dict(quantization_config="fp8"), "it must be a JSON object"),
+        (dict(logit_scale=-1), "logit_scale is -1"),
+        (dict(logit_scale=1.0), ""),
+        (dict(logit_scale="1"), "it must be a number from -1e\\+06"),
+        (dict(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
+        (dict(eagle_config={"use_aux_hidden_state": True}), ""),
+        (dict(dflash_config={"mask_token_id": 3}, dspark_noise_token_id=4), ""),  # of methods that have a mask token
+    ],
+)
+def test_fields_with_which_engines_compute_something_else_are_refused(tmp_path, changes, reason):
+    written(tmp_path / "d", FLAT | changes, dict(make().state_dict()))
+    if reason:
+        refused(tmp_path / "d", reason)
+    else:
+        load_draft(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [dict(pard_token=4), dict(ptd_token_id=4), dict(dspark_noise_token_id=4), dict(dflash_config={"mask_token_id": 4})],
+)
+def test_two_mask_tokens_are_refused(tmp_path, other):
+    draft = make(method="peagle", mask_token_id=3)
+    written(tmp_path / "d", FLAT | dict(mask_token_id=3), dict(draft.state_dict()))
+    load_draft(tmp_path / "d")
+    reconfigure(tmp_path / "d", **other)
+    refused(tmp_path / "d", "the mask token is 3 in mask_token_id and 4 in")
+
+
+def test_eagle_1_has_no_hidden_states_of_layers_to_leave_out(tmp_path):
+    draft = make(V, method="eagle1", num_aux_hidden_states=0)
+    hf = FLAT | dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=V, bias=False)
+    hf |= dict(eagle_config={"use_aux_hidden_state": False})
+    assert load_draft(written(tmp_path / "d", hf, dict(draft.state_dict()))).config.method == "eagle1"
 
 
 def test_deepspecs_eagle_3(tmp_path):

@@ -6,6 +6,7 @@ single engines need in addition is in `LAYOUTS`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor
 from fledge.config import DraftConfig, RopeConfig
 from fledge.engines.support import unsupported
 from fledge.fields import CONFIG as FLAT_FIELDS
+from fledge.fields import shortened
+from fledge.formats.deviations import FIELDS as REFUSED_FIELDS
 from fledge.formats.layer_ids import to_engine
 from fledge.formats.speculators import is_speculators, speculators_config
-from fledge.formats.tensors import WEIGHTS
+from fledge.formats.tensors import WEIGHTS, stray_readers
 from fledge.models.weights import DraftFiles, dtype_name, encode_files, portable_tensors
 
 TOKENS = 5  # drafted tokens of a draft whose trained depth is unknown; the default of speculators
@@ -25,10 +28,13 @@ Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, a
 # Fields that no engine reads of a draft, or that are compared in another way
 NOT_COMPARED = {
     "fledge", "speculators_config", "transformer_layer_config", "torch_dtype", "bos_token_id", "eos_token_id",
-    "pad_token_id",
+    "pad_token_id", *REFUSED_FIELDS,
 }  # fmt: skip
 # Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
-DEFAULTS = {"num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None}
+DEFAULTS = {
+    "num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None, "eagle_config": {"use_aux_hidden_state": True},
+}  # fmt: skip
+OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # what SGLang does not look for below `model.`
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
 # vLLM's names of one class, by whether the draft reads hidden states of layers (EAGLE-3) or the final ones (EAGLE-1)
 VLLM_CLASSES = {
@@ -152,6 +158,8 @@ def _differences(
 ) -> tuple[str, ...]:  # fmt: skip
     """How files with the given content differ from a draft's own, in what the engine reads."""
     found, fields = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"], []
+    if strays := [name for name in draft.strays if engine in stray_readers(name)]:
+        found.append(f"without {_listed(strays)}, with other weights")
     if is_speculators(draft.hf) != is_speculators(hf):
         found.append("config.json in " + ("speculators' format" if is_speculators(hf) else "the flat layout"))
     elif is_speculators(hf):
@@ -159,7 +167,7 @@ def _differences(
     else:
         fields = _changed(*(_as_read(x, engine, draft.config) for x in (draft.hf, hf)))
     if fields:
-        found.append(f"config.json: {', '.join(fields)}")
+        found.append(f"config.json: {'; '.join(fields)}")
     if _tensors_read(draft.names, engine, draft.config) == _tensors_read(tensors.keys(), engine, draft.config):
         return tuple(found)
     added, removed = sorted(tensors.keys() - draft.names), sorted(draft.names - tensors.keys())
@@ -180,7 +188,7 @@ def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, 
     read = hf | {name: value for name, value in defaults.items() if hf.get(name) is None}
     if engine != "safeailab":  # whose code reads the older fields alone
         read = {name: value for name, value in read.items() if name not in ROPE_FIELDS}
-        read["rope_parameters"] = RopeConfig.from_hf(hf)
+        read["rope_parameters"] = RopeConfig.from_hf(hf).to_hf()
     classes, given = VLLM_CLASSES[config.family.reads_layers], set(hf.get("architectures") or ())
     if engine == "vllm" and given & classes and (given <= classes or not config.family.reads_layers):
         read["architectures"] = sorted(classes)
@@ -193,7 +201,11 @@ def _tensors_read(names: Iterable[str], engine: str, config: DraftConfig) -> set
         return set(names)
     skipped = {"t2d", *(["fc.bias"] if engine == "vllm" else [])}
     found = {name for name in names if name not in skipped and not name.endswith("rotary_emb.inv_freq")}
-    return {n.replace("layers.0.", "midlayer.", 1) for n in found} if config.family.reads_layers else found
+    if not config.family.reads_layers:
+        return found
+    if engine == "sglang":  # whose EAGLE-3 class takes names with and without the prefix
+        found = {n if n in OUTSIDE_MODEL else n.removeprefix("model.") for n in found}
+    return {n.replace("layers.0.", "midlayer.", 1) for n in found}
 
 
 def _layer(hf: dict[str, Any]) -> dict[str, Any]:
@@ -201,12 +213,25 @@ def _layer(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The fields of config.json that are new or have another value, and those of the flat layout that are gone."""
+    """The fields of config.json that are new or have another value, and those of the flat layout that are gone, each
+    with its values."""
     skipped = NOT_COMPARED | ({"architectures"} if is_speculators(new) else set())  # vLLM ignores speculators' classes
     if "rope_theta" in old and "rope_parameters" not in old:
         skipped |= {"rope_parameters"}  # SafeAILab's code reads the older fields
     names = {*new, *(name for name in old if name in FLAT_FIELDS)} - skipped
-    return sorted(name for name in names if _value(name, old) != _value(name, new))
+    changed = sorted(name for name in names if _value(name, old) != _value(name, new))
+    return [
+        f"{name} {_text(new.get(name), old.get(name))}, not {_text(old.get(name), new.get(name))}" for name in changed
+    ]
+
+
+def _text(value: Any, other: Any) -> str:
+    """A field's value as text; of two objects, the fields by which it differs from the other."""
+    if value is None:
+        return "absent"
+    if isinstance(value, dict) and isinstance(other, dict):
+        value = {k: v for k, v in value.items() if k not in other or other[k] != v}
+    return shortened(json.dumps(value))
 
 
 def _value(name: str, hf: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple
     """The ids of hidden states (0: the embedding) that an engine of PLACES reads: those of its own list, else its
     default ones; ascending, as engines join them. None if it has no list, and the target too few layers for the
     default. Raises ValueError for a list that is not one of integers."""
-    listed = _at(hf, PLACES[engine])
+    listed = value_at(hf, PLACES[engine])
     if listed is None:
         return engine_layers(target_layers)
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
@@ -24,13 +24,8 @@ def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple
     return tuple(sorted(set(from_engine(listed, engine))))
 
 
-def has_list(hf: Mapping[str, Any], place: str) -> bool:
-    """Whether a config.json has a list at a place, one of those in PLACES."""
-    return _at(hf, place) is not None
-
-
-def _at(hf: Mapping[str, Any], place: str) -> Any:
-    """The value at a place, whose parts are joined by dots; None without it."""
+def value_at(hf: Mapping[str, Any], place: str) -> Any:
+    """The value at a place in a config.json, whose parts are joined by dots; None without it."""
     value: Any = hf
     for key in place.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -35,6 +35,15 @@ class Limit:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What an engine that supports drafts with a property needs of their target; a clause after the engine's title."""
+
+    engine: str
+    applies: Property
+    text: str
+
+
+@dataclass(frozen=True)
 class Since:
     """A property of drafts that an engine supports from a version on."""
 
@@ -151,6 +160,16 @@ SINCE = (
     Since("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
 )
 
+REMARKS = (
+    Remark("safeailab", _eagle3, "has EAGLE-3 for targets of Llama's and Qwen3's architecture only"),
+    Remark(
+        "safeailab",
+        lambda c: not c.own_embeddings and c.hidden_size == c.target_hidden_size,
+        "finds the target's embedding through model.safetensors.index.json, and fails with a target whose weights are "
+        "one file without that index",
+    ),
+)
+
 
 def unsupported(config: DraftConfig, engine: str) -> str | None:
     """Why an engine cannot serve such a draft as it was trained, and which one can, in one sentence without its full
@@ -168,6 +187,11 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
     others = [TITLES[e] for e in SERVERS if not _reasons(config, e)]
     instead = f"; serve it with {' or '.join(others)}" if others else ""
     return f"{TITLES[engine]} ({CHECKED[engine]}) cannot serve {why}{instead}"
+
+
+def remarks(config: DraftConfig, engine: str) -> list[str]:
+    """What an engine that can serve such a draft needs of its target, in sentences without their full stop."""
+    return [f"{TITLES[engine]} {r.text}" for r in REMARKS if r.engine == _known(engine) and r.applies(config)]
 
 
 def _reasons(config: DraftConfig, engine: str) -> list[str]:

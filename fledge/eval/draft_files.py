@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,23 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
-from fledge.engines.layers import PLACES, has_list, layers_read
+from fledge.engines.layers import PLACES, layers_read, value_at
 from fledge.engines.support import TITLES
 from fledge.eval.findings import Finding
 from fledge.eval.probe import Probe, Record, read_probe
 from fledge.fields import format_value, shortened
 from fledge.files import read_consistent
+from fledge.formats.deviations import Deviation, deviations
 from fledge.formats.layer_ids import to_engine
 from fledge.formats.speculators import flat_config, is_speculators
-from fledge.formats.tensors import read_tensors, to_draft_names, weights_file
+from fledge.formats.tensors import (
+    read_tensors,
+    stray_readers,
+    stray_symptom,
+    stray_weights,
+    to_draft_names,
+    weights_file,
+)
 from fledge.hub import draft_directory
 from fledge.models.health import find_damage
 from fledge.models.weights import (
@@ -36,6 +44,10 @@ from fledge.models.weights import (
 from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import UNLIMITED, Target
 
+EMBEDDING = "embed_tokens.weight"
+ADDED_EMBEDDING = (
+    "vLLM reads tokens through it in place of the target's: acceptance of a few percent, or failure if its size differs"
+)
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
 SHIFTS = (-2, -1, 1, 2)  # of d2t that are tried against the hash
 MOST_NAMES = 3  # of tensors in a sentence
@@ -60,6 +72,14 @@ CLASS_SYMPTOMS = {  # the fields by which engines choose the class of the draft
     "architectures": "an engine refuses the draft, or computes it as another kind of draft",
     "model_type": "an engine computes the layer of another family of models",
 }
+# what engines do where a field that `DraftConfig` does not depend on is not the one that training wrote: its place in
+# config.json, the value that engines take for a missing field, and the symptom
+ENGINE_FIELDS = (
+    ("bias", False, "vLLM and SGLang then add a bias that the file does not have: acceptance falls"),
+    ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
+    ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
+    ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
+)
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COMPARED = tuple(
     f.name
@@ -80,6 +100,7 @@ UNKNOWN = (
     (r"norm\.weight", "this method has no final norm: vLLM refuses the file, and SGLang serves it without the norm"),
     (r"fc_norm\..*", "the config has no fc_norm: vLLM refuses the file, and SGLang leaves the norms out"),
     (r"embed_tokens\.weight", "the embedding in the file is not used"),
+    (r"input_norm\..*|.*\.bias", "vLLM and SGLang leave it out without a message: acceptance falls if it was trained"),
 )
 
 
@@ -89,7 +110,8 @@ class DraftOnDisk:
 
     `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
     `tensors` have the names of `Draft`'s state dict; `t2d` is None if there is none. `speculators` tells whether
-    config.json is in speculators' format, which SGLang does not read.
+    config.json is in speculators' format, which SGLang does not read. `deviations` are the fields of config.json that
+    fledge refuses elsewhere, and `strays` weight files that are not the draft's.
     """
 
     hf: dict[str, Any]
@@ -97,6 +119,8 @@ class DraftOnDisk:
     tensors: dict[str, Tensor]
     t2d: Tensor | None
     speculators: bool
+    deviations: Sequence[Deviation]
+    strays: Sequence[str]
 
 
 def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding | None]:
@@ -108,7 +132,10 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
     symptom = "engines refuse the draft, or fail while they load it"
     try:
         hf = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        config = DraftConfig.from_hf(hf)
+        config = DraftConfig.from_hf(hf, refuse_deviations=False)
+        speculators = is_speculators(hf)
+        flat = flat_config(hf) if speculators else hf
+        odd = deviations(flat, config.family)
     except (OSError, ValueError, RecursionError) as e:
         return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
     try:
@@ -116,13 +143,13 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
         tensors = to_draft_names(raw, config)
         config = complete_config(config, tensors, "fledge" in hf)
         meta_draft(config)
+        strays = stray_weights(directory, raw)
     except ValueError as e:
         return Finding("weights", str(e), symptom, COPY)
     if config.draft_vocab_size == config.vocab_size and "d2t" in tensors and not tensors["d2t"].any():
         del tensors["d2t"]  # as `open_draft` does
     t2d = next((x for name, x in raw.items() if name.removeprefix("model.") == "t2d"), None)
-    speculators = is_speculators(hf)
-    return DraftOnDisk(flat_config(hf) if speculators else hf, config, tensors, t2d, speculators)
+    return DraftOnDisk(flat, config, tensors, t2d, speculators, odd, strays)
 
 
 def _read_probe(directory: Path) -> Probe | Finding | None:
@@ -135,18 +162,31 @@ def _read_probe(directory: Path) -> Probe | Finding | None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def weight_findings(draft: DraftOnDisk) -> list[Finding]:
-    """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged. The map d2t is not among them if it is
-    only missing (`vocabulary_findings`)."""
+def weight_findings(draft: DraftOnDisk, record: Record | None, engines: Sequence[str]) -> list[Finding]:
+    """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and weight files beside the draft's
+    that these engines (keys of TITLES) read. The map d2t is not among them if it is only missing
+    (`vocabulary_findings`)."""
     sized = meta_draft(draft.config)
     expected = sized.state_dict()
-    problems = {name: text for name, text in tensor_problems(sized, draft.tensors) if name != "d2t"}
+    added = _embedding_was_added(draft, record)
+    elsewhere = {"d2t", *([EMBEDDING] if added else [])}
+    problems = {name: text for name, text in tensor_problems(sized, draft.tensors) if name not in elsewhere}
     missing = [name for name in problems if name not in draft.tensors]
     unknown = [name for name in problems if name not in expected]
     keep = f"if the draft was trained with it, its method or {CONFIG} is wrong; else remove it from the file"
     found = [
         *_joined(missing, MISSING, SILENT, "missing from the file", COPY),
         *_joined(unknown, UNKNOWN, "vLLM refuses it, and SGLang ignores it", "not part of such a draft", keep),
+    ]
+    if added:
+        cause = f"{EMBEDDING} is in the file, and was not in training"
+        found.append(Finding("weights", cause, ADDED_EMBEDDING, f"remove {EMBEDDING} from the file"))
+    found += [
+        Finding(
+            "weights", f"{name} lies beside the draft's weights and holds others", stray_symptom(name), f"remove {name}"
+        )
+        for name in draft.strays
+        if set(stray_readers(name)) & set(engines)
     ]
     wrong = {n: text for n, text in problems.items() if n not in missing and n not in unknown}
     kinds = {n: text for n, text in wrong.items() if draft.tensors[n].shape == expected[n].shape}
@@ -161,6 +201,13 @@ def weight_findings(draft: DraftOnDisk) -> list[Finding]:
     readable = ((n, x) for n, x in draft.tensors.items() if x.dtype in FLOATS)
     found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in find_damage(readable)]
     return found
+
+
+def _embedding_was_added(draft: DraftOnDisk, record: Record | None) -> bool:
+    """Whether the draft has an embedding of its own, and had none when fledge wrote it."""
+    own = draft.hf.get("fledge", {}).get("own_embeddings")
+    trained = record.draft_config.own_embeddings if record else own
+    return EMBEDDING in draft.tensors and trained is False
 
 
 def _listed_floats() -> str:
@@ -309,7 +356,7 @@ def layer_findings(
     for name, (place, layers, wanted) in readers.items():
         reader = _Reader(name, place, wanted)
         elsewhere = record is None and "fledge" not in draft.hf
-        if layers != trained and elsewhere and not has_list(draft.hf, place):
+        if layers != trained and elsewhere and value_at(draft.hf, place) is None:
             # whoever made the draft may not have meant this engine
             finding = _layer_finding([reader], layers, trained)
             notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
@@ -348,20 +395,26 @@ def config_findings(
 ) -> list[Finding]:
     """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
     misread."""
-    config, hf, found = draft.config, draft.hf, []
+    config, hf = draft.config, draft.hf
+    found = [Finding("config", odd.cause, odd.symptom, odd.cure) for odd in draft.deviations]
     for name, symptom in CLASS_SYMPTOMS.items() if record and not draft.speculators else ():
         if hf.get(name) != record.config.get(name):
-            now, before = (shortened(json.dumps(x.get(name))) for x in (hf, record.config))
+            now, before = (_short_json(x.get(name)) for x in (hf, record.config))
             found.append(
                 Finding("config", f"{name} is {now} in {CONFIG}, and was {before} in training", symptom,
                         f"set it back to {before}; fledge export writes what another engine needs")
             )  # fmt: skip
-    for name, now, before in changed_fields(config, record) if record else ():
+    changed = changed_fields(config, record) if record else []
+    if _embedding_was_added(draft, record):  # not a field of config.json, see `weight_findings`
+        changed = [each for each in changed if each[0] != "own_embeddings"]
+    for name, now, before in changed:
         symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
         found.append(
             Finding("config", f"{_shown_name(name)} is {now} in {CONFIG}, and was {before} in training", symptom,
                     f"set it back to {before}")
         )  # fmt: skip
+    if record and not draft.speculators:
+        found += _engine_findings(draft, record, {name for name, *_ in changed})
     if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
         symptom = "SafeAILab's code reads the first, vLLM and SGLang the second: one of them turns positions wrongly"
         found.append(Finding("config", problem, symptom, "make both those of training"))
@@ -381,6 +434,21 @@ def config_findings(
     return found
 
 
+def _engine_findings(draft: DraftOnDisk, record: Record, known: Container[str]) -> Iterator[Finding]:
+    """Fields of ENGINE_FIELDS that are not those of training, without the names of known findings."""
+    for place, default, symptom in ENGINE_FIELDS:
+        now, before = (value_at(hf, place) for hf in (draft.hf, record.config))
+        if place in known or (default if now is None else now) == (default if before is None else before):
+            continue
+        if place == "bias" and draft.config.family.fuses_embedding:  # of fc, which the weights decide
+            continue
+        was, cure = f"was {_short_json(before)} in training", f"set it back to {_short_json(before)}"
+        if before is None:
+            was, cure = "training wrote none", f"remove {place}"
+        is_now = "missing" if now is None else _short_json(now)
+        yield Finding("config", f"{place} is {is_now} in {CONFIG}, and {was}", symptom, cure)
+
+
 def changed_fields(config: DraftConfig, record: Record) -> list[tuple[str, str, str]]:
     """The fields of a draft's config that differ from the recorded ones: (name, value now, value before)."""
     before = record.draft_config
@@ -389,6 +457,10 @@ def changed_fields(config: DraftConfig, record: Record) -> list[tuple[str, str, 
         for name in COMPARED
         if getattr(config, name) != getattr(before, name)
     ]
+
+
+def _short_json(value: Any) -> str:
+    return shortened(json.dumps(value))
 
 
 def _shown_name(name: str) -> str:

@@ -1,1 +1,2 @@
-"""How drafts are written on disk: numbering of layers, speculators' config, and files and names of tensors."""
+"""How drafts are written on disk: numbering of layers, speculators' config, fields that engines read and fledge
+refuses, and files and names of tensors."""

@@ -53,8 +53,7 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
             f"transformer_layer_config.model_type is {format_value(layer['model_type'])}; fledge's drafts have layers "
             f"of type {' or '.join(LAYER_TYPES)}"
         )
-    _refuse_windows(Fields(layer, SPECULATORS, "transformer_layer_config"))
-    copied = (*DRAFT_FIELDS, *NORM_FIELDS, *(MASK_FIELDS if kind == "peagle" else ()))
+    copied = (*DRAFT_FIELDS, *NORM_FIELDS, "quantization_config", *(MASK_FIELDS if kind == "peagle" else ()))
     flat = {name: value for name, value in layer.items() if name != "architectures"}
     flat |= {name: hf[name] for name in copied if name in hf}
     if kind == "eagle":
@@ -71,15 +70,6 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
     if not own.get("target") and "name_or_path" in verifier:
         own = own | {"target": verifier.get("name_or_path")}
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
-
-
-def _refuse_windows(layer: Fields) -> None:
-    kinds = layer.get("layer_types", [])[: layer.get("num_hidden_layers", 1)]
-    if layer.get("sliding_window") and any(kind != "full_attention" for kind in kinds):
-        raise ValueError(
-            "a draft whose layers attend to a sliding window only (layer_types, sliding_window), which fledge does not "
-            "support"
-        )
 
 
 def speculators_config(

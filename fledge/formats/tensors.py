@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,56 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise _unreadable(file, e) from e
     except Exception as e:  # a damaged file can raise anything, from its archive, pickle or header
         raise _unreadable(file, e) from e
+
+
+def stray_weights(directory: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of weight files that are not the draft's, which engines read in addition or in place of them.
+
+    `tensors` are those of the draft's own files (`read_tensors`). vLLM and SGLang read all safetensors files, or those
+    that an index lists; SafeAILab's code reads `pytorch_model.bin` before safetensors. A file with the same tensors is
+    no stray: conversions leave both.
+    """
+    file = weights_file(directory)
+    own = {file.name, *(_read_index(file).values() if file.name == INDEX else ())}
+    others = sorted(path for path in directory.iterdir() if path.name not in own and path.is_file())
+    return tuple(path.name for path in others if _is_weights(path) and not _is_copy(path, tensors))
+
+
+def stray_readers(stray: str) -> tuple[str, ...]:
+    """The engines that read a file of `stray_weights`, as keys of `engines.support.TITLES`."""
+    return ("safeailab",) if stray.endswith(".bin") else ("vllm", "sglang", "speculators")
+
+
+def stray_symptom(stray: str) -> str:
+    """What engines do with a file of `stray_weights`."""
+    if "safeailab" in stray_readers(stray):
+        return "SafeAILab's code reads it in place of the draft's weights"
+    return "vLLM and SGLang read it too: its tensors replace those of the draft, or vLLM refuses them"
+
+
+def _is_weights(file: Path) -> bool:
+    pickled = file.name.startswith("pytorch_model") and file.suffix == ".bin"
+    return file.name == INDEX or file.suffix == ".safetensors" or pickled
+
+
+def _is_copy(file: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a file has only tensors that the draft has too; a pickle, which is read alone, must have all of them."""
+    try:
+        if file.name == INDEX:
+            return set(_read_index(file).values()) == {WEIGHTS}
+        found = read_tensors(file)
+    except ValueError:
+        return False
+    if file.suffix == ".bin" and found.keys() != tensors.keys():
+        return False
+    return all(name in tensors and _is_same(x, tensors[name]) for name, x in found.items())
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are equal bit for bit, in any dtype."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,8 @@ def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
         _check_files(report, draft, target, probe, options.engine)
         if options.engine:
             _check_engine(report, options.draft, draft, options.engine)
+        elif not report.failed():
+            report.notes += _other_files(options.draft, ("vllm",) if draft.speculators else ENGINES)
         advance()
         if probe is not None:
             _replay(report, draft, target, probe)
@@ -99,11 +101,13 @@ def _check_files(
     report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
 ) -> None:
     """The checks that compute nothing."""
+    from fledge.engines.support import TITLES
     from fledge.eval import draft_files as files
 
     record, config = probe.record if probe else None, draft.config
     engines = (engine,) if engine else ("vllm",) if draft.speculators else ENGINES
-    report.add("weights", files.weight_findings(draft), f"{len(draft.tensors)} tensors: names, shapes, dtypes, values")
+    weights = files.weight_findings(draft, record, engines if engine else tuple(TITLES))
+    report.add("weights", weights, f"{len(draft.tensors)} tensors: names, shapes, dtypes, values")
     report.add(
         "vocabulary", files.vocabulary_findings(draft, record),
         f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
@@ -123,7 +127,10 @@ def _check_files(
         report.notes.append(note)
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
-        report.add("template", findings, "the chat template renders chats as in training" + _with_kwargs(config))
+        shown = "the chat template renders chats as in training" + _with_kwargs(config)
+        if target.tokenizer.chat_template is None:
+            shown = "the target has no chat template, as in training"
+        report.add("template", findings, shown)
         report.notes += notes
         return
     known = config.provenance.template_sha256
@@ -178,6 +185,21 @@ def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) ->
     report.add("engine", findings, f"{TITLES[engine]}{since} serves such drafts")
 
 
+def _other_files(name: str, engines: Sequence[str]) -> Iterator[str]:
+    """Which of these engines, if they support a draft at all, need other files than it has."""
+    from fledge.engines.export import export
+    from fledge.engines.support import TITLES, unsupported
+    from fledge.models.weights import open_draft
+
+    draft = open_draft(name)
+    for engine in engines:
+        if not unsupported(draft.config, engine) and (differences := export(draft, engine).differences):
+            yield (
+                f"{TITLES[engine]} needs other files: {'; '.join(differences)}. Before serving it there, write them "
+                f"with fledge export --draft {name} --to {engine} --out DIR."
+            )
+
+
 def _replay(report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe) -> None:
     """Computes the probe's hidden states and logits again."""
     from fledge.eval import replays
@@ -221,7 +243,8 @@ def _decode(
             return
         now = _decoded(target, files.build(target.device, target.dtype), before)
     except ValueError as e:
-        report.notes.append(f"nothing is decoded: {e}.")
+        why = "fledge does not load a draft with such a config.json" if draft.deviations else e
+        report.notes.append(f"nothing is decoded: {why}.")
         return
     findings, figures = decoding_findings(now, before, report.failed())
     report.findings = with_measured(report.findings, figures)

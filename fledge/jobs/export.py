@@ -30,7 +30,7 @@ class ExportOptions(Options):
 def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
     from fledge.engines.export import TargetName, export
-    from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
+    from fledge.engines.support import ENGINES, TITLES, minimum_version, remarks, unsupported
     from fledge.eval.probe import probe_content
     from fledge.files import replace_directory
     from fledge.hub import architectures
@@ -47,7 +47,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         raise ValueError(reason)
     name = options.target or draft.config.provenance.target
     names_target = options.to == "speculators" and bool(name)
-    exported = export(draft, options.to, TargetName(name, architectures(name)) if names_target else None)
+    classes = architectures(name) if names_target else ()
+    exported = export(draft, options.to, TargetName(name, classes) if names_target else None)
     if not exported.differences:
         what = "are in" if options.to == "speculators" else "are loaded as they are by"
         say(f"The files of {options.draft} {what} {TITLES[options.to]}.")
@@ -55,6 +56,14 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         say(f"{TITLES[options.to]} needs other files than {options.draft} has: {'; '.join(exported.differences)}.")
     if version := minimum_version(draft.config, options.to):
         say(f"Such a draft needs {'vLLM' if options.to == 'speculators' else TITLES[options.to]} {version} or later.")
+    for remark in remarks(draft.config, options.to):
+        say(f"Note: {remark}.")
+    if names_target and not classes:
+        say(
+            f"Note: the architectures in the config.json of {name} cannot be read, so verifier.architectures in these "
+            "files is empty. vLLM does not need it; for other programs, export again where the target can be read, or "
+            "fill it in."
+        )
     if names_target and Path(name).exists():
         say(
             f"Note: these files name the target {name}, and vllm serve DRAFT of vLLM 0.33 takes only a hub id there. "

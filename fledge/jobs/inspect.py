@@ -26,6 +26,7 @@ class InspectOptions(Options):
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     """Prints a description and any problems. Returns whether there are none. Raises ValueError if there is no draft."""
+    from fledge.formats.tensors import stray_symptom
     from fledge.models.weights import check_draft, open_draft, read_draft_config
 
     if options.trust_remote_code and not options.target:
@@ -38,6 +39,8 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
         config = read_draft_config(options.directory)
         files = open_draft(options.directory)
         config = files.config
+        problems += [f"{name} holds other weights than {files.file}; {stray_symptom(name)}; remove it"
+                     for name in files.strays]  # fmt: skip
     except ValueError as e:
         problems.append(str(e))
     if config is not None:

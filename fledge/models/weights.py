@@ -18,7 +18,7 @@ from fledge.config import DraftConfig
 from fledge.fields import MOST_LAYERS, shortened
 from fledge.files import read_consistent, replace_directory
 from fledge.formats.speculators import is_speculators
-from fledge.formats.tensors import WEIGHTS, read_tensors, to_draft_names, weights_file
+from fledge.formats.tensors import WEIGHTS, read_tensors, stray_weights, to_draft_names, weights_file
 from fledge.hub import draft_directory
 from fledge.models.draft import Draft
 from fledge.models.health import find_damage
@@ -172,7 +172,8 @@ class DraftFiles:
     """The checked content of a draft's files.
 
     `tensors` have the names of `Draft`'s state dict. `hf`, `names` and `file` are the object in config.json, the names
-    of the tensors and the weights file as they were found.
+    of the tensors and the weights file as they were found, and `strays` weight files beside it that are not the draft's
+    (`stray_weights`).
     """
 
     config: DraftConfig
@@ -180,6 +181,7 @@ class DraftFiles:
     hf: dict[str, Any]
     names: frozenset[str]
     file: str
+    strays: tuple[str, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -218,7 +220,7 @@ def open_draft(name: str | Path) -> DraftFiles:
     return read_consistent(draft_directory(name), _open)
 
 
-def _open(directory: Path) -> DraftFiles:
+def _open(directory: Path, find_strays: bool = True) -> DraftFiles:
     config_file = _config_file(directory)
     hf, config = _read_config(config_file)
     file = weights_file(directory)
@@ -237,12 +239,14 @@ def _open(directory: Path) -> DraftFiles:
             )
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
-    return DraftFiles(config, tensors, hf, frozenset(raw), file.name)
+    strays = stray_weights(directory, raw) if find_strays else ()
+    return DraftFiles(config, tensors, hf, frozenset(raw), file.name, strays)
 
 
 def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
     """Loads a draft by its directory or hub id. Raises ValueError as `open_draft`."""
-    return open_draft(name).build(device, dtype)
+    # strays are not read: that takes as long as reading the draft
+    return read_consistent(draft_directory(name), lambda at: _open(at, find_strays=False)).build(device, dtype)
 
 
 def complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: bool) -> DraftConfig:
