@@ -355,14 +355,15 @@ def test_plain_texts_are_compared_as_training_tokenizes_them(regenerate, made, t
     data = write_rows(tmp_path / "d.jsonl", rows * 10)
     words = "--target", made / "target", "--prompt-tokens", 5, "--concurrency", 1
     with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
-        # at once, the first word of the answer is another token than after the prompt: it has no space before it
-        server.generates = lambda text: ids_of(text)
         went = regenerate(server, *words, data=data)
         assert went.code == 0 and "20 answers compared" in said(went) and "0 another text" in said(went)
         server.generates = with_special
         went = regenerate(server, *words, data=data, out="stripped.jsonl")
         assert went.code == 2 and "16 of 16 answers are not" in said(went)
         assert "line 1, answer 1, token 1: '<|im_start|>' " in said(went)
+    with FakeServer(engine="other", tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, *words, data=data, out="counted.jsonl")
+        assert went.code == 0 and "20 answers compared by their number of tokens" in said(went)
 
 
 def test_a_continued_job_counts_its_own_answers(regenerate, made, tmp_path, monkeypatch):

@@ -56,60 +56,85 @@ class Comparison:
     place: str = ""
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """The tokens that training makes of prompt and answer, without the stop token. Those of the answer begin at
+    `start`. `complete` says whether they end where the answer does: a template without stop tokens may write something
+    after it."""
+
+    ids: list[int]
+    start: int
+    complete: bool
+
+
 def compare(template: ChatTemplate, turn: Turn) -> Comparison:
     """Compares the tokens that the server generated with those that training makes of its answer, up to the stop token.
 
     Stop tokens are not compared: a cut answer has none, and a target may end its answers with another one than its
     template does.
     """
-    prompt = template.rendered_ids(turn.prompt) if isinstance(turn.prompt, str) else turn.prompt
-    return Comparison(turn.answer.prompt_difference(prompt), *_compare_answer(template, turn, prompt))
-
-
-def _compare_answer(template: ChatTemplate, turn: Turn, prompt: list[int]) -> tuple[str, str]:
-    """What is found of the answer, and the place of a difference."""
-    answer, generated = turn.answer, turn.answer.token_ids
+    try:
+        trained, refusal = _trained(template, turn), ""
+    except ValueError as e:
+        trained, refusal = None, str(e)
+    prompt = _prompt_ids(template, turn, trained)
+    difference, generated = turn.answer.prompt_difference(prompt), turn.answer.token_ids
     if generated is not None:
         stop = (i for i, token in enumerate(generated) if token in template.stop_ids)
         generated = generated[: next(stop, len(generated))]
-    if not (generated or answer.text or answer.reasoning):
-        return (AS_MANY if generated is None else SAME), ""
-    try:
-        trained, complete = _trained(template, turn)
-    except ValueError as e:
-        return REWRITTEN, str(e)
+    if not (generated or turn.answer.text or turn.answer.reasoning):
+        return Comparison(difference, AS_MANY if generated is None else SAME)
+    if trained is None:
+        return Comparison(difference, REWRITTEN, refusal)
     if generated is None:
-        return _compare_number(answer, len(trained) - len(prompt) if complete else None)
-    tokens = prompt + generated
-    if tokens == (trained if complete else trained[: len(tokens)]):
-        return SAME, ""
-    place = _place(template, tokens, trained, len(prompt))
-    text, read = _text(template, tokens), _text(template, trained)
-    if answer.finish == "length":  # a cut answer may end within a character, which has no text
-        text, read = text.rstrip("\ufffd"), read.rstrip("\ufffd")
-    same = text == read or (not complete and read.startswith(text))
-    return (RETOKENIZED if same else REWRITTEN), place
+        return Comparison(difference, *_compare_number(turn.answer, trained, len(prompt)))
+    return Comparison(difference, *_compare_tokens(template, turn.answer, trained, prompt, generated))
 
 
-def _trained(template: ChatTemplate, turn: Turn) -> tuple[list[int], bool]:
-    """The tokens that training makes of prompt and answer, without the stop token, and whether they end where the
-    answer does. They do not in a template without stop tokens, which may write something after the answer."""
+def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
+    """What training makes of a turn. Raises ValueError if it refuses it."""
     if turn.refusal:
         raise ValueError(turn.refusal)
     if chat := isinstance(turn.prompt, str):
         document = template.turn_document(turn.text, len(turn.prompt), turn.where)
     else:
         [document] = template.documents(Record(turn.where, text=turn.text))
-    end = int((document.spans >= 0).nonzero()[-1]) + 1
-    ids = document.tokens[:end].tolist()
+    supervised = (document.spans >= 0).nonzero()
+    ids = document.tokens[: int(supervised[-1]) + 1].tolist()
     stopped = ids[-1] in template.stop_ids
-    return (ids[:-1] if stopped else ids), stopped or not chat
+    return _Trained(ids[:-1] if stopped else ids, int(supervised[0]), stopped or not chat)
 
 
-def _compare_number(answer: Answer, number: int | None) -> tuple[str, str]:
-    """As `_compare_answer`, by the number of the answer's tokens in training; None if it is not known."""
-    if answer.tokens is None or number is None:
+def _prompt_ids(template: ChatTemplate, turn: Turn, trained: _Trained | None) -> list[int]:
+    """The prompt's tokens by the target's template. Tokenizing the prompt takes as long as all the rest, and is not
+    needed where the server's tokens are those that training has before the answer."""
+    if not isinstance(turn.prompt, str):
+        return turn.prompt
+    known = turn.answer.prompt_ids
+    if trained is not None and known is not None and trained.ids[: trained.start] == known:
+        return known
+    return template.rendered_ids(turn.prompt)
+
+
+def _compare_tokens(
+    template: ChatTemplate, answer: Answer, trained: _Trained, prompt: list[int], generated: list[int]
+) -> tuple[str, str]:
+    """What is found of an answer by its tokens, and the place of a difference."""
+    tokens, ids = prompt + generated, trained.ids
+    if tokens == (ids if trained.complete else ids[: len(tokens)]):
+        return SAME, ""
+    text, read = _text(template, tokens), _text(template, ids)
+    if answer.finish == "length":  # a cut answer may end within a character, which has no text
+        text, read = text.rstrip("\ufffd"), read.rstrip("\ufffd")
+    same = text == read or (not trained.complete and read.startswith(text))
+    return (RETOKENIZED if same else REWRITTEN), _place(template, tokens, ids, len(prompt))
+
+
+def _compare_number(answer: Answer, trained: _Trained, prompt: int) -> tuple[str, str]:
+    """What is found of an answer by the number of its tokens, after a prompt of `prompt` tokens, and a difference."""
+    if answer.tokens is None or not trained.complete:
         return UNKNOWN, ""
+    number = len(trained.ids) - prompt
     if number <= answer.tokens <= number + (answer.finish == "stop"):  # some servers count the stop token
         return AS_MANY, ""
     return NOT_AS_MANY, f"{answer.tokens:,} tokens on the server, {number:,} by the target's template"

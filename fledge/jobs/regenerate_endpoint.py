@@ -156,7 +156,7 @@ class _Regeneration:
         if found.answer == UNKNOWN and self.check.counts[UNKNOWN] == 1:
             self.say(
                 "the answers of this server cannot be compared with what the target's template gives, as it returns "
-                "neither their token ids nor a number of tokens that would say it; vLLM returns the ids"
+                "neither their token ids nor a number of tokens that can be compared; vLLM returns the ids"
             )
         if self.check.compared >= ENOUGH and self.check.mostly_rewritten:
             self._explain_answers()
