@@ -3,11 +3,12 @@
     python bench/regenerate.py --target DIR --data CHATS.jsonl -- --max-model-len 2048 --enforce-eager
 
 Starts `vllm serve` with the target (arguments after `--` go to it) and answers the first messages of --records chats of
-the data: by `vllm bench serve`, then by `fledge regenerate --endpoint`, both greedily at --concurrency, and so once
-more. The tokens are those that the server counts, and the seconds are the whole command's without its imports. Then the
-command is killed --kills times while it answers, each time in another part of the chats, and run to its end: the record
-has how many chats were lost, answered twice, or answered otherwise than in the run that was not killed (the
-server's batches differ, so that near ties may fall otherwise).
+the data by `vllm bench serve` and by `fledge regenerate --endpoint`, both greedily at --concurrency, --repeats times:
+the two take turns in being first, since the server caches the prompts that the first one asks. The tokens are those
+that the server counts, and the seconds are the whole command's without its imports. Then the command is killed --kills
+times while it answers, each time in another part of the chats, and run to its end: the record has how many chats were
+lost, answered twice, or answered otherwise than in the run that was not killed (the server's batches differ, so that
+near ties may fall otherwise).
 """
 
 import argparse
@@ -57,13 +58,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, started(options, Case(PLAIN, None, 0), words[at + 1 :]) as server:
         asked = write_prompts(options, Path(scratch))
         server.wait(START_SECONDS)
-        for _ in range(options.repeats):
-            record["rows"].append({"what": "vllm bench serve"} | by_vllm(options, server.url, Path(scratch)))
-            print(record["rows"][-1], flush=True)
-            answers = Path(scratch, "whole.jsonl")
-            answers.unlink(missing_ok=True)
-            record["rows"].append({"what": "fledge regenerate"} | by_fledge(options, server.url, answers))
-            print(record["rows"][-1], flush=True)
+        measured = {"vllm bench serve": by_vllm, "fledge regenerate": by_fledge}
+        for repeat in range(options.repeats):
+            for what in list(measured)[:: -1 if repeat % 2 else 1]:
+                record["rows"].append({"what": what} | measured[what](options, server.url, Path(scratch)))
+                print(record["rows"][-1], flush=True)
             write_record(options.out, record)
         record["killed"] = killed(options, server.url, Path(scratch), asked)
         print(record["killed"])
@@ -108,10 +107,12 @@ def by_vllm(options: argparse.Namespace, url: str, scratch: Path) -> dict[str, A
     }  # fmt: skip
 
 
-def by_fledge(options: argparse.Namespace, url: str, answers: Path) -> dict[str, Any]:
+def by_fledge(options: argparse.Namespace, url: str, scratch: Path) -> dict[str, Any]:
+    answers = scratch / "whole.jsonl"
+    answers.unlink(missing_ok=True)
     count, began = generated(url), time.monotonic()
     given = RegenerateOptions(
-        target=options.target, endpoint=url, data=[str(answers.parent / "chats.jsonl")], out=str(answers),
+        target=options.target, endpoint=url, data=[str(scratch / "chats.jsonl")], out=str(answers),
         concurrency=options.concurrency, max_new_tokens=options.new,
     )  # fmt: skip
     progress = ProgressDisplay()

@@ -491,7 +491,8 @@ def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["regenerate", *map(str, words), "--device", "cpu", "--out", str(tmp_path / "r")])
     module.main()
     found = json.loads((tmp_path / "r").read_text())
-    assert [row["what"] for row in found["rows"]] == 2 * ["vllm bench serve", "fledge regenerate"]
+    pair = ["vllm bench serve", "fledge regenerate"]
+    assert [row["what"] for row in found["rows"]] == [*pair, *reversed(pair)]
     assert found["rows"][1]["completed"] > 10 and found["rows"][1]["tokens"] > 0
     assert len(found["killed"]["records_at_kills"]) == 1 and found["killed"]["records_at_kills"][0] > 0
     assert (found["killed"]["lost"], found["killed"]["twice"], found["killed"]["answered_otherwise"]) == (0, 0, 0)

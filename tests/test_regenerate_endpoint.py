@@ -143,17 +143,17 @@ def test_every_layout_is_answered(regenerate, made, tmp_path):
     with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
         went = regenerate(server, data=data)
         assert went.code == 2 and "line 5: of a plain text" in went.err and "give --target" in went.err
-        words = ["--target", made / "target", "--prompt-tokens", 5, "--max-new-tokens", 7]
+        words = ["--target", made / "target", "--prompt-tokens", 5, "--max-new-tokens", 40]
         went = regenerate(server, *words, data=data, out="two.jsonl")
         assert went.code == 0, went.err
         turns, opened, text, chat, plain = rows_of(tmp_path / "two.jsonl")
         assert [m["role"] for m in turns["messages"]] == ["user", "assistant"] * 2
         assert opened["messages"][:2] == [TOLD, ASKED] and opened["messages"][2]["content"]
         ids = tiny_tokenizer()("the young bird")["input_ids"]
-        assert text["prompt"] == "the young bird" and text["completion"] == server.answer_to(ids, 7)
+        assert text["prompt"] == "the young bird" and text["completion"] == server.answer_to(ids, 40)
         assert chat["prompt"] == [ASKED, TOLD, ASKED] and [m["role"] for m in chat["completion"]] == ["assistant"]
         first = tiny_tokenizer()(rows[4]["text"])["input_ids"][:5]
-        assert plain["text"] == tiny_tokenizer().decode(first) + server.answer_to(first, 7)
+        assert plain["text"] == tiny_tokenizer().decode(first) + server.answer_to(first, 40)
 
 
 def test_a_template_that_is_not_the_targets_is_noticed(regenerate, made, tmp_path):
@@ -211,6 +211,197 @@ def test_reasoning_is_kept_in_the_field_that_the_template_renders(regenerate, ma
         for row in rows_of(tmp_path / "kept.jsonl"):
             assert [m.get("reasoning_content") for m in row["messages"]] == [None, "it falls"] * 2
         assert server.asked[-1]["messages"][1]["reasoning"] == "it falls"
+
+
+def ids_of(text: str) -> list[int]:
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+def one_by_one(text: str) -> list[int]:
+    """A text as one token for each byte, as a target may generate it and its tokenizer would not."""
+    pieces = tiny_tokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return tiny_tokenizer().convert_tokens_to_ids([byte for piece, _ in pieces for byte in piece])
+
+
+def with_special(text: str) -> list[int]:
+    """A special token before the text, which the server's text lacks."""
+    return [*ids_of("<|im_start|>"), *ids_of(text)]
+
+
+def said(ran: Ran) -> str:
+    return ran.err.replace("\n", " ")
+
+
+def saved(target: Path, template: str) -> Path:
+    """A target with this chat template."""
+    tiny_target().model.save_pretrained(target)
+    tiny_tokenizer(template).save_pretrained(target)
+    return target
+
+
+def test_answers_are_the_tokens_that_the_template_gives(regenerate, made):
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, "--target", made / "target")
+        assert went.code == 0 and (
+            "80 answers compared with what the target's template gives: 80 are the same tokens, 0 the same text in "
+            "other tokens, 0 another text"
+        ) in said(went)
+        assert "the first" not in said(went) and "of this run" not in said(went)
+        assert "compared" not in said(regenerate(server, out="unchecked.jsonl"))
+
+
+def test_answers_of_the_same_text_in_other_tokens_are_kept_and_counted(regenerate, made, tmp_path):
+    with FakeServer(tokenizer=tiny_tokenizer(), generates=one_by_one).started() as server:
+        went = regenerate(server, "--target", made / "target", "--concurrency", 1)
+        assert went.code == 0 and "0 are the same tokens, 80 the same text in other tokens, 0 another" in said(went)
+        first = server.answer_to(server.asked[0]["messages"], 512)
+        shown = [
+            " ".join(repr(tiny_tokenizer().decode([token])) for token in ids[:4])
+            for ids in (one_by_one(first), ids_of(first))
+        ]
+        place = f"line 1, answer 1, token 1: {shown[0]} on the server, {shown[1]} by the target's template"
+        assert f"the first in other tokens: {made / 'chats.jsonl'}, {place}" in said(went)
+        assert len(rows_of(tmp_path / "own.jsonl")) == 40
+
+
+def test_a_server_that_rewrites_answers_ends_the_job(regenerate, made, tmp_path):
+    with FakeServer(tokenizer=tiny_tokenizer(), generates=with_special, latency=0.002).started() as server:
+        went = regenerate(server, "--target", made / "target", "--concurrency", 2)
+        assert went.code == 2 and "16 of 16 answers are not what the server generated, the first: " in said(went)
+        assert "answer 1, token 1: '<|im_start|>' " in said(went) and "strips special tokens" in said(went)
+        assert "start the server without parsers" in said(went) and "remove its" not in said(went)
+        assert len(server.asked) < 60 and not rows_of(tmp_path / "own.jsonl"), "nothing of it is written"
+        few = regenerate(server, "--target", made / "target", "--limit", 2, out="few.jsonl")
+        assert few.code == 2 and "4 of 4 answers are not what" in said(few) and not rows_of(tmp_path / "few.jsonl")
+        assert regenerate(server, out="unchecked.jsonl").code == 0
+        server.generates = None
+        went = regenerate(server, "--target", made / "target")
+        assert went.code == 0 and "80 are the same tokens" in said(went)
+
+
+@pytest.mark.parametrize("number", [1, 61])
+def test_a_rewritten_answer_among_others_is_counted(number, regenerate, made, tmp_path):
+    """If it is the first one, its row waits for the next answers."""
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        server.generates = lambda text: with_special(text) if len(server.asked) == number else ids_of(text)
+        went = regenerate(server, "--target", made / "target", "--concurrency", 1)
+        assert went.code == 0 and "79 are the same tokens, 0 the same text in other tokens, 1 another" in said(went)
+        place = f"line {(number + 1) // 2}, answer 1, token 1: '<|im_start|>' "
+        assert f"the first with another text: {made / 'chats.jsonl'}, {place}" in said(went)
+        assert len(rows_of(tmp_path / "own.jsonl")) == 40
+
+
+def test_more_than_half_of_the_answers_rewritten_end_the_job_later(regenerate, made, tmp_path):
+    """The rows before stay, and the message says so."""
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        server.generates = lambda text: with_special(text) if len(server.asked) > 20 else ids_of(text)
+        went = regenerate(server, "--target", made / "target", "--concurrency", 1)
+        assert went.code == 2 and "21 of 41 answers are not what the server generated" in said(went)
+        written = len(rows_of(tmp_path / "own.jsonl"))
+        assert written == 20 and f"remove its {written} records first" in said(went)
+
+
+def test_the_answers_of_a_conversation_are_compared_one_by_one(regenerate, made):
+    """Only the second answers are rewritten, half of all."""
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        server.generates = lambda text: (with_special if len(server.asked[-1]["messages"]) > 1 else ids_of)(text)
+        went = regenerate(server, "--target", made / "target", "--concurrency", 1)
+        assert went.code == 0 and "40 are the same tokens, 0 the same text in other tokens, 40 another" in said(went)
+        assert "line 1, answer 2, token 1: '<|im_start|>' " in said(went)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "other"])
+def test_without_token_ids_answers_are_compared_by_their_number(engine, regenerate, made):
+    with FakeServer(engine=engine, tokenizer=tiny_tokenizer()).started() as server:
+        for more in ([], ["--max-new-tokens", 4]):
+            went = regenerate(server, "--target", made / "target", *more, out=f"{len(more)}.jsonl")
+            assert went.code == 0 and "returns no token ids: 80 have that of the target's template, 0" in said(went)
+        server.generates = one_by_one
+        went = regenerate(server, "--target", made / "target", out="others.jsonl")
+        assert went.code == 0 and "0 have that of the target's template, 80 another one" in said(went)
+        assert "the first of another number: " in said(went) and "tokens on the server, " in said(went)
+
+
+def test_without_token_ids_and_their_number_the_job_says_that_answers_are_not_compared(regenerate, made):
+    with FakeServer(engine="other", tokenizer=tiny_tokenizer(), counts=False).started() as server:
+        went = regenerate(server, "--target", made / "target")
+        assert went.code == 0 and said(went).count("the answers of this server cannot be compared") == 1
+        assert "80 answers not compared with what the target's template gives" in said(went)
+
+
+def test_cut_answers_have_no_stop_token(regenerate, made):
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, "--target", made / "target", "--max-new-tokens", 4)
+        assert went.code == 0 and "80 answers reached --max-new-tokens 4" in said(went)
+        assert "80 are the same tokens" in said(went)
+        server.generates = lambda text: one_by_one("\u00e9\u00e9\u00e9")  # of two bytes each: the second one is cut
+        went = regenerate(server, "--target", made / "target", "--max-new-tokens", 3, out="within.jsonl")
+        assert went.code == 0 and "80 the same text in other tokens, 0 another text" in said(went)
+
+
+def test_reasoning_is_compared_with_the_answer(regenerate, tmp_path):
+    target = saved(tmp_path / "target", REASONS)
+    with FakeServer(tokenizer=tiny_tokenizer(REASONS), reasoning="it falls again").started() as server:
+        went = regenerate(server, "--target", target)
+        assert went.code == 0 and "80 are the same tokens" in said(went)
+        assert rows_of(tmp_path / "own.jsonl")[0]["messages"][1]["reasoning_content"] == "it falls again"
+        server.generates = lambda text: ids_of(text.replace("again", "again\n", 1))  # the parser trimmed the reasoning
+        went = regenerate(server, "--target", target, out="trimmed.jsonl")
+        assert went.code == 2 and "are not what the server generated" in said(went)
+
+
+def test_plain_texts_are_compared_as_training_tokenizes_them(regenerate, made, tmp_path):
+    rows = [{"prompt": "the young bird", "completion": "-"}, {"text": "the young bird tries its wings, and falls"}]
+    data = write_rows(tmp_path / "d.jsonl", rows * 10)
+    words = "--target", made / "target", "--prompt-tokens", 5, "--concurrency", 1
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, *words, data=data)
+        assert went.code == 0 and "20 answers compared" in said(went) and "0 another text" in said(went)
+        server.generates = with_special
+        went = regenerate(server, *words, data=data, out="stripped.jsonl")
+        assert went.code == 2 and "16 of 16 answers are not" in said(went)
+        assert "line 1, answer 1, token 1: '<|im_start|>' " in said(went)
+    with FakeServer(engine="other", tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, *words, data=data, out="counted.jsonl")
+        assert went.code == 0 and "20 answers compared by their number of tokens" in said(went)
+
+
+def test_a_continued_job_counts_its_own_answers(regenerate, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        client_module.Client.__init__, "__kwdefaults__", client_module.Client.__init__.__kwdefaults__ | {"retries": 0}
+    )
+    with FakeServer(tokenizer=tiny_tokenizer(), failures=[None] * 20 + [500]).started() as server:
+        went = regenerate(server, "--target", made / "target", "--concurrency", 1)
+        assert went.code == 2 and len(rows_of(tmp_path / "own.jsonl")) == 10, "what was answered is written"
+        went = regenerate(server, "--target", made / "target")
+        assert went.code == 0 and "60 answers of this run compared with what the target's template" in said(went)
+        assert len(rows_of(tmp_path / "own.jsonl")) == 40
+
+
+def test_a_template_that_changes_or_refuses_answers_is_named(regenerate, tmp_path):
+    spaced = CHATML.replace("+ m['content']", "+ (' ' if m['role'] == 'assistant' else '') + m['content']")
+    refuses = "{% if messages[-1]['role'] == 'assistant' %}{{ raise_exception('no answers') }}{% endif %}" + CHATML
+    other = CHATML.replace("+ m['role']", "+ m['role'].replace('assistant', 'tool')")
+    found = {spaced: "token 1: ", refuses: "the chat template refuses", other: "does not start with the template's"}
+    for i, (template, reason) in enumerate(found.items()):
+        target = saved(tmp_path / str(i), template)
+        with FakeServer(tokenizer=tiny_tokenizer(template)).started() as server:
+            went = regenerate(server, "--target", target, "--limit", 5, out=f"{i}.jsonl")
+            assert went.code == 2 and "are not what the server generated" in said(went) and reason in said(went)
+
+
+def test_a_template_without_stop_tokens_is_compared_up_to_the_answers_end(regenerate, tmp_path):
+    template = CHATML.replace("<|im_end|>", "")
+    target = saved(tmp_path / "target", template)
+    with FakeServer(tokenizer=tiny_tokenizer(template)).started() as server:
+        went = regenerate(server, "--target", target)
+        assert went.code == 0 and "80 are the same tokens" in said(went)
+        server.generates = one_by_one
+        went = regenerate(server, "--target", target, out="others.jsonl")
+        assert went.code == 0 and "80 the same text in other tokens, 0 another text" in said(went)
+    with FakeServer(engine="other", tokenizer=tiny_tokenizer(template)).started() as server:
+        went = regenerate(server, "--target", target, out="counted.jsonl")
+        assert went.code == 0 and "80 answers not compared" in said(went)
 
 
 def test_cut_answers_are_counted_and_tool_calls_are_refused(regenerate, tmp_path):

@@ -100,7 +100,16 @@ class ChatTemplate:
         """
         if isinstance(prompt, str):
             return self.tokenizer(check_text(prompt, where))["input_ids"]
-        text = self.render(check_messages(prompt, where), prompt=True, tools=tools, where=where)
+        return self.rendered_ids(self.prompt_text(prompt, tools=tools, where=where))
+
+    def prompt_text(
+        self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None = None, where: str = "chat"
+    ) -> str:
+        """Messages rendered with the assistant's generation prompt. Raises ValueError as `prompt_ids`."""
+        return self.render(check_messages(messages, where), prompt=True, tools=tools, where=where)
+
+    def rendered_ids(self, text: str) -> list[int]:
+        """The token ids of a rendered text, whose special tokens are written out."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     # -- training documents -------------------------------------------------------------------------------------
@@ -135,20 +144,37 @@ class ChatTemplate:
         for i in turns:
             before = self._render(record, i, prompt=True)
             after = full if i + 1 == len(messages) else self._render(record, i + 1, prompt=False)
-            if not after.startswith(before):
-                after = self._after_its_prompt(record, i, before, after) or after
-            if not after.startswith(before):
-                raise ValueError(
-                    f"{record.where}, message {i + 1}: the rendered turn does not start with the template's "
-                    f"generation prompt, so no decoder could generate it. The prompt ends with {before[-60:]!r}, the "
-                    f"turn is {after[max(len(before) - 60, 0) :][:120]!r}. --template-kwargs may contradict the data"
-                )
+            after = self._generated(record, i, before, after)
             end = len(after) if full.startswith(after) else _common_prefix_length(full, after)
             if end == len(after) or self._has_stop_token(full[len(before) : end]):
                 unchanged.append((len(before), end))
             else:
                 documents.append(self._document(record, after, [(len(before), len(after))]))
         return [self._document(record, full, unchanged), *documents] if unchanged else documents
+
+    def turn(self, record: Record, before: str) -> str:
+        """A conversation that ends with an assistant message, rendered as `documents` does when that message was
+        generated after the text `before`, with which the result starts. Raises ValueError if it does not."""
+        n = len(record.messages or [])
+        return self._generated(record, n - 1, before, self._render(record, n, prompt=False))
+
+    def turn_document(self, text: str, start: int, where: str) -> Document:
+        """A text of `turn`, tokenized as training does, with the turn from character `start` on as its only span.
+        Raises ValueError if no token or every token belongs to it."""
+        return self._document(Record(where), text, [(start, len(text))])
+
+    def _generated(self, record: Record, i: int, before: str, after: str) -> str:
+        """The rendered messages up to message i, `after`, as a text that starts with the message's prompt, `before`.
+        Raises ValueError if there is none."""
+        if not after.startswith(before):
+            after = self._after_its_prompt(record, i, before, after) or after
+        if not after.startswith(before):
+            raise ValueError(
+                f"{record.where}, message {i + 1}: the rendered turn does not start with the template's "
+                f"generation prompt, so no decoder could generate it. The prompt ends with {before[-60:]!r}, the "
+                f"turn is {after[max(len(before) - 60, 0) :][:120]!r}. --template-kwargs may contradict the data"
+            )
+        return after
 
     def _after_its_prompt(self, record: Record, i: int, before: str, after: str) -> str | None:
         """The prompt of message i, `before`, followed by its turn, if the template rewrites the messages before a turn

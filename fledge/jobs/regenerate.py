@@ -47,7 +47,7 @@ class RegenerateOptions(Options):
     """Answer the prompts of the data with the target, to train a draft on the target's own text."""
 
     target: str | None = opt(
-        "target model: a directory or hub id; with --endpoint only its tokenizer is read, to check the prompts", None
+        "target model: a directory or hub id; with --endpoint only its tokenizer is read, to check the texts", None
     )
     trust_remote_code: bool = trust_remote_code_option()
     draft: str | None = opt(

@@ -8,19 +8,24 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fledge.data.answering import answered_conversation, count_answers, reasoning_field, split_conversation
 from fledge.data.chat_fields import as_sent
+from fledge.data.record import Record
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
+from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, compare
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import default_new_tokens, parse_template_kwargs
 from fledge.jobs.regenerate import NEW_TOKENS, RegenerateOptions
 
 if TYPE_CHECKING:
-    from fledge.data.record import Record
     from fledge.data.template import ChatTemplate
+
+T = TypeVar("T")
 
 LONGEST = 2**62  # the context of a server that does not say how long it is
 
@@ -39,7 +44,12 @@ def answer_remaining(
 
 
 class _Regeneration:
-    """One run of the job: its options, and counts of what happened."""
+    """One run of the job: its options, and counts of what happened.
+
+    Workers ask the server and put its answers into a queue: a Turn for each answer that is compared with the target's
+    template, then the row of the record. One writer takes them out again. The comparison, and everything else for which
+    the tokenizer is needed, runs in one thread beside the event loop, so that no request waits for it.
+    """
 
     def __init__(
         self, options: RegenerateOptions, records: list[Record], refused: list[str], out: Path,
@@ -49,6 +59,7 @@ class _Regeneration:
         self.say, self.progress = say, progress
         self.template = _template_of(options)
         self.reasoning = reasoning_field(self.template) if self._renders_chats() else "reasoning_content"
+        self.check = AnswerCheck()
         self.truncated = 0
         self.warned_of_tools = False
 
@@ -69,28 +80,43 @@ class _Regeneration:
                 self.file.sort()
                 self.say(f"{self.out} is complete: {len(self.records):,} records")
                 return
-            if self.file.done:
-                self.say(f"continuing {self.out} after {len(self.file.done):,} of {len(self.records):,} records")
+            self.written_before = len(self.file.done)
+            if self.written_before:
+                self.say(f"continuing {self.out} after {self.written_before:,} of {len(self.records):,} records")
             await self._answer_all()
         self._report()
 
     async def _answer_all(self) -> None:
-        """Answers all remaining records: as many workers as requests are allowed take one conversation after the other,
-        so that the server always has that many requests."""
+        """Answers all remaining records, and writes them."""
         answers = [count_answers(r) for r in self.records]
         done = sum(answers[i] for i in self.file.done)
         remaining = iter([i for i in range(len(self.records)) if i not in self.file.done])
-        with self.file, self.progress.count("answers", sum(answers), done, unit="answers") as self.advance:
-            workers = [asyncio.create_task(self._work(remaining)) for _ in range(self.options.concurrency)]
+        self.answered: asyncio.Queue[Turn | dict[int, dict[str, Any]] | None] = asyncio.Queue()
+        with (
+            ThreadPoolExecutor(1) as self.thread, self.file,
+            self.progress.count("answers", sum(answers), done, unit="answers") as self.advance,
+        ):  # fmt: skip
+            asking, writing = asyncio.create_task(self._ask_all(remaining)), asyncio.create_task(self._write_all())
             try:
-                await asyncio.gather(*workers)
+                await asyncio.gather(asking, asyncio.shield(writing))
             except ServerProblem as e:
                 raise ValueError(f"{e}; run the same command again to continue {self.out}") from e
             finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                asking.cancel()
+                await asyncio.gather(asking, writing, return_exceptions=True)  # what was answered is written
         self.file.sort()
+
+    async def _ask_all(self, remaining: Iterator[int]) -> None:
+        """As many workers as requests are allowed take one conversation after the other, so that the server always has
+        that many requests."""
+        workers = [asyncio.create_task(self._work(remaining)) for _ in range(self.options.concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            self.answered.put_nowait(None)
 
     async def _work(self, remaining: Iterator[int]) -> None:
         for index in remaining:
@@ -103,7 +129,41 @@ class _Regeneration:
                     raise ValueError(f"{record.where}: {e}; {cure}") from e
                 self.refused.append(f"{record.where}: {e}")
             else:
-                self.file.append({index: row})
+                self.answered.put_nowait({index: row})
+
+    async def _write_all(self) -> None:
+        """Compares answers and writes rows. While most of the answers are not what the server generated, rows are held
+        back: if the job ends because of that, the same command can be given again with another server."""
+        held: dict[int, dict[str, Any]] = {}
+        while (item := await self.answered.get()) is not None:
+            if isinstance(item, Turn):
+                await self._compare(item)
+                continue
+            held |= item
+            if not self.check.mostly_rewritten:
+                self.file.append(held)
+                held = {}
+        if held:
+            self._explain_answers()
+
+    async def _compare(self, turn: Turn) -> None:
+        """Compares an answer with the target's template. Raises ServerProblem for another prompt, and if most answers
+        have another text than the server generated."""
+        found = await self._beside(lambda: compare(self.template, turn))
+        if found.prompt:
+            self._explain_prompt(turn.record, found.prompt)
+        self.check.add(turn, found)
+        if found.answer == UNKNOWN and self.check.counts[UNKNOWN] == 1:
+            self.say(
+                "the answers of this server cannot be compared with what the target's template gives, as it returns "
+                "neither their token ids nor a number of tokens that can be compared; vLLM returns the ids"
+            )
+        if self.check.compared >= ENOUGH and self.check.mostly_rewritten:
+            self._explain_answers()
+
+    async def _beside(self, function: Callable[[], T]) -> T:
+        """The result of a function that runs in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function)
 
     async def _answer(self, index: int, record: Record) -> dict[str, Any]:
         """The fields of the answered record."""
@@ -116,39 +176,60 @@ class _Regeneration:
                 messages.append(rest.pop(0))
             rest.pop(0)
             turn += 1
-            messages.append(self._message(await self._ask(index, messages, turn)))
+            messages.append(await self._next_message(index, messages, turn))
         return answered_conversation(record, messages)
+
+    async def _next_message(self, index: int, messages: list[dict[str, Any]], turn: int) -> dict[str, Any]:
+        """The answer to messages, as a message."""
+        record, before = self.records[index], None
+        if self.template is not None:
+            with _refusing(record):
+                before = self.template.prompt_text(messages, tools=record.tools, where=record.where)
+        answer = await self._ask(index, [as_sent(m) for m in messages], turn)
+        message = self._message(answer)
+        if before is not None:
+            self.answered.put_nowait(self._turn(record, [*messages, message], turn, before, answer))
+        return message
+
+    def _turn(self, record: Record, messages: list[dict[str, Any]], turn: int, before: str, answer: Answer) -> Turn:
+        """The last of these messages as the answer to compare."""
+        try:
+            text = self.template.turn(Record(record.where, messages=messages, tools=record.tools), before)
+        except ValueError as e:  # training would refuse it, too
+            return Turn(record, turn, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
+        return Turn(record, turn, before, answer, text)
 
     async def _continue_text(self, index: int, record: Record) -> dict[str, Any]:
         length, text = record.prompt_length, record.text or ""
-        if self.template is None and not length:
+        template = self.template
+        if template is None and not length:
             raise ValueError(
                 f"{record.where}: of a plain text, the first --prompt-tokens are kept, as --target's tokenizer counts "
                 "them; give --target MODEL, or the data as `prompt` and `completion`"
             )
-        if self.template is None:
+        if template is None:
             return {"prompt": text[:length], "completion": (await self._ask(index, text[:length], 0)).text}
-        ids = self._prompt_ids(text[: length or None], record)
-        if length:
-            return {"prompt": text[:length], "completion": (await self._ask(index, ids, 0)).text}
-        ids = ids[: self.options.prompt_tokens]
+        with _refusing(record):
+            ids, prompt = await self._beside(lambda: self._text_prompt(template, text, length))
         answer = await self._ask(index, ids, 0)
-        return {"text": self.template.tokenizer.decode(ids, skip_special_tokens=True) + answer.text}
+        self.answered.put_nowait(Turn(record, 1, ids, answer, prompt + answer.text))
+        return {"prompt": prompt, "completion": answer.text} if length else {"text": prompt + answer.text}
+
+    def _text_prompt(self, template: ChatTemplate, text: str, length: int) -> tuple[list[int], str]:
+        """The prompt of a plain text, as token ids and as text: its first `length` characters, or --prompt-tokens."""
+        if length:
+            return template.prompt_ids(text[:length]), text[:length]
+        ids = template.prompt_ids(text)[: self.options.prompt_tokens]
+        return ids, template.tokenizer.decode(ids, skip_special_tokens=True)
 
     async def _ask(self, index: int, prompt: Prompt, turn: int) -> Answer:
-        """The server's answer to a prompt, after checks. `turn` is the number of the answer in its record."""
+        """The server's answer to a prompt. `turn` is the number of the answer in its record."""
         record, seed = self.records[index], None
         if self.options.was_given("seed") and self.options.temperature > 0:
             seed = _seed(self.options.seed, index, turn)
-        ours = None
-        if self.template is not None and not isinstance(prompt, str):
-            ids = isinstance(prompt[0], int)
-            ours = prompt if ids else self._prompt_ids(prompt, record)
-        sent = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else [as_sent(m) for m in prompt]
-        compared = ours is not None
-        answer = await self.client.ask(sent, self.decoding, tools=record.tools, seed=seed, token_ids=compared)
-        if ours is not None and (difference := answer.prompt_difference(ours)):
-            self._explain_prompt(record, difference)
+        answer = await self.client.ask(
+            prompt, self.decoding, tools=record.tools, seed=seed, token_ids=self.template is not None
+        )
         if answer.finish == "tool_calls":
             raise _BadRecord(
                 "the server made a tool call of the answer, so its text is lost; start the server without its tool "
@@ -184,11 +265,17 @@ class _Regeneration:
             self.warned_of_tools = True
             self.say(f"{found}: the server renders tools in another way")
 
-    def _prompt_ids(self, prompt: str | list[dict[str, Any]], record: Record) -> list[int]:
-        try:
-            return self.template.prompt_ids(prompt, tools=record.tools, where=record.where)
-        except ValueError as e:
-            raise _BadRecord(str(e).removeprefix(f"{record.where}: ")) from e
+    def _explain_answers(self) -> None:
+        """Raises ServerProblem for answers whose text is not what the server generated."""
+        target, kept = self.options.target, len(self.file.done)
+        written = f" (remove its {kept:,} records first, if they are of this server)" * bool(kept)
+        raise ServerProblem(
+            f"{self.check.counts[REWRITTEN]:,} of {self.check.compared:,} answers are not what the server generated, "
+            f"the first: {self.check.first[REWRITTEN]}. A draft would be trained on another text than it will see. The "
+            f"server strips special tokens, its reasoning or tool call parser rewrites answers, or the template of "
+            f"{target} renders them otherwise: start the server without parsers, give --template-kwargs as the answers "
+            f"need them, or leave --target out to keep such answers{written}"
+        )
 
     def _renders_chats(self) -> bool:
         return self.template is not None and self.template.tokenizer.chat_template is not None
@@ -198,6 +285,8 @@ class _Regeneration:
         if self.refused and not self.file.done:
             raise ValueError(f"every record was refused, the first because: {self.refused[0]}")
         self.say(f"wrote {len(self.file.done):,} records to {self.out}")
+        for line in self.check.report(" of this run" if self.written_before else ""):
+            self.say(line)
         if self.truncated:
             limit = self.decoding.max_new_tokens
             self.say(f"{self.truncated:,} answers reached --max-new-tokens {limit}; they are kept, cut at that length")
@@ -209,6 +298,15 @@ class _Regeneration:
 
 class _BadRecord(ValueError):
     """A record that cannot be answered; others may be fine."""
+
+
+@contextmanager
+def _refusing(record: Record) -> Iterator[None]:
+    """Context manager: a ValueError of the block is the reason for which the record cannot be answered."""
+    try:
+        yield
+    except ValueError as e:
+        raise _BadRecord(str(e).removeprefix(f"{record.where}: ")) from e
 
 
 def describe_repeated(repeated: Counter[str]) -> str:

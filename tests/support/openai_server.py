@@ -27,7 +27,9 @@ class FakeServer:
     """The server's behaviour, which tests may change while it runs, and what it has counted.
 
     `engine` is "vllm", "sglang" or anything else. `port` 0 is a free one; `url` is set when it has started. `tokenizer`
-    counts and renders prompts; without one, a prompt has as many tokens as words. `failures` are taken one by one, each
+    counts and renders prompts, and tokenizes answers; without one, both have as many tokens as words. `generates` gives
+    the tokens that an answer's text was made of, by default those of the tokenizer; a stop token follows. `counts` says
+    whether answers have counts of tokens. `failures` are taken one by one, each
     for one request: a status, "drop" (the connection is closed without an answer), "hang" (no answer for `hang`
     seconds), "malformed" (no JSON), an object or list (this JSON), "broken" (a stream ends early), or None for none.
     `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of all requests for answers,
@@ -37,6 +39,8 @@ class FakeServer:
     engine: str = "vllm"
     tokenizer: Any = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    generates: Callable[[str], list[int]] | None = None
+    counts: bool = True
     models: tuple[str, ...] = ("bird",)
     context: int | None = 512
     latency: float = 0.0
@@ -82,6 +86,19 @@ class FakeServer:
         """The answer to a prompt, at most n words."""
         digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
         return " ".join(random.Random(digest).choices(WORDS, k=min(self.words, n)))
+
+    def generated(self, prompt: Any, limit: int) -> tuple[str, list[int], str]:
+        """The answer to a prompt: its text, at most `limit` tokens with the stop token, and how it ends."""
+        text = self.answer_to(prompt, limit)
+        if self.tokenizer is None:
+            ids = [WORDS.index(word) for word in text.split()]
+            return text, ids, "length" if len(ids) == limit else self.finish
+        whole = self.reasoning + text
+        ids = self.generates(whole) if self.generates else self.tokenizer(whole)["input_ids"]
+        if len(ids) >= limit:
+            text = self.tokenizer.decode(ids[:limit], skip_special_tokens=True)
+            return text.rstrip("\ufffd"), ids[:limit], "length"  # without the bytes of a cut character, as vLLM
+        return text, [*ids, self.tokenizer.eos_token_id], self.finish
 
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
         """The tokens of a request's prompt."""
@@ -211,13 +228,11 @@ class _Handler(BaseHTTPRequestHandler):
         fake, native = self.fake, self.path == "/generate"
         limit = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
         prompt = body.get("input_ids") or body.get("prompt") or body["messages"]
-        text = fake.answer_to(prompt, limit)
+        text, ids, finish = fake.generated(prompt, limit)
         pieces = [(" " if i else "") + word for i, word in enumerate(text.split())]
-        rounds, accepted = fake.speculate(len(pieces))
-        finish = "length" if len(pieces) == limit else fake.finish
+        rounds, accepted = fake.speculate(len(ids))
         asked = fake.tokens_of(body)
-        usage = {"prompt_tokens": len(asked), "completion_tokens": len(pieces)}
-        ids = [WORDS.index(word) for word in text.split()]
+        usage = {"prompt_tokens": len(asked), "completion_tokens": len(ids)} if fake.counts else {}
         if native:
             meta = {**usage, "finish_reason": {"type": finish}, "spec_verify_ct": rounds}
             meta |= {"spec_num_correct_drafts": sum(accepted), "spec_num_proposed_drafts": rounds * fake.depth}
@@ -235,9 +250,10 @@ class _Handler(BaseHTTPRequestHandler):
         within = {"prompt_token_ids": asked} if token_ids and not chat else {}
         if body.get("stream"):
             chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}], **beside}] if chat else []
-            for piece, token in zip(pieces, ids, strict=True):
+            for i, piece in enumerate(pieces):  # a token with each word, and all others with the last one
+                new = ids[i : i + 1 if i + 1 < len(pieces) else None]
                 choice = {"delta": {"content": piece}} if chat else {"text": piece}
-                chunks.append({"choices": [choice | ({"token_ids": [token]} if token_ids else {})]})
+                chunks.append({"choices": [choice | ({"token_ids": new} if token_ids else {})]})
             chunks[0]["choices"][0].update(within)
             chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
             return self._stream([*chunks, {"choices": [], "usage": usage}], broken)
