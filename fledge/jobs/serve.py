@@ -69,19 +69,23 @@ def check(options: ServeOptions) -> None:
 
 
 def command_of(options: ServeOptions) -> list[str]:
-    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve
-    it."""
+    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve it,
+    and if it needs other files than the draft has."""
     from fledge.engines.command import ENGINES, Serving, serve_command, trained_depth
-    from fledge.engines.support import unsupported
-    from fledge.models.weights import read_draft_config
+    from fledge.engines.export import export
+    from fledge.engines.support import TITLES
+    from fledge.models.weights import open_draft
 
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine} is neither vllm nor sglang")
-    config = read_draft_config(options.draft)
-    if reason := unsupported(config, options.engine):
-        raise ValueError(reason)
+    draft = open_draft(options.draft)
+    if differences := export(draft, options.engine).differences:
+        raise ValueError(
+            f"{TITLES[options.engine]} needs other files than {options.draft} has: {'; '.join(differences)}; write "
+            f"them with fledge export --draft {options.draft} --to {options.engine} --out DIR, and serve DIR"
+        )
     serving = Serving(
-        options.target, options.draft, config, options.depth or trained_depth(config), options.tree_nodes,
+        options.target, options.draft, draft.config, options.depth or trained_depth(draft.config), options.tree_nodes,
         options.tree_width,
     )  # fmt: skip
     trust = ["--trust-remote-code"] if options.trust_remote_code else []  # both engines have this flag
