@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fledge.engines.client import Client, Decoding, ServerProblem
 from fledge.eval import endpoint
@@ -21,6 +23,7 @@ from fledge.eval.record import is_record
 from fledge.jobs.evaluate_endpoint import _depth_of
 from fledge.models.weights import save_draft
 from support.commands import Ran
+from support.drafts_on_disk import rewrite
 from support.files import write_rows
 from support.openai_server import FakeServer
 from support.targets import CHATML, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
@@ -152,6 +155,70 @@ def test_fledges_decoder_answers_the_same_prompts(evaluate, made):
             and "The server drafts 2.00 tokens a round and" in said
         )
         assert "fledge's decoder on the same prompts: τ" in said
+
+
+def test_a_draft_of_another_target_asks_nothing(evaluate, made):
+    save_draft(tiny_draft(tiny_target(vocab_size=500), draft_vocab_size=200), made / "misfit")
+    shutil.copytree(made / "draft", made / "damaged")
+    rewrite(made / "damaged", lambda x: x["norm.weight"].zero_())
+    with FakeServer().started() as server:
+        for draft, reason in (("misfit", "it was made for a vocabulary of 500 tokens"), ("damaged", "only zeros")):
+            went = evaluate(server, "--target", made / "target", "--draft", made / draft)
+            assert went.code == 2 and reason in " ".join(went.err.split()) and not server.asked, went.err
+
+
+def short_of_memory(*given: Any, **options: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+
+
+@pytest.mark.parametrize("how", ["a tree", "memory"])
+def test_a_measurement_outlives_a_failure_of_fledges_decoder(evaluate, made, tmp_path, monkeypatch, how):
+    out, sglang = tmp_path / "record.json", how == "a tree"
+    if not sglang:
+        monkeypatch.setattr("fledge.jobs.options.DecodeOptions.load_engine", short_of_memory)
+    options = dict(engine="sglang", depth=31) if sglang else {}
+    with FakeServer(words=20, tokenizer=tiny_tokenizer(), **options).started() as server:
+        words = ["--target", made / "target", "--draft", made / "draft", "--device", "cpu", "--out", out]
+        went = evaluate(server, *words)
+    said, shown, record = " ".join(went.err.split()), " ".join(went.out.split()), json.loads(out.read_text())
+    assert went.code == 2 and "the server was measured, but fledge's own τ is missing: " in said, said
+    assert ("is probably a tree" if sglang else "not enough memory for the target and the draft beside") in said
+    assert sglang or ("--gpu-memory-utilization" in said and "More lines" not in said)
+    assert record["tau"] > 1 and record["own"] is None and f"{record['tau']:.2f}" in shown and "verifications" in shown
+
+
+def test_a_mistake_in_the_code_is_no_message(evaluate, made, tmp_path, monkeypatch):
+    def fail(*given: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("fledge.jobs.options.DecodeOptions.load_engine", fail)
+    with FakeServer(words=20, tokenizer=tiny_tokenizer()).started() as server, pytest.raises(RuntimeError, match="a k"):
+        evaluate(server, "--target", made / "target", "--draft", made / "draft", "--out", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["tau"] > 1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_baseline_that_drafts_is_refused(evaluate, made, engine, monkeypatch):
+    """By the counters of the first, short requests; without those (SGLang), by those of the answers."""
+    for words, most in ((8, 1), (1, 5)):
+        monkeypatch.setattr(endpoint, "WARM_UP_TOKENS", words)
+        options = dict(engine=engine, words=20, tokenizer=tiny_tokenizer(), metrics=engine == "vllm")
+        with FakeServer(**options).started() as server, FakeServer(**options).started() as plain:
+            went = evaluate(server, "--baseline-endpoint", plain.url, "--target", made / "target")
+            said = " ".join(went.err.split())
+            assert went.code == 2 and f"{plain.url} (--baseline-endpoint) drafts itself: it counts 2." in said, said
+            assert not server.asked and (engine == "sglang" or len(plain.asked) <= most)
+    with FakeServer(**options).started() as server, FakeServer(**options).started() as plain:
+        went = evaluate(server, "--baseline-endpoint", plain.url)  # SGLang then tells a mean since its start alone
+        assert went.code == 2 and "drafts itself" in went.err, went.err
+
+
+def test_a_server_is_not_its_own_baseline(evaluate):
+    with FakeServer().started() as server:
+        for same in (server.url, server.url + "/v1/", server.url.removeprefix("http://")):
+            went = evaluate(server, "--baseline-endpoint", same)
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "--endpoint and --baseline-endpoint are both" in said and not server.asked, said
 
 
 def test_prompts_that_the_server_renders_otherwise_are_named(evaluate, made):

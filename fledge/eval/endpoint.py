@@ -122,6 +122,7 @@ async def measure(
     template: ChatTemplate | None = None,
     seed: int | None = None,
     histories: Sequence[Sequence[str]] | None = None,
+    drafts: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
@@ -129,7 +130,7 @@ async def measure(
     `template` is that of the target: with it, prompts are compared, and SGLang is asked by token ids, since it counts
     acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
     Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
-    that the server refuses, and if the server has other requests meanwhile.
+    that the server refuses, if the server has other requests meanwhile, and without `drafts` if the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
     warm_up = _Asking(client, _shorter(decoding), template, seed)
@@ -140,6 +141,8 @@ async def measure(
         raise ServerProblem(
             f"{client.root} has {before.running:.0f} other requests; measure when nobody else uses the server"
         )
+    if not drafts:
+        check_plain(client.root, before.acceptance)
     asked: list[list[Asked]] = [[] for _ in prompts]
     remaining = iter(range(len(prompts)))
     start = time.perf_counter()
@@ -163,6 +166,8 @@ async def measure(
     if acceptance is not None and not acceptance.rounds:
         acceptance = None
     mean = await _since_start(client) if acceptance is None else None
+    if not drafts:
+        check_plain(client.root, acceptance, mean)
     mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
     note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
     return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
@@ -266,6 +271,16 @@ def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
     raise ServerProblem(
         f"{root} counted {found}: others used the server during the measurement; measure when nobody else does"
     )
+
+
+def check_plain(root: str, counted: Acceptance | None, since_start: float | None = None) -> None:
+    """Raises ServerProblem if the counters of a server show that it drafts: it is no baseline then."""
+    tau = counted.tau if counted is not None else since_start
+    if tau is not None:
+        raise ServerProblem(
+            f"{root} (--baseline-endpoint) drafts itself: it counts {tau:.2f} tokens per verification; start it "
+            "without a draft, or leave --baseline-endpoint out"
+        )
 
 
 async def _since_start(client: Client) -> float | None:

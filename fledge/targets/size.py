@@ -1,9 +1,10 @@
-"""The bytes of a target's weights on one rank."""
+"""The bytes of a target's weights on one rank, and errors for want of memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fledge.targets.transformers import TransformersTarget
@@ -32,6 +33,17 @@ def target_bytes(target: TransformersTarget) -> TargetBytes:
     """The sizes of a target, which may be on the meta device. Raises ValueError if its layers cannot be identified."""
     sizes = [_bytes(layer) for layer in target.layers]
     return TargetBytes(sum(sizes), max(sizes), _bytes(target.model) - sum(sizes), len(sizes))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, is that a GPU or the machine has not enough memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # without a class of its own: the CPU's allocator, and a GPU without room for the process itself
+    words = ("out of memory", "can't allocate memory")
+    if isinstance(error, RuntimeError) and any(w in str(error) for w in words):
+        return True
+    return error.__cause__ is not None and out_of_memory(error.__cause__)
 
 
 def _bytes(module: nn.Module) -> int:
