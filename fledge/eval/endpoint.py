@@ -363,9 +363,9 @@ def tau_error(record: dict[str, Any]) -> float | None:
     return math.sqrt(sum(_variance(alpha) / rounds for alpha, rounds in sides))
 
 
-def _variance(alpha: Sequence[float]) -> float:
+def _variance(alpha: Sequence[float | None]) -> float:
     """The variance of a round's accepted tokens."""
-    shares = list(itertools.accumulate(alpha, operator.mul))  # of rounds that accept more than k tokens
+    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))  # that accept more than k tokens
     return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 

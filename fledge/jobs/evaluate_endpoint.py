@@ -18,6 +18,7 @@ from fledge.engines.client import Client, Decoding, Server, root_of
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
+from fledge.eval.metrics import alpha_text
 from fledge.eval.own import decode_own
 from fledge.eval.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.eval.record import check_record_path, write_record
@@ -324,13 +325,11 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
     if r["tau_since_start"]:
         lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
     if r["alpha"]:
-        lines.append(f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}.")
+        lines.append(f"α by position: {alpha_text(r['alpha'])}.")
     elif r["tau"]:
         lines.append("There is no α by position: the server does not count it.")
     if own := r["own"]:
-        lines.append(
-            f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {' '.join(f'{a:.2f}' for a in own['alpha'])}."
-        )
+        lines.append(f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {alpha_text(own['alpha'])}.")
         if r["tau"] and own["tau"]:
             lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
     if r["tokens_per_s"] is None:
