@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from fledge.engines.export import TargetName, export
 from fledge.jobs import serve
 from fledge.models.weights import open_draft, save_draft, write_files
 from support.drafts_on_disk import saved
+from support.files import reconfigure
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 E3, E1 = dict(method="eagle3"), dict(method="eagle1", W=120, num_aux_hidden_states=0)
@@ -193,6 +195,31 @@ def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypat
     assert codes == [1] and not ran and went.code == 2 and "fledge check failed; correct what it names" in went.err
     monkeypatch.setattr(serve.subprocess, "run", lambda words: SimpleNamespace(returncode=0))
     assert fledge(*words).code == 0 and ran[0][1][-1] == "--trust-remote-code"
+
+
+@pytest.mark.parametrize("memory", ["estimated", "killed"])
+@pytest.mark.parametrize("sound", [True, False])
+def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monkeypatch, memory, sound):
+    target, ran, asked, said = tiny_target_directory(tmp_path), [], [], []
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), tmp_path / "draft")
+    if not sound:
+        reconfigure(tmp_path / "draft", max_position_embeddings=64)
+
+    def run(words: list[str]) -> SimpleNamespace:
+        asked.append(words[3:])
+        if memory == "killed" and "--files-only" not in words:
+            return SimpleNamespace(returncode=-9)
+        return SimpleNamespace(returncode=fledge(*words[3:]).code)
+
+    monkeypatch.setattr("fledge.targets.size.free_bytes", lambda device: 1000)
+    monkeypatch.setattr(serve.subprocess, "run", run)
+    monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
+    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    options = serve.ServeOptions(target=str(target), draft=str(tmp_path / "draft"), engine="sglang")
+    with contextlib.nullcontext() if sound else pytest.raises(ValueError, match="fledge check failed"):
+        serve.run(options, said.append)
+    assert ["--files-only" in words for words in asked] == [False, True] and len(ran) == sound
+    assert "does not fit in memory as fledge check loads it" in said[0]
 
 
 def test_vllm_without_its_script_is_started_as_a_module(monkeypatch, tmp_path: Path):

@@ -386,8 +386,8 @@ def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool]) -> str:
         )
     field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
     return (
-        f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it is "
-        f"hardly the layers, the vocabulary map or the template. Where {field} is not that of training: "
+        f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it "
+        f"is hardly the layers, the vocabulary map or the template. Where {field} is not that of training: "
         f"{FIELD_SYMPTOMS[field]}."
     )
 
