@@ -23,7 +23,7 @@ import torch
 
 from fledge.decode.engine import Engine, load
 from fledge.eval.environment import environment
-from fledge.eval.metrics import alpha, tau
+from fledge.eval.metrics import alpha, alpha_text, tau
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.eval.run import first_prompt
@@ -173,7 +173,7 @@ def describe(row: dict) -> str:
     tree = f" {row['nodes']}x{row['width']}" if row["nodes"] else ""
     return (
         f"{row['method']:9} {row['mode']}{tree:6} depth {row['depth']:2} T={row['temperature']:.0f} {row['set']:8} "
-        f"τ {row['tau']:.2f}  α {' '.join(f'{a:.2f}' for a in row['alpha'])}  round {row['round_ms']:.1f} ms, of that "
+        f"τ {row['tau']:.2f}  α {alpha_text(row['alpha'])}  round {row['round_ms']:.1f} ms, of that "
         f"drafting {row['draft_ms']:.1f}; {row['tokens_per_s']:.0f} tokens/s"
     )
 

@@ -271,9 +271,13 @@ def inspect_draft(options: InspectOptions) -> None:
 
 @_command("check", CheckOptions)
 def check(options: CheckOptions) -> None:
-    from fledge.jobs.check import as_json, print_report, run
+    from fledge.jobs.check import TOO_LARGE, TargetTooLarge, as_json, print_report, run
 
-    report = run(options, _display(quiet=options.json))
+    try:
+        report = run(options, _display(quiet=options.json))
+    except TargetTooLarge as e:
+        print_error(e)
+        raise typer.Exit(TOO_LARGE) from None
     if options.json:
         print(json.dumps(as_json(report), indent=2), flush=True)
     else:

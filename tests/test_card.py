@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from fledge.config import Provenance
 from fledge.engines.support import unsupported
 from fledge.eval.environment import environment
+from fledge.eval.metrics import alpha_text
 from fledge.jobs.model_card import (
     Measurement,
     Training,
@@ -133,7 +134,7 @@ def test_cells_and_code():
 
 def record(tau: float, **more) -> dict:
     return {
-        "tau": tau, "alpha": [0.8, 0.5], "prompts": 80, "speedup": 1.5, "sampling": {"temperature": 0.0},
+        "tau": tau, "alpha": [0.8, 0.5, None], "prompts": 80, "speedup": 1.5, "sampling": {"temperature": 0.0},
         "mode": "chain", "depth": 5, "batch": 1, "environment": environment("cpu", "torch.float32"), **more,
     }  # fmt: skip
 
@@ -148,7 +149,7 @@ def test_measurements_are_put_into_the_card(fledge, tmp_path):
     done = fledge("card", "--draft", tmp_path / "draft", "--eval", tmp_path / "eval.json")
     text = (tmp_path / "draft" / "README.md").read_text()
     assert done.code == 0 and is_unedited(text) and "Nothing is recorded" not in text, done.err
-    assert "| mt\\_bench, 80 | greedy, chain, depth 5 | 3.25 | 0.80 0.50 | 1.50x |" in text
+    assert "| mt\\_bench, 80 | greedy, chain, depth 5 | 3.25 | 0.80 0.50 - | 1.50x |" in text
 
 
 def test_of_several_drafts_only_its_own_measurements_are_taken(fledge, tmp_path):
@@ -205,7 +206,7 @@ def trained(tmp_path_factory):
 def test_training_writes_a_card(trained):
     text = (trained.draft / "README.md").read_text()
     assert is_unedited(text) and str(trained.draft.parent.parent) not in text and "my\\|chats" in text
-    rates = " ".join(f"{a:.2f}" for a in trained.metrics["eval_alpha"])
+    rates = alpha_text(trained.metrics["eval_alpha"])
     assert f"| {trained.metrics['eval_tau']:.2f} | {rates} | - |" in text and len(trained.metrics["eval_alpha"]) == 3
     for fact in ("| Steps | 3 of 3 |", "| Seed | 5 |", "| Loss | `ce` over 3 drafted tokens, γ 0.8 |", "torch 2."):
         assert fact in text

@@ -109,6 +109,55 @@ def test_a_sound_draft_passes(made, check, method):
     assert record.eval_tau == measured[record.step] == max(measured.values())  # the probe is that of the best draft
 
 
+FILES = {"weights", "vocabulary", "target", "config", "template", "logits"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_files_are_checked_without_the_targets_weights(made, fledge, monkeypatch, tmp_path, method):
+    """The target's weights are not even there."""
+    shutil.copytree(made / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ["check", "--target", tmp_path / "target", "--draft", made / method / "draft", "--files-only"]
+    went = fledge(*words, "--json")
+    result = json.loads(went.out)
+    assert went.code == 0 and result["files_only"] and result["replayed"] and not result["findings"], went.err
+    checked = {p["check"] for p in result["passed"]}
+    assert checked >= FILES and not checked & {"features", "decoding"}
+    assert "hidden states and τ are not compared" in " ".join(result["notes"])
+    went = fledge(*words)
+    assert "sound" not in went.out and "No fault found in the files; what the target computes was not" in went.out
+
+
+def test_a_device_has_no_effect_on_files(made, fledge):
+    went = fledge("check", "--target", made / "target", "--draft", made, "--files-only", "--device", "cpu")
+    assert went.code == 2 and "--device has no effect with --files-only" in went.err, went.err
+
+
+def without_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fledge.targets.size.free_bytes", lambda device: 1000)
+
+
+def out_of_room(patch: pytest.MonkeyPatch) -> None:
+    """The message of torch's allocator on a CPU, as raised while the weights are loaded."""
+    load = load_target
+
+    def fail(*given: Any, weights: bool = True, **options: Any) -> Any:
+        if weights:
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
+        return load(*given, weights=False, **options)
+
+    patch.setattr("fledge.targets.loading.load_target", fail)
+
+
+@pytest.mark.parametrize("how", [without_room, out_of_room])
+def test_a_target_that_does_not_fit_has_an_exit_code_of_its_own(made, fledge, monkeypatch, how):
+    how(monkeypatch)
+    went = fledge("check", "--target", made / "target", "--draft", made / "eagle3" / "draft", "--device", "cpu")
+    said = " ".join(went.err.split())
+    assert went.code == 3 and "does not fit in the memory here (" in said and "with --files-only" in said, said
+
+
 # -- damages ----------------------------------------------------------------------------------------------------------
 
 Tensors = dict[str, torch.Tensor]
@@ -372,6 +421,25 @@ def test_a_damage_is_named(check, damaged, name):
     assert code == 1 and words in text, text or result
     assert len(result["findings"]) <= 3, text
     assert all(f["cure"] for f in result["findings"])
+
+
+WITHOUT_WEIGHTS = (
+    "layers moved by one, vLLM's list", "d2t shifted", "norms swapped", "fc transposed", "head of another step",
+    "norm_output off", "norm_output on", "truncated file", "context too small", "thinking mode",
+    "a target of fewer layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_a_damage_is_named_without_the_targets_weights(fledge, damaged, name):
+    method, damage, words = DAMAGES[name]
+    draft, target = damaged(method)
+    damage(draft, target)
+    for file in target.glob("*.safetensors"):
+        file.unlink()
+    went = fledge("check", "--target", target, "--draft", draft, "--files-only", "--json")
+    found = json.loads(went.out)["findings"]
+    assert went.code == 1 and words in "\n".join(f["cause"] for f in found), found
 
 
 def test_a_contradiction_of_t2d_names_both_possibilities(check, damaged):

@@ -42,6 +42,7 @@ def test_vllms_counters_over_all_engines():
     assert acceptance.by_position == (80, 30, 20) and (found.tokens, found.running) == (235, 3)
     assert acceptance.tau == 2.3 and acceptance.depth == 3
     assert acceptance.alpha == pytest.approx([0.8, 30 / 80, 20 / 30])
+    assert Acceptance(10, 4, 30, (4, 0, 0), "s").alpha == [0.4, 0.0, None], "no round reached the third"
     assert vllm_counters("vllm:generation_tokens_total 7").acceptance is None
     assert Samples('a{x="q\\"},} 1"} 2\na 3').get("b", "a") == 5
 

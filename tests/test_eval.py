@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
-from fledge.eval.metrics import alpha, bytes_per_round, repeated_ngrams, tau
+from fledge.eval.metrics import alpha, alpha_text, bytes_per_round, repeated_ngrams, tau
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
 from fledge.eval.run import _draft_bytes, _gaps, _round_times, evaluate, near_ties
 from fledge.models.draft import Draft
@@ -32,6 +32,8 @@ def test_tau_and_alpha_are_sums_divided_once():
     assert tau(traces) == (1 + 4 + 2) / 3
     assert alpha(traces) == [2 / 3, 1 / 2, 1.0]
     assert bytes_per_round(traces) == 20
+    assert alpha([Trace([Round(3, 1), Round(3, 0)])]) == [1 / 2, 0.0, None], "no round reached the third"
+    assert alpha_text([1 / 2, 0.0, None]) == "0.50 0.00 -"
     assert tau([]) == bytes_per_round([]) == 0.0 and alpha([]) == []
 
 
@@ -62,7 +64,7 @@ def test_tau_and_alpha_are_those_of_the_definition(way: str) -> None:
     rounds = [r for text in TEXTS for r in rounds_by_definition(engine, engine.template.prompt_ids(text), 25)]
     assert record["tau"] == sum(r + 1 for r in rounds) / len(rounds) and 1.2 < record["tau"] < 4
     reached = [sum(r >= k for r in rounds) for k in range(5)]
-    assert record["alpha"] == [b / a if a else 0.0 for a, b in pairwise(reached)][: len(record["alpha"])]
+    assert record["alpha"] == [b / a if a else None for a, b in pairwise(reached)][: len(record["alpha"])]
     assert way == "tree" or record["tau"] == pytest.approx(tau_of_alpha(record["alpha"]))
 
 
@@ -83,7 +85,9 @@ def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytes
     replace_function(monkeypatch, Proposer, "propose", knowing)
     prompts = [EvalPrompt(text=TEXTS[0])]
     record = evaluate({"known": engine}, prompts, sampling=Sampling(), max_new_tokens=40)["known"]
-    assert record["tau"] == right + 1 and record["alpha"] == [float(k < right) for k in range(3)]
+    assert record["tau"] == right + 1 and record["alpha"] == [
+        float(k < right) if k <= right else None for k in range(3)
+    ]
     assert record["identical"] == 1
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import operator
 import random
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fledge.engines.client import Client, Decoding, ServerProblem
 from fledge.eval import endpoint
@@ -21,6 +25,7 @@ from fledge.eval.record import is_record
 from fledge.jobs.evaluate_endpoint import _depth_of
 from fledge.models.weights import save_draft
 from support.commands import Ran
+from support.drafts_on_disk import rewrite
 from support.files import write_rows
 from support.openai_server import FakeServer
 from support.targets import CHATML, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
@@ -154,6 +159,70 @@ def test_fledges_decoder_answers_the_same_prompts(evaluate, made):
         assert "fledge's decoder on the same prompts: τ" in said
 
 
+def test_a_draft_of_another_target_asks_nothing(evaluate, made):
+    save_draft(tiny_draft(tiny_target(vocab_size=500), draft_vocab_size=200), made / "misfit")
+    shutil.copytree(made / "draft", made / "damaged")
+    rewrite(made / "damaged", lambda x: x["norm.weight"].zero_())
+    with FakeServer().started() as server:
+        for draft, reason in (("misfit", "it was made for a vocabulary of 500 tokens"), ("damaged", "only zeros")):
+            went = evaluate(server, "--target", made / "target", "--draft", made / draft)
+            assert went.code == 2 and reason in " ".join(went.err.split()) and not server.asked, went.err
+
+
+def short_of_memory(*given: Any, **options: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+
+
+@pytest.mark.parametrize("how", ["a tree", "memory"])
+def test_a_measurement_outlives_a_failure_of_fledges_decoder(evaluate, made, tmp_path, monkeypatch, how):
+    out, sglang = tmp_path / "record.json", how == "a tree"
+    if not sglang:
+        monkeypatch.setattr("fledge.jobs.options.DecodeOptions.load_engine", short_of_memory)
+    options = dict(engine="sglang", depth=31) if sglang else {}
+    with FakeServer(words=20, tokenizer=tiny_tokenizer(), **options).started() as server:
+        words = ["--target", made / "target", "--draft", made / "draft", "--device", "cpu", "--out", out]
+        went = evaluate(server, *words)
+    said, shown, record = " ".join(went.err.split()), " ".join(went.out.split()), json.loads(out.read_text())
+    assert went.code == 2 and "the server was measured, but fledge's own τ is missing: " in said, said
+    assert ("is probably a tree" if sglang else "not enough memory for the target and the draft beside") in said
+    assert sglang or ("--gpu-memory-utilization" in said and "More lines" not in said)
+    assert record["tau"] > 1 and record["own"] is None and f"{record['tau']:.2f}" in shown and "verifications" in shown
+
+
+def test_a_mistake_in_the_code_is_no_message(evaluate, made, tmp_path, monkeypatch):
+    def fail(*given: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("fledge.jobs.options.DecodeOptions.load_engine", fail)
+    with FakeServer(words=20, tokenizer=tiny_tokenizer()).started() as server, pytest.raises(RuntimeError, match="a k"):
+        evaluate(server, "--target", made / "target", "--draft", made / "draft", "--out", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["tau"] > 1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_baseline_that_drafts_is_refused(evaluate, made, engine, monkeypatch):
+    """By the counters of the first, short requests; without those (SGLang), by those of the answers."""
+    for words, most in ((8, 1), (1, 5)):
+        monkeypatch.setattr(endpoint, "WARM_UP_TOKENS", words)
+        options = dict(engine=engine, words=20, tokenizer=tiny_tokenizer(), metrics=engine == "vllm")
+        with FakeServer(**options).started() as server, FakeServer(**options).started() as plain:
+            went = evaluate(server, "--baseline-endpoint", plain.url, "--target", made / "target")
+            said = " ".join(went.err.split())
+            assert went.code == 2 and f"{plain.url} (--baseline-endpoint) drafts itself: it counts 2." in said, said
+            assert not server.asked and (engine == "sglang" or len(plain.asked) <= most)
+    with FakeServer(**options).started() as server, FakeServer(**options).started() as plain:
+        went = evaluate(server, "--baseline-endpoint", plain.url)  # SGLang then tells a mean since its start alone
+        assert went.code == 2 and "drafts itself" in went.err, went.err
+
+
+def test_a_server_is_not_its_own_baseline(evaluate):
+    with FakeServer().started() as server:
+        for same in (server.url, server.url + "/v1/", server.url.removeprefix("http://")):
+            went = evaluate(server, "--baseline-endpoint", same)
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "--endpoint and --baseline-endpoint are both" in said and not server.asked, said
+
+
 def test_prompts_that_the_server_renders_otherwise_are_named(evaluate, made):
     other = tiny_tokenizer(CHATML.replace("assistant\n' }}{% endif", "assistant\nit can fly' }}{% endif"))
     for engine in ("vllm", "sglang"):
@@ -216,6 +285,30 @@ def test_a_difference_within_chance_has_no_cause():
     more = record | {"counted": {"rounds": 20000}, "own": own | {"rounds": 20000}}
     assert causes(more, "vllm", None)[-1].startswith("Causes that cannot be seen")
     assert tau_error(record | {"alpha": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "alpha", "said", "layers"),
+    [
+        ("chain", [0.69, 0.2, 0.1], "that of position 2 less often (α 0.20 on the server, 0.50 here)", False),
+        ("parallel", [0.70, 0.2, None], "mask_token_id is not that of training: another embedding", False),
+        ("chain", [0.3, 0.2, 0.1], "less often than by fledge (α 0.30 on the server, 0.70 here): as where", True),
+        ("tree", [0.9, 0.9, 0.9], "", False),
+    ],
+)
+def test_the_pattern_of_alpha_points_to_a_cause(mode, alpha, said, layers):
+    """A first token accepted as by fledge cannot come from other layers."""
+    own = {"tau": 2.26, "alpha": [0.7, 0.5, 0.6], "rounds": 2000, "depth": 3, "mode": mode, "identical": 8}
+    tau = 1 + sum(itertools.accumulate((a or 0 for a in alpha), operator.mul))
+    record = {
+        "tau": tau, "alpha": alpha, "counted": {"rounds": 2000}, "own": own, "depth": 3.0, "concurrency": 1,
+        "requests": 8, "sampling": {"temperature": 0.0}, "mismatched_prompts": [],
+    }  # fmt: skip
+    found = causes(record, "vllm", None)
+    assert said in " ".join(found) and len(found) == 1 + bool(said), found
+    assert ("other layers of the target (" in found[-1]) == layers
+    if mode == "chain" and not layers:
+        assert "the first drafted token is accepted as before, and those after it hardly" in found[0]
 
 
 def test_other_users_of_the_server_are_noticed(made):

@@ -184,6 +184,7 @@ def known_to(commands) -> set[str]:
 OTHERS = (  # flags of other programs: torchrun's in jobs/training/launch.py, and those of serving engines
     "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config", "--kv-transfer-config",
     "--no-enable-prefix-caching", "--max-model-len", "--revision", "--disable-log-stats",
+    "--gpu-memory-utilization", "--mem-fraction-static",
 )  # fmt: skip
 
 

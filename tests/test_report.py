@@ -196,6 +196,14 @@ def test_the_report_of_a_record_is_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "other.html").read_text() == "notes" and "is no report of fledge" in said[1]
 
 
+def test_a_position_that_no_round_reached_has_no_point(tmp_path: Path) -> None:
+    page = page_of(write_records(tmp_path / "r.json", record(alpha=[0.8, 0.0, None])))
+    assert "alpha" in figures(page) and "accepted in 80% of the rounds" in page
+    rows = re.findall(r"<td[^>]*>(\d)</td>\s*<td[^>]*>([^<]*)</td>", page)
+    assert ("1", "0.80") in rows and ("2", "0.00") in rows and ("3", "–") in rows, rows
+    assert "alpha" not in figures(page_of(write_records(tmp_path / "none.json", record(alpha=[None, None]))))
+
+
 def test_records_of_servers_are_a_table(tmp_path: Path) -> None:
     served = {
         "tau": 2.1, "alpha": None, "endpoint": "http://localhost:8000", "concurrency": 4, "tokens_per_s": 300.0,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fledge.engines import command as command_module
+from fledge.engines.export import TargetName, export
 from fledge.jobs import serve
-from fledge.models.weights import save_draft
+from fledge.models.weights import open_draft, save_draft, write_files
 from support.drafts_on_disk import saved
+from support.files import reconfigure
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 E3, E1 = dict(method="eagle3"), dict(method="eagle1", W=120, num_aux_hidden_states=0)
@@ -109,6 +115,56 @@ def test_what_cannot_be_served_is_refused(draft, words, reason, fledge, tmp_path
     assert went.code == 2 and reason in went.err and not went.out, went.err
 
 
+def prefixed(draft: Path) -> None:
+    change(draft, lambda tensors: {f"model.{name}": x for name, x in tensors.items()})
+
+
+def pickled(draft: Path) -> None:
+    torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
+    (draft / "model.safetensors").unlink()
+
+
+def in_speculators_format(draft: Path) -> None:
+    exported = export(open_draft(draft), "speculators", TargetName("owner/target", ("LlamaForCausalLM",)))
+    write_files(exported.encode(), draft)
+
+
+def change(draft: Path, names: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = draft / "model.safetensors"
+    save_file(names(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "engine", "words"),
+    [
+        (prefixed, "vllm", "instead of model."),
+        (pickled, "sglang", "weights in model.safetensors, not pytorch_model.bin"),
+        (in_speculators_format, "sglang", "config.json in the flat layout"),
+    ],
+)
+@pytest.mark.parametrize("how", ["--dry-run", "--skip-check"])
+def test_files_that_the_engine_needs_otherwise_are_refused(rewrite, engine, words, how, fledge, tmp_path, monkeypatch):
+    """With the command that writes the others, whose result is then served."""
+    draft, ran = tmp_path / "draft", []
+    monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
+    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    saved(draft)
+    rewrite(draft)
+    went = fledge("serve", "--target", "t", "--draft", draft, "--engine", engine, how)
+    said = went.err.replace("\n", " ")
+    assert went.code == 2 and words in said and not went.out and not ran, said
+    assert f"fledge export --draft {draft} --to {engine} --out DIR" in said
+    assert fledge("export", "--draft", draft, "--to", engine, "--out", tmp_path / "out").code == 0
+    assert fledge("serve", "--target", "t", "--draft", tmp_path / "out", "--engine", engine, how).code == 0
+
+
+def test_vllm_serves_speculators_format(fledge, tmp_path):
+    saved(tmp_path / "draft")
+    in_speculators_format(tmp_path / "draft")
+    went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", "--dry-run")
+    assert went.code == 0 and "--speculative-config" in went.out, went.err
+
+
 def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch):
     saved(tmp_path / "draft")
     ran: list[Any] = []
@@ -139,6 +195,31 @@ def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypat
     assert codes == [1] and not ran and went.code == 2 and "fledge check failed; correct what it names" in went.err
     monkeypatch.setattr(serve.subprocess, "run", lambda words: SimpleNamespace(returncode=0))
     assert fledge(*words).code == 0 and ran[0][1][-1] == "--trust-remote-code"
+
+
+@pytest.mark.parametrize("memory", ["estimated", "killed"])
+@pytest.mark.parametrize("sound", [True, False])
+def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monkeypatch, memory, sound):
+    target, ran, asked, said = tiny_target_directory(tmp_path), [], [], []
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), tmp_path / "draft")
+    if not sound:
+        reconfigure(tmp_path / "draft", max_position_embeddings=64)
+
+    def run(words: list[str]) -> SimpleNamespace:
+        asked.append(words[3:])
+        if memory == "killed" and "--files-only" not in words:
+            return SimpleNamespace(returncode=-9)
+        return SimpleNamespace(returncode=fledge(*words[3:]).code)
+
+    monkeypatch.setattr("fledge.targets.size.free_bytes", lambda device: 1000)
+    monkeypatch.setattr(serve.subprocess, "run", run)
+    monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
+    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    options = serve.ServeOptions(target=str(target), draft=str(tmp_path / "draft"), engine="sglang")
+    with contextlib.nullcontext() if sound else pytest.raises(ValueError, match="fledge check failed"):
+        serve.run(options, said.append)
+    assert ["--files-only" in words for words in asked] == [False, True] and len(ran) == sound
+    assert "does not fit in memory as fledge check loads it" in said[0]
 
 
 def test_vllm_without_its_script_is_started_as_a_module(monkeypatch, tmp_path: Path):

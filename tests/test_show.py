@@ -332,6 +332,10 @@ def tabled(record: dict, width: int, monkeypatch) -> list[str]:
     return said.getvalue().splitlines()
 
 
+def test_a_position_that_no_round_reached_is_a_dash(monkeypatch):
+    assert "α by position: 0.75 -." in tabled(RECORD | {"alpha": [0.75, None]}, 120, monkeypatch)
+
+
 def test_bytes_between_devices_are_shown_if_there_are_some(monkeypatch):
     shown = "197.3 KB a round between the devices of draft and target."
     assert shown in tabled(RECORD | {"bytes_per_round": 197_256.0}, 120, monkeypatch)

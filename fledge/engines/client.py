@@ -38,6 +38,14 @@ class ServerProblem(ValueError):
     """The server cannot be used, or has not answered in spite of repetitions."""
 
 
+def root_of(url: str) -> str:
+    """The address of a server without /v1. Raises ValueError for an address that is not http or https."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url} is not the address of a server; write it as http://localhost:8000")
+    return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
+
+
 class _Passing(Exception):
     """A failure that another attempt may not have. `delay` is the number of seconds that the server asked to wait."""
 
@@ -182,10 +190,7 @@ class Client:
         self, url: str, *, api_key: str | None = None, connections: int = 1, timeout: float = 600.0,
         retries: int = RETRIES,
     ):  # fmt: skip
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url} is not the address of a server; write it as http://localhost:8000")
-        self.root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
+        self.root = root_of(url)
         self.timeout, self.retries = timeout, retries
         self.repeated: Counter[str] = Counter()
         self.server: Server | None = None

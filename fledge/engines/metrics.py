@@ -41,13 +41,13 @@ class Acceptance:
         return 1 + self.accepted / self.rounds if self.rounds else None
 
     @property
-    def alpha(self) -> list[float] | None:
-        """The acceptance rate of each drafted token among the rounds that accepted those before it; None if
-        unknown."""
+    def alpha(self) -> list[float | None] | None:
+        """The acceptance rate of each drafted token among the rounds that accepted those before it, which is None if
+        there are none; None if unknown."""
         if not self.by_position:
             return None
         reached = [self.rounds, *self.by_position]
-        return [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
+        return [after / before if before else None for before, after in itertools.pairwise(reached)]
 
     @property
     def depth(self) -> float | None:

@@ -22,6 +22,7 @@ from fledge.engines.metrics import (
     since_start,
     vllm_counters,
 )
+from fledge.eval.draft_files import FIELD_SYMPTOMS
 from fledge.eval.prompts import EvalPrompt, conversation
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ async def measure(
     template: ChatTemplate | None = None,
     seed: int | None = None,
     histories: Sequence[Sequence[str]] | None = None,
+    drafts: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
@@ -129,7 +131,7 @@ async def measure(
     `template` is that of the target: with it, prompts are compared, and SGLang is asked by token ids, since it counts
     acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
     Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
-    that the server refuses, and if the server has other requests meanwhile.
+    that the server refuses, if the server has other requests meanwhile, and without `drafts` if the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
     warm_up = _Asking(client, _shorter(decoding), template, seed)
@@ -140,6 +142,8 @@ async def measure(
         raise ServerProblem(
             f"{client.root} has {before.running:.0f} other requests; measure when nobody else uses the server"
         )
+    if not drafts:
+        check_plain(client.root, before.acceptance)
     asked: list[list[Asked]] = [[] for _ in prompts]
     remaining = iter(range(len(prompts)))
     start = time.perf_counter()
@@ -163,6 +167,8 @@ async def measure(
     if acceptance is not None and not acceptance.rounds:
         acceptance = None
     mean = await _since_start(client) if acceptance is None else None
+    if not drafts:
+        check_plain(client.root, acceptance, mean)
     mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
     note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
     return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
@@ -268,6 +274,16 @@ def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
     )
 
 
+def check_plain(root: str, counted: Acceptance | None, since_start: float | None = None) -> None:
+    """Raises ServerProblem if the counters of a server show that it drafts: it is no baseline then."""
+    tau = counted.tau if counted is not None else since_start
+    if tau is not None:
+        raise ServerProblem(
+            f"{root} (--baseline-endpoint) drafts itself: it counts {tau:.2f} tokens per verification; start it "
+            "without a draft, or leave --baseline-endpoint out"
+        )
+
+
 async def _since_start(client: Client) -> float | None:
     if client.server.engine != "sglang":
         return None
@@ -328,29 +344,83 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     if error is not None and difference < CHANCE * error:
         within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
         return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
+    pattern = positions_lower(record)
+    if sentence := _pattern_sentence(record, pattern):
+        shown.append(sentence)
     if record["concurrency"] > 1:
         possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
     if minimum:
         possible.append(f"a version before {minimum}, which ignores some of the draft's norms (norm_output)")
-    possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
+    if pattern[:1] != [False]:
+        possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
     if engine == "vllm":
         possible.append("a draft that was started without a method in --speculative-config")
     return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
 
 
+def positions_lower(record: dict[str, Any]) -> list[bool]:
+    """Of each position for which both have an α, whether the server's is lower than fledge's by more than CHANCE
+    standard errors and TOLERANCE; empty where one of them has no α, or no rounds."""
+    sides = _sides(record)
+    if sides is None:
+        return []
+    lower, (server, own) = [], ([*zip(alpha, _reached(alpha, rounds), strict=True)] for alpha, rounds in sides)
+    for (theirs, m), (ours, n) in zip(server, own, strict=False):
+        if theirs is None or ours is None:
+            break
+        error = math.sqrt(theirs * (1 - theirs) / m + ours * (1 - ours) / n)
+        lower.append(ours - theirs > max(CHANCE * error, TOLERANCE * ours))
+    return lower
+
+
+def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool]) -> str:
+    """What α by position says about the cause; empty if nothing."""
+    if not any(lower):
+        return ""
+    own, at = record["own"], lower.index(True)
+    pair = f"α {record['alpha'][at]:.2f} on the server, {own['alpha'][at]:.2f} here"
+    if at == 0:
+        return (
+            f"The first drafted token is accepted less often than by fledge ({pair}): as where the draft reads other "
+            "layers of the target, or with another vocabulary map (d2t) or chat template."
+        )
+    field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
+    return (
+        f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it "
+        f"is hardly the layers, the vocabulary map or the template. Where {field} is not that of training: "
+        f"{FIELD_SYMPTOMS[field]}."
+    )
+
+
+def _sides(record: dict[str, Any]) -> list[tuple[list[float | None], float]] | None:
+    """α and rounds of the server and of fledge's decoder; None where one of them has no α, or no rounds."""
+    own, counted = record["own"], record.get("counted") or {}
+    sides = [(record.get("alpha"), counted.get("rounds")), (own.get("alpha"), own.get("rounds"))]
+    return sides if all(alpha and rounds for alpha, rounds in sides) else None
+
+
+def _reached(alpha: Sequence[float | None], rounds: float) -> list[float]:
+    """The rounds that reached each position."""
+    return [rounds, *(rounds * share for share in _shares(alpha))][: len(alpha)]
+
+
+def _shares(alpha: Sequence[float | None]) -> list[float]:
+    """The share of rounds that accept more than k tokens, for each k."""
+    return list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))
+
+
 def tau_error(record: dict[str, Any]) -> float | None:
     """The standard error of the difference between the τ of a server and of fledge's decoder, with the rounds taken as
     independent; None where one of them has no α, or no rounds."""
-    own, counted = record["own"], record.get("counted")
-    sides = [(record.get("alpha"), (counted or {}).get("rounds")), (own.get("alpha"), own.get("rounds"))]
-    if not all(alpha and rounds for alpha, rounds in sides):
+    sides = _sides(record)
+    if sides is None:
         return None
     return math.sqrt(sum(_variance(alpha) / rounds for alpha, rounds in sides))
 
 
-def _variance(alpha: Sequence[float]) -> float:
+def _variance(alpha: Sequence[float | None]) -> float:
     """The variance of a round's accepted tokens."""
-    shares = list(itertools.accumulate(alpha, operator.mul))  # of rounds that accept more than k tokens
+    shares = _shares(alpha)
     return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 

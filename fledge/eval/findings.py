@@ -24,12 +24,14 @@ class Finding:
 @dataclass
 class Report:
     """The result of all checks. `passed` are (check, what was compared), `notes` remarks that are no faults, and
-    `measured` the figures of the replay and of decoding by name."""
+    `measured` the figures of the replay and of decoding by name. `files_only` tells that the target computed
+    nothing."""
 
     findings: list[Finding] = field(default_factory=list)
     passed: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
+    files_only: bool = False
 
     def add(self, check: str, findings: list[Finding], otherwise: str) -> bool:
         """Adds the findings of a check, or if there are none, what it has shown. Returns whether there are none."""

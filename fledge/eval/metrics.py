@@ -20,11 +20,21 @@ def committed_per_round(traces: Sequence[Trace]) -> tuple[int, int]:
     return sum(r.accepted + 1 for r in rounds), len(rounds)
 
 
-def alpha(traces: Sequence[Trace]) -> list[float]:
+def alpha(traces: Sequence[Trace]) -> list[float | None]:
     """α_k, the acceptance rate of the k-th drafted token, among the rounds that drafted it and accepted the k - 1
-    tokens before it. For trees, the share of accepted paths of length k - 1 that continue to depth k."""
-    reached, passed = drafted_and_accepted(traces)
-    return [p / n if n else 0.0 for p, n in zip(passed, reached, strict=True)]
+    tokens before it; None if there are none. For trees, the share of accepted paths of length k - 1 that continue to
+    depth k."""
+    return quotients(*drafted_and_accepted(traces))
+
+
+def quotients(reached: Sequence[float], passed: Sequence[float]) -> list[float | None]:
+    """Each α_k of the sums of `drafted_and_accepted`; None for a position that no round reached."""
+    return [p / n if n else None for n, p in zip(reached, passed, strict=True)]
+
+
+def alpha_text(alpha: Sequence[float | None]) -> str:
+    """Each α_k with two digits, "-" where it is unknown."""
+    return " ".join("-" if a is None else f"{a:.2f}" for a in alpha)
 
 
 def drafted_and_accepted(traces: Sequence[Trace]) -> tuple[list[int], list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ QUESTIONS = (
     "Why is the sky blue?",
 )
 NEW_TOKENS = 32
+TOO_LARGE = 3  # exit code where the target does not fit in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +47,27 @@ class CheckOptions(Options):
     engine: str | None = opt("also check what this engine would refuse or ignore: vllm or sglang", None)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = dtype_option()
+    files_only: bool = opt(
+        "check only what needs none of the target's weights, for a target that does not fit here: files, vocabulary, "
+        "config, tokenizer, template, and the draft's logits", False
+    )  # fmt: skip
     json: bool = opt("print the result as JSON", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.files_only:
+            self.refuse(("device", "dtype"), "with --files-only, which runs no target;")
         if self.engine not in (None, *ENGINES):
             raise ValueError(f"--engine {self.engine} is none of {', '.join(ENGINES)}")
 
 
+class TargetTooLarge(ValueError):
+    """The target does not fit in memory."""
+
+
 def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
-    """Runs all checks that can be made. Raises ValueError if there is no such draft or target."""
+    """Runs all checks that can be made. Raises ValueError if there is no such draft or target, and TargetTooLarge if
+    the target does not fit in memory."""
     from fledge.eval.draft_files import DraftOnDisk, read_files
     from fledge.eval.findings import Finding, Report
     from fledge.models.weights import check_draft
@@ -69,32 +83,73 @@ def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
     if not isinstance(draft, DraftOnDisk):
         report.findings.append(draft)
         return report
-    target = _load_target(options, draft)
-    with progress.count("parts of the check", 3, passing=True) as advance:
-        _check_files(report, draft, target, probe, options.engine)
-        if options.engine:
-            _check_engine(report, options.draft, draft, options.engine)
-        elif not report.failed():
-            report.notes += _other_files(options.draft, ("vllm",) if draft.speculators else ENGINES)
-        advance()
-        if probe is not None:
-            _replay(report, draft, target, probe)
-        advance()
-        _decode(report, options.draft, draft, target, probe, progress.say)
-        advance()
+    with _explaining_memory(options):
+        target = _load_target(options, draft)
+        with progress.count("parts of the check", 3, passing=True) as advance:
+            _check_files(report, draft, target, probe, options.engine)
+            if options.engine:
+                _check_engine(report, options.draft, draft, options.engine)
+            elif not report.failed():
+                report.notes += _other_files(options.draft, ("vllm",) if draft.speculators else ENGINES)
+            advance()
+            if probe is not None and not options.files_only:
+                _replay_target(report, target, probe)
+            if probe is not None:
+                _replay_draft(report, draft, probe)
+            advance()
+            if not options.files_only:
+                _decode(report, options.draft, draft, target, probe, progress.say)
+            advance()
+    if options.files_only:
+        report.files_only = True
+        report.notes.append(
+            "none of the target's weights were read: its hidden states and τ are not compared, so it may be another "
+            "model of the same sizes and tokenizer."
+        )
     return report
 
 
+@contextlib.contextmanager
+def _explaining_memory(options: CheckOptions) -> Iterator[None]:
+    """Context manager: raises TargetTooLarge where there is not enough memory."""
+    from fledge.targets.size import out_of_memory
+
+    try:
+        yield
+    except (RuntimeError, MemoryError, ValueError) as e:
+        if not out_of_memory(e):
+            raise
+        raise TargetTooLarge(_too_large(options, next(iter(str(e).splitlines()), type(e).__name__))) from e
+
+
+def _too_large(options: CheckOptions, reason: str) -> str:
+    return (
+        f"{options.target} does not fit in the memory here ({reason}); check what needs none of its weights with "
+        "--files-only, or choose another --device or a smaller --dtype"
+    )
+
+
 def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarget:
+    """The target; with --files-only without weights."""
     from fledge.decode.engine import resolve_device
     from fledge.targets.loading import load_target
+    from fledge.targets.size import free_bytes, model_bytes
 
-    longrope = draft.config.rope.rope_type == "longrope"
-    return load_target(
-        options.target, device=resolve_device(options.device), dtype=parse_dtype(options.dtype),
+    longrope, device = draft.config.rope.rope_type == "longrope", resolve_device(options.device)
+    load = functools.partial(
+        load_target, options.target, device=device, dtype=parse_dtype(options.dtype),
         max_length=draft.config.provenance.max_length if longrope else None,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
+    empty = load(weights=False)
+    if options.files_only:
+        return empty
+    needed, free = model_bytes(empty.model), free_bytes(device)
+    if not empty.quantization and free is not None and needed > free:  # loading it could end the process
+        raise TargetTooLarge(
+            _too_large(options, f"{needed / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free on {device}")
+        )
+    return load()
 
 
 def _check_files(
@@ -200,8 +255,8 @@ def _other_files(name: str, engines: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _replay(report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe) -> None:
-    """Computes the probe's hidden states and logits again."""
+def _replay_target(report: Report, target: TransformersTarget, probe: Probe) -> None:
+    """Computes the probe's hidden states again."""
     from fledge.eval import replays
     from fledge.eval.findings import Finding
 
@@ -216,6 +271,12 @@ def _replay(report: Report, draft: DraftOnDisk, target: TransformersTarget, prob
         report.add("features", findings, f"the target computes the hidden states of training (differences {shown})")
         report.notes += notes
         report.measured["feature_errors"] = match.errors
+
+
+def _replay_draft(report: Report, draft: DraftOnDisk, probe: Probe) -> None:
+    """Computes the draft's logits again from the probe's hidden states."""
+    from fledge.eval import replays
+
     findings, notes, error = replays.logits_findings(draft, probe, report.failed("weights", "config"))
     if error <= replays.ROUNDED or findings:
         shown = f"{error:.2g}"
@@ -307,6 +368,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "sound": not report.findings,
         "replayed": "logits_error" in report.measured,
+        "files_only": report.files_only,
         "findings": [asdict(f) for f in report.findings],
         "passed": [dict(zip(("check", "shown"), pair, strict=True)) for pair in report.passed],
         "notes": report.notes,
@@ -330,6 +392,8 @@ def print_report(report: Report, printer: ResultPrinter) -> None:
     count = len(report.findings)
     if count:
         printer.print(f"{count} problem{'s' if count > 1 else ''}.")
+    elif report.files_only:
+        printer.print("No fault found in the files; what the target computes was not compared.")
     elif "logits_error" in report.measured:
         printer.print("The draft is sound.")
     else:

@@ -271,9 +271,11 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
 
 def figure_lines(r: dict[str, Any]) -> list[str]:
     """Sentences with figures that the table does not have."""
+    from fledge.eval.metrics import alpha_text
+
     lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
     if r["tau"]:
-        lines = [f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}."]
+        lines = [f"α by position: {alpha_text(r['alpha'])}."]
     if r["tau"] and (split := r["round"]):
         lines.append(
             f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "

@@ -8,24 +8,33 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.modes import ModeWarning, untrained_mode
-from fledge.engines.client import Client, Decoding, Server
+from fledge.data.template import ChatTemplate
+from fledge.decode.propose import Drafting
+from fledge.engines.client import Client, Decoding, Server, root_of
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
+from fledge.eval.metrics import alpha_text
+from fledge.eval.own import decode_own
 from fledge.eval.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
+from fledge.models.weights import open_draft
+from fledge.targets.compatibility import check_fits
+from fledge.targets.loading import load_target
+from fledge.targets.size import out_of_memory
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
-    from fledge.data.template import ChatTemplate
+    from fledge.decode.engine import Engine
     from fledge.jobs.display import ResultPrinter
     from fledge.jobs.evaluate import EvalOptions
+    from fledge.targets.transformers import TransformersTarget
 
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
@@ -37,35 +46,45 @@ def run(
     """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
 
     `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
-    refuses a prompt, and if it has other requests during a measurement.
+    refuses a prompt, and if it has other requests during a measurement. If only fledge's own decoder fails afterwards,
+    the measurement is shown and written before its error is raised.
     """
     concurrencies = _check(options)
-    draft = options.draft[0] if options.draft else None
-    config = _draft_config(draft)
+    config = _draft_config(options)
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and config is not None:
         kwargs = config.provenance.template_kwargs
-    template = _template_of(options, kwargs)
+    target = _target_of(options, config)
+    if config is not None and target is not None:
+        check_fits(config, target)  # before anything is asked
+    template = None if target is None else ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
     sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     if config is not None and template is not None:
         _warn_of_mode(template, config, sets)
     measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
-    records: dict[str, Any] = {}
-    for (name, concurrency), found in measured.items():
-        label = " ".join(
-            itertools.compress((name, f"{concurrency} in flight"), (len(sets) > 1, len(concurrencies) > 1))
-        )
-        records[label] = found
-    if draft is not None and options.target:
-        _add_own(options, config, measured, kwargs, progress)
-    result = {label: _finished(found, options, config) for label, found in records.items()}
-    record = next(iter(result.values())) if len(result) == 1 else result
     try:
-        show(record)
+        if config is not None:
+            _add_own(options, config, measured, progress)
     finally:
-        if options.out:
-            write_record(options.out, record)
+        record = _labelled(measured, options, config)
+        try:
+            show(record)
+        finally:
+            if options.out:
+                write_record(options.out, record)
     return record
+
+
+def _labelled(
+    measured: dict[tuple[str, int], _Found], options: EvalOptions, config: DraftConfig | None
+) -> dict[str, Any]:
+    """The record of the measurement, or several by what distinguishes them."""
+    several = tuple(len(set(names)) > 1 for names in zip(*measured, strict=True))
+    records = {
+        " ".join(itertools.compress((name, f"{concurrency} in flight"), several)): _finished(found, options, config)
+        for (name, concurrency), found in measured.items()
+    }
+    return next(iter(records.values())) if len(records) == 1 else records
 
 
 def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
@@ -90,28 +109,38 @@ def _check(options: EvalOptions) -> list[int]:
         raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
     if options.draft and not options.target:
         raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
+    if options.baseline_endpoint and root_of(options.baseline_endpoint) == root_of(options.endpoint):
+        raise ValueError(
+            f"--endpoint and --baseline-endpoint are both {options.endpoint}; the second is to be a server of the same "
+            "model without a draft"
+        )
     if options.out:
         check_record_path(options.out, "--out")
     return concurrencies
 
 
-def _draft_config(draft: str | None) -> DraftConfig | None:
-    if draft is None:
+def _draft_config(options: EvalOptions) -> DraftConfig | None:
+    """The config of --draft, if it is given. Raises ValueError for a damaged draft, and for one that cannot draft as
+    the options say."""
+    if not options.draft:
         return None
-    from fledge.models.weights import read_draft_config
+    (way,) = ways(options)
+    drafting = Drafting(**way.options(options).drafting(way.mode))
+    drafting.check_sampling(options.sampling())
+    config = open_draft(way.draft).config
+    drafting.for_method(config.family)
+    return config
 
-    return read_draft_config(draft)
 
-
-def _template_of(options: EvalOptions, kwargs: dict[str, Any] | None) -> ChatTemplate | None:
-    """The chat template of --target, if it is given."""
+def _target_of(options: EvalOptions, config: DraftConfig | None) -> TransformersTarget | None:
+    """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
     if not options.target:
         return None
-    from fledge.data.template import ChatTemplate
-    from fledge.targets.loading import load_target
-
-    target = load_target(options.target, weights=False, trust_remote_code=options.trust_remote_code)
-    return ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
+    longrope = config is not None and config.rope.rope_type == "longrope"
+    return load_target(
+        options.target, weights=False, max_length=config.provenance.max_length if longrope else None,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -158,28 +187,47 @@ async def _measure_all(
             total = sum(p.answers for p in prompts) * (2 if plain else 1)
             with progress.count(f"answers to {name}, {concurrency} in flight", total, unit="answers") as advance:
                 ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
-                without = await measure(plain, prompts, decoding, **ask) if plain else None
+                without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
                 histories = without.answers if without else None
                 with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
             found[name, concurrency] = _Found(client.server, version, decoding, with_draft, without)
     return found
 
 
-def _add_own(
-    options: EvalOptions,
-    config: DraftConfig,
-    measured: dict[tuple[str, int], _Found],
-    kwargs: dict[str, Any] | None,
-    progress: Any,
-) -> None:
+def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[tuple[str, int], _Found], progress: Any) -> None:
     """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
-    another, and adds τ, α and the share of equal answers."""
-    from fledge.eval.own import decode_own
-
+    another, and adds τ, α and the share of equal answers. Raises ValueError if that fails."""
     (way,) = ways(options)
-    depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
-    single = dataclasses.replace(way, depth=depth).options(options)
-    engine = single.load_engine(way.draft, way.mode, progress.say)
+    with _explaining_what_is_missing():
+        depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
+        single = dataclasses.replace(way, depth=depth).options(options)
+        engine = single.load_engine(way.draft, way.mode, progress.say)
+        _decode_all(options, engine, measured, depth, progress)
+
+
+@contextlib.contextmanager
+def _explaining_what_is_missing() -> Iterator[None]:
+    """Context manager: an error of fledge's own decoder becomes a ValueError that tells it from one of the
+    measurement."""
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and not out_of_memory(e):
+            raise
+        reason = str(e)
+        if out_of_memory(e):
+            reason = (
+                f"there is not enough memory for the target and the draft beside what else is there, such as the "
+                f"server ({next(iter(reason.splitlines()), type(e).__name__)}); decode elsewhere with --device cpu, or "
+                "give the server less of the GPU (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static)"
+            )
+        raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
+
+
+def _decode_all(
+    options: EvalOptions, engine: Engine, measured: dict[tuple[str, int], _Found], depth: int, progress: Any
+) -> None:
+    """Decodes the prompts of each measurement, and adds the figures to it."""
     done: dict[str, Any] = {}
     for (name, _), found in measured.items():
         requests = found.measurement.requests
@@ -277,13 +325,11 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
     if r["tau_since_start"]:
         lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
     if r["alpha"]:
-        lines.append(f"α by position: {' '.join(f'{a:.2f}' for a in r['alpha'])}.")
+        lines.append(f"α by position: {alpha_text(r['alpha'])}.")
     elif r["tau"]:
         lines.append("There is no α by position: the server does not count it.")
     if own := r["own"]:
-        lines.append(
-            f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {' '.join(f'{a:.2f}' for a in own['alpha'])}."
-        )
+        lines.append(f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {alpha_text(own['alpha'])}.")
         if r["tau"] and own["tau"]:
             lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
     if r["tokens_per_s"] is None:

@@ -34,7 +34,7 @@ def run(options: GenerateOptions, progress: Any) -> None:
     """Generates the answer and streams it to standard output."""
     from fledge.decode.engine import NEW_TOKENS
     from fledge.decode.request import Completion
-    from fledge.eval.metrics import alpha, tau
+    from fledge.eval.metrics import alpha, alpha_text, tau
     from fledge.jobs.prepare import prepare_rounds
 
     say: Callable[[str], None] = progress.say
@@ -65,8 +65,8 @@ def run(options: GenerateOptions, progress: Any) -> None:
         speed = len(done.tokens) / done.trace.t_total
         line = f"{len(done.tokens)} tokens, {speed:.1f} tokens/s, ended by {done.finish}"
         if done.trace.rounds:
-            steps = " ".join(f"{a:.2f}" for a in alpha([done.trace]))
-            line += f"; {len(done.trace.rounds)} rounds, τ {tau([done.trace]):.2f}, α {steps}"
+            acceptance = f"τ {tau([done.trace]):.2f}, α {alpha_text(alpha([done.trace]))}"
+            line += f"; {len(done.trace.rounds)} rounds, {acceptance}"
         say(line)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from fledge.config import DraftConfig
 from fledge.engines.command import Serving, engine_command, trained_depth
 from fledge.engines.support import TITLES, minimum_version, unsupported
+from fledge.eval.metrics import alpha_text
 from fledge.hub import hub_id
 from fledge.jobs.inspect import describe, method_title
 
@@ -48,7 +49,7 @@ class Measurement:
     prompts: str
     decoding: str
     tau: float
-    alpha: tuple[float, ...] = ()
+    alpha: tuple[float | None, ...] = ()
     speedup: float | None = None
     device: str = ""
 
@@ -161,7 +162,7 @@ def measured_text(measurements: Sequence[Measurement]) -> str:
         return NOT_MEASURED
     lines = ["| prompts | decoding | τ | α by position | speedup | measured on |", "|---|---|---|---|---|---|"]
     for m in measurements:
-        rates = " ".join(f"{a:.2f}" for a in m.alpha) or "-"
+        rates = alpha_text(m.alpha) or "-"
         speedup = "-" if m.speedup is None else f"{m.speedup:.2f}x"
         texts = [cell(plain(text)) or "-" for text in (m.prompts, m.decoding, m.device)]
         lines.append(f"| {texts[0]} | {texts[1]} | {m.tau:.2f} | {rates} | {speedup} | {texts[2]} |")
@@ -175,13 +176,17 @@ def measured_text(measurements: Sequence[Measurement]) -> str:
 def measurement_of(record: dict[str, Any], label: str = "") -> Measurement:
     """A measurement from a record of `fledge eval`. Raises ValueError if it is not one of a draft."""
     try:
-        tau, alpha, n = float(record["tau"]), tuple(float(a) for a in record["alpha"]), int(record["prompts"])
+        tau, alpha, n = float(record["tau"]), _alpha_of(record), int(record["prompts"])
         chip = str(record["environment"]["device"])
         speedup = None if record.get("speedup") is None else float(record["speedup"])
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"it is not a record of fledge eval with a draft ({type(e).__name__}: {e})") from e
     prompts = record.get("prompt_set") or label or "prompts"
     return Measurement(f"{prompts}, {n}", _decoding(record), tau, alpha, speedup, chip)
+
+
+def _alpha_of(record: dict[str, Any]) -> tuple[float | None, ...]:
+    return tuple(None if a is None else float(a) for a in record["alpha"])
 
 
 def _decoding(record: dict[str, Any]) -> str:

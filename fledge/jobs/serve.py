@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fledge.jobs.options import Options, opt, trust_remote_code_option
+from fledge.jobs.options import Options, flag_of, opt, trust_remote_code_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,10 @@ class ServeOptions(Options):
         minimum=2, maximum=64,
     )  # fmt: skip
     dry_run: bool = opt("print the command instead of running it", False)
-    skip_check: bool = opt("start without `fledge check`, which loads the target here first", False)
+    skip_check: bool = opt(
+        "start without `fledge check`, which loads the target here first, or checks only files if that does not fit",
+        False,
+    )
     arguments: list[str] = opt("arguments of the engine, after --", repeatable=True, flag="argument")
 
 
@@ -50,38 +54,48 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
             f"{options.engine} is not installed here; install it, or take the command of --dry-run to where it is"
         )
     if not options.skip_check:
-        check(options)
+        check(options, say)
     say(f"starting {options.engine}: {shlex.join(command)}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)
 
 
-def check(options: ServeOptions) -> None:
-    """Runs `fledge check`, in a process of its own, whose end frees the GPU's memory for the engine. Raises ValueError
-    if it finds a problem."""
-    words = ["check", "--target", options.target, "--draft", options.draft, "--engine", options.engine]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
-    if subprocess.run([sys.executable, "-m", "fledge", *words]).returncode:
+def check(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Runs `fledge check`, in a process of its own, whose end frees the GPU's memory for the engine; of the files alone
+    if the target does not fit in memory. Raises ValueError if it finds a problem."""
+    from fledge.jobs.check import TOO_LARGE
+
+    words = [sys.executable, "-m", "fledge", "check", "--target", options.target, "--draft", options.draft]
+    words += ["--engine", options.engine, *(["--trust-remote-code"] if options.trust_remote_code else [])]
+    code = subprocess.run(words).returncode
+    if code in (TOO_LARGE, -signal.SIGKILL):  # by which Linux ends a process for want of memory
+        say(f"{options.target} does not fit in memory as fledge check loads it; what needs no weights of it is checked")
+        code = subprocess.run([*words, flag_of("files_only")]).returncode
+    if code:
         raise ValueError(
             f"{options.draft} is not served, as fledge check failed; correct what it names, or start with --skip-check"
         )
 
 
 def command_of(options: ServeOptions) -> list[str]:
-    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve
-    it."""
+    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve it,
+    and if it needs other files than the draft has."""
     from fledge.engines.command import ENGINES, Serving, serve_command, trained_depth
-    from fledge.engines.support import unsupported
-    from fledge.models.weights import read_draft_config
+    from fledge.engines.export import export
+    from fledge.engines.support import TITLES
+    from fledge.models.weights import open_draft
 
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine} is neither vllm nor sglang")
-    config = read_draft_config(options.draft)
-    if reason := unsupported(config, options.engine):
-        raise ValueError(reason)
+    draft = open_draft(options.draft)
+    if differences := export(draft, options.engine).differences:
+        raise ValueError(
+            f"{TITLES[options.engine]} needs other files than {options.draft} has: {'; '.join(differences)}; write "
+            f"them with fledge export --draft {options.draft} --to {options.engine} --out DIR, and serve DIR"
+        )
     serving = Serving(
-        options.target, options.draft, config, options.depth or trained_depth(config), options.tree_nodes,
+        options.target, options.draft, draft.config, options.depth or trained_depth(draft.config), options.tree_nodes,
         options.tree_width,
     )  # fmt: skip
     trust = ["--trust-remote-code"] if options.trust_remote_code else []  # both engines have this flag

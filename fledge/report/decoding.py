@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, in_legend, legend, style
 from fledge.report.figure import Figure, Table, shown, spanned
-from fledge.report.read import Record, mapping, number, numbers
+from fledge.report.read import Record, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
@@ -26,22 +27,26 @@ def alpha(records: Sequence[Record]) -> Figure:
     """α by position, with intervals where requests are recorded."""
     from fledge.eval.intervals import alpha_intervals
 
-    found = [(r, numbers(r.fields.get("alpha"))) for r in records]
+    found = [(r, numbers_or_none(r.fields.get("alpha"))) for r in records]
     found = [(r, y) for r, y in found if y]
     title = "Acceptance by position when decoding"
     if not found:
         return Figure("alpha", title, missing="It needs rounds in which something was drafted.")
-    intervals = {r.label: alpha_intervals(r.requests) if r.requests else [] for r, _ in found}
+    spans = [_fitting(alpha_intervals(r.requests) if r.requests else [], len(y)) for r, y in found]
     drawn = found[:LINES]
-    if len(found) == 1:
+    if len(found) == 1 and found[0][1][0] is not None:
         title = f"The first drafted token is accepted in {found[0][1][0]:.0%} of the rounds"
 
     def plot(axes) -> None:
         for i, (r, y) in enumerate(drawn):
-            x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in range(len(y))]
-            axes.plot(x, y, marker=MARKERS[i % len(MARKERS)], label=in_legend(r.label), **style(i))
-            for at, (low, high) in zip(x, intervals[r.label], strict=False):
-                axes.plot([at, at], [low, high], color=SERIES[i % len(SERIES)], linewidth=1.1)
+            reached = [k for k, a in enumerate(y) if a is not None]
+            x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in reached]
+            axes.plot(
+                x, [y[k] for k in reached], marker=MARKERS[i % len(MARKERS)], label=in_legend(r.label), **style(i)
+            )
+            for at, k in zip(x, reached, strict=True):
+                if spans[i][k]:
+                    axes.plot([at, at], spans[i][k], color=SERIES[i % len(SERIES)], linewidth=1.1)
         axes.set_xlabel("position of the drafted token")
         axes.set_ylabel("acceptance rate α")
         axes.set_ylim(0, 1.03)
@@ -49,17 +54,21 @@ def alpha(records: Sequence[Record]) -> Figure:
         legend(axes, len(drawn))
 
     rows = []
-    for r, y in found:
-        spans = intervals[r.label] if len(intervals[r.label]) == len(y) else [None] * len(y)
-        rows += [[r.label, str(k), spanned(a, span)] for k, (a, span) in enumerate(zip(y, spans, strict=True), 1)]
+    for (r, y), of in zip(found, spans, strict=True):
+        rows += [[r.label, str(k), spanned(a, span)] for k, (a, span) in enumerate(zip(y, of, strict=True), 1)]
     left_out = f" Drawn are the first {LINES} of {len(found)}; the table has all." if len(found) > LINES else ""
     caption = (
         "Share of accepted tokens among those drafted after accepted ones. "
-        + (f"{INTERVALS}. " if any(intervals.values()) else f"Intervals need the sums of each request; {OLDER}. ")
+        + (f"{INTERVALS}. " if any(map(any, spans)) else f"Intervals need the sums of each request; {OLDER}. ")
         + "A long whisker at the end means that few rounds came so far: do not read it." + left_out
     )  # fmt: skip
     svg = drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
     return Figure("alpha", title, caption, svg, Table(("record", "position", "α [95 %]"), rows))
+
+
+def _fitting(spans: Sequence[Any], count: int) -> Sequence[Any]:
+    """The intervals of `count` positions, or None for each if they are of other positions."""
+    return spans if len(spans) == count else [None] * count
 
 
 def taus(records: Sequence[Record]) -> Figure:

@@ -155,6 +155,12 @@ def numbers(value: Any) -> list[float]:
     return [] if None in found else found
 
 
+def numbers_or_none(value: Any) -> list[float | None]:
+    """A list of finite numbers, some of which may be null; empty if it is anything else, or has no number."""
+    rest = [v for v in value if v is not None] if isinstance(value, list) else []
+    return [number(v) for v in value] if numbers(rest) else []
+
+
 def mapping(value: Any) -> dict[str, Any]:
     """An object with its entries, or an empty one."""
     return value if isinstance(value, dict) else {}

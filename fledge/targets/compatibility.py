@@ -13,13 +13,19 @@ from fledge.targets.interface import Target
 def connect_draft(draft: Draft, target: Target) -> tuple[int, ...]:
     """Shares the target's embedding, and for EAGLE-1 its head, with a draft. Returns `layers_of` the draft.
 
-    Raises ValueError if the draft does not belong to the target (`mismatch`).
+    Raises ValueError as `check_fits`.
     """
-    if problem := mismatch(draft.config, target):
-        raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
-    layers = layers_of(draft.config, target)
+    layers = check_fits(draft.config, target)
     draft.share_target_weights(target.embedding, target.head_weight)
     return layers
+
+
+def check_fits(config: DraftConfig, target: Target) -> tuple[int, ...]:
+    """`layers_of` a draft. Raises ValueError if it does not belong to the target (`mismatch`), whose weights may be on
+    the meta device."""
+    if problem := mismatch(config, target):
+        raise ValueError(f"this draft does not fit {target.name or 'the target'}: {problem}")
+    return layers_of(config, target)
 
 
 def layers_of(config: DraftConfig, target: Target) -> tuple[int, ...]:

@@ -1,9 +1,13 @@
-"""The bytes of a target's weights on one rank."""
+"""The bytes of a target's weights on one rank, and errors for want of memory."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from fledge.targets.transformers import TransformersTarget
@@ -30,9 +34,32 @@ class TargetBytes:
 
 def target_bytes(target: TransformersTarget) -> TargetBytes:
     """The sizes of a target, which may be on the meta device. Raises ValueError if its layers cannot be identified."""
-    sizes = [_bytes(layer) for layer in target.layers]
-    return TargetBytes(sum(sizes), max(sizes), _bytes(target.model) - sum(sizes), len(sizes))
+    sizes = [model_bytes(layer) for layer in target.layers]
+    return TargetBytes(sum(sizes), max(sizes), model_bytes(target.model) - sum(sizes), len(sizes))
 
 
-def _bytes(module: nn.Module) -> int:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, is that a GPU or the machine has not enough memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # without a class of its own: the CPU's allocator, and a GPU without room for the process itself
+    words = ("out of memory", "can't allocate memory")
+    if isinstance(error, RuntimeError) and any(w in str(error) for w in words):
+        return True
+    return error.__cause__ is not None and out_of_memory(error.__cause__)
+
+
+def free_bytes(device: str | torch.device) -> int | None:
+    """The bytes that are free on a GPU, or in the machine's memory; None where that is not known."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, ValueError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+        return 1024 * int(found[1]) if found else None
+    return None
+
+
+def model_bytes(module: nn.Module) -> int:
+    """The bytes of all parameters, also of those on the meta device."""
     return sum(p.numel() * p.element_size() for p in module.parameters())

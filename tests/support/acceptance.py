@@ -45,9 +45,9 @@ def tau_by_definition(engine: Engine, prompts: Sequence[Sequence[int]], new: int
     return sum(r + 1 for r in rounds) / len(rounds)
 
 
-def tau_of_alpha(alpha: Sequence[float]) -> float:
+def tau_of_alpha(alpha: Sequence[float | None]) -> float:
     """τ of a chain whose tokens have acceptance rates α_k: 1 + α_0 + α_0 α_1 + .."""
-    reached = torch.tensor(alpha, dtype=torch.float64).cumprod(0)
+    reached = torch.tensor([a or 0.0 for a in alpha], dtype=torch.float64).cumprod(0)
     return 1 + float(reached.sum())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fledge.data.record import Record
 from fledge.decode.engine import Engine
-from fledge.eval.metrics import committed_per_round, drafted_and_accepted
+from fledge.eval.metrics import committed_per_round, drafted_and_accepted, quotients
 from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts
 from fledge.eval.run import first_prompt, greedy_traces
 from fledge.jobs.training.data import EVAL_RECORDS
@@ -72,8 +72,8 @@ def make_evaluator(
                 "decoded τ"
             )
             return {}
-        by_position = zip(*(map(sum, zip_longest(*lists, fillvalue=0)) for lists in (passed, reached)), strict=True)
-        return {"tau": sum(committed) / sum(rounds), "alpha": [p / n if n else 0.0 for p, n in by_position]}
+        sums = ([*map(sum, zip_longest(*lists, fillvalue=0))] for lists in (reached, passed))
+        return {"tau": sum(committed) / sum(rounds), "alpha": quotients(*sums)}
 
     return evaluate
 
