@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config
 
 from fledge.data.pack import make_row
 from fledge.features.layout import needed_tokens
@@ -20,6 +22,8 @@ from fledge.features.vllm.command import serve_words
 from fledge.features.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
 from fledge.features.vllm.server import Patience, VllmServer
 from fledge.features.vllm.source import VllmFeatures
+from fledge.jobs.training.recipe import ServedRecipe
+from fledge.jobs.training.served import open_served_features
 from fledge.jobs.training.target import target_fingerprint
 from fledge.models.weights import load_draft
 from fledge.targets.loading import load_head, load_target
@@ -440,6 +444,22 @@ def test_without_a_server_the_command_that_starts_it(fledge: Fledge, made, tmp_p
     assert ran.code == 2 and not (tmp_path / "run").exists()
     command = shlex.split(ran.err[ran.err.index("vllm serve") :])
     assert command == serve_words(str(made / "target"), ALL, 65)
+
+
+def test_a_target_that_the_connector_refuses_asks_no_server(target, tmp_path: Path) -> None:
+    """By its config; MiniCPM3 has the same field, and ordinary attention in vLLM."""
+
+    def opened(model_type: str, rank: int | None) -> None:
+        config = DeepseekV3Config() if model_type == "deepseek_v3" else SimpleNamespace(model_type=model_type)
+        config.kv_lora_rank = rank
+        latent = SimpleNamespace(config=config, name="t", num_layers=8, context=256, trust_remote_code=False)
+        open_served_features(ServedRecipe("http://127.0.0.1:9", None, None), latent, LAYERS, 64, print)
+
+    with pytest.raises(ValueError, match=r"t has multi-head latent attention \(kv_lora_rank 512\)"):
+        opened("deepseek_v3", 512)
+    for model_type, rank in (("minicpm3", 256), ("llama", None)):
+        with pytest.raises(ValueError, match="no vLLM server answers"):
+            opened(model_type, rank)
 
 
 def test_the_command() -> None:

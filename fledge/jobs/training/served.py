@@ -30,6 +30,17 @@ def open_served_target(requested: TargetRecipe, data: DataRecipe, device: str) -
     return target
 
 
+def check_connector(target: TransformersTarget) -> None:
+    """Raises ValueError for a target with multi-head latent attention, which vLLM's connector refuses."""
+    config = target.config
+    # vLLM computes MiniCPM3 with ordinary attention
+    if getattr(config, "kv_lora_rank", None) is not None and config.model_type != "minicpm3":
+        raise ValueError(
+            f"{target.name} has multi-head latent attention (kv_lora_rank {config.kv_lora_rank}), of which vLLM's "
+            "connector gives no hidden states; leave --features-from out, and let transformers compute them"
+        )
+
+
 def open_served_features(
     served: ServedRecipe, target: TransformersTarget, layers: tuple[int, ...], max_length: int,
     say: Callable[[str], None],
@@ -42,6 +53,7 @@ def open_served_features(
         states = StatesFolder(Path(served.address))
         say(f"{states.path} has hidden states of {len(states):,} texts")
     else:
+        check_connector(target)
         length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
         start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
         states = VllmServer(served.address, start, say, mapped=served.mapped)
