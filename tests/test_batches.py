@@ -515,11 +515,13 @@ def keep_the_first_requests_state(select: Any, state: RoundState, index_B: Tenso
     return select(state, 0 * index_B)
 
 
-def write_the_first_requests_states_alone(update: Any, layer: GrowingLayer, keys: Tensor, values: Tensor, *more: Any):
+def write_the_first_requests_states_alone(
+    update: Any, layer: GrowingLayer, keys: Tensor, values: Tensor, *more: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
     first = torch.zeros(keys.shape[0], 1, 1, 1, dtype=keys.dtype)
     first[0] = 1
     one = layer.next_slot_BN is None
-    return update(layer, keys if one else keys * first, values if one else values * first, *more)
+    return update(layer, keys if one else keys * first, values if one else values * first, *more, **options)
 
 
 MUTATIONS = [  # (owner of the function, its name, its replacement)
