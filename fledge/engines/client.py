@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,17 @@ class BadPrompt(ValueError):
 
 class ServerProblem(ValueError):
     """The server cannot be used, or has not answered in spite of repetitions."""
+
+
+async def run_together(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs workers until all are done, or one raises an error: the others are then cancelled first."""
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def root_of(url: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.chat_fields import as_sent
-from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
+from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
 from fledge.engines.metrics import (
     Acceptance,
     Counters,
@@ -147,15 +147,7 @@ async def measure(
     asked: list[list[Asked]] = [[] for _ in prompts]
     remaining = iter(range(len(prompts)))
     start = time.perf_counter()
-    workers = [
-        asyncio.create_task(_work(asking, prompts, remaining, asked, histories, advance)) for _ in range(concurrency)
-    ]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    await run_together(_work(asking, prompts, remaining, asked, histories, advance) for _ in range(concurrency))
     seconds = time.perf_counter() - start
     answers = [a.answer for of_prompt in asked for a in of_prompt]
     tokens = _tokens(answers)

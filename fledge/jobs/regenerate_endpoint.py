@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fledge.data.answering import answered_conversation, count_answers, reasoning_field, split_conversation
 from fledge.data.chat_fields import as_sent
 from fledge.data.record import Record
-from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem
+from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
 from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, compare
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import default_new_tokens, parse_template_kwargs
@@ -109,13 +109,9 @@ class _Regeneration:
     async def _ask_all(self, remaining: Iterator[int]) -> None:
         """As many workers as requests are allowed take one conversation after the other, so that the server always has
         that many requests."""
-        workers = [asyncio.create_task(self._work(remaining)) for _ in range(self.options.concurrency)]
         try:
-            await asyncio.gather(*workers)
+            await run_together(self._work(remaining) for _ in range(self.options.concurrency))
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
             self.answered.put_nowait(None)
 
     async def _work(self, remaining: Iterator[int]) -> None:

@@ -74,12 +74,8 @@ def causal_attention(
     """Attention of the last S of L tokens of a sequence to all tokens before them and themselves, [S, H, d]; with a
     window, to the last `window` of these."""
     (S, H, _), (G, L, _) = q_SHd.shape, keys_GLd.shape
-    q, k, v, options = (
-        q_SHd.transpose(0, 1)[None],
-        keys_GLd[None],
-        values_GLd[None],
-        dict(scale=scale, enable_gqa=H != G),
-    )
+    q, k, v = q_SHd.transpose(0, 1)[None], keys_GLd[None], values_GLd[None]
+    options = dict(scale=scale, enable_gqa=H != G)
     with without_cudnn_sdpa(q.device):
         everything = window is None or window >= L
         if everything and S == L:

@@ -11,7 +11,7 @@ WORD = 64  # the most slots of a block whose rows see slots by a mask: one word 
 FEW_HEADS = 16  # key heads of all sequences that leave most processors to shares
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit
 LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
-MANY = 4096  # slots a sequence from which the shares of few rows are combined apart; timed at so many and at 16,384
+MANY = 4096  # slots a sequence from which the shares of few rows are combined apart
 
 
 @dataclass(frozen=True)
