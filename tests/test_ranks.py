@@ -40,11 +40,12 @@ from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import checkpoint, trainer
+from fledge.train import ranks as ranks_module
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
 from fledge.train.optim import MasterAdamW
-from fledge.train.ranks import ALONE, RankError, Ranks, error_sentence, first_to_say
+from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of
@@ -288,6 +289,28 @@ def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> N
     for rank in range(2):
         found = json.loads((two_ranks / f"sharded {rank}").read_text())
         assert max(found.values()) < 1e-9 and {"aux", "prefill", "q_proj.weight"} <= found.keys(), found
+
+
+@pytest.mark.parametrize("target_ranks", [0, 1, 2])
+def test_all_ranks_or_none_split_the_communicator_for_a_group(
+    target_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making a group, torch splits the NCCL communicator of all ranks in its members, unless the group is one of gloo
+    alone, and in all others, unless they do not take part. A split waits for every rank."""
+    size = 2
+    splits: list[list[bool]] = []
+
+    def new_group(ranks: Any = None, *, backend: Any = None, use_local_synchronization: bool = False, **_: Any) -> None:
+        member = ranks is None or rank in ranks
+        splits[-1].append(backend != "gloo" if member else not use_local_synchronization)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(ranks_module, "init_device_mesh", lambda *given: None)
+    monkeypatch.setattr(ranks_module.DeviceMesh, "from_group", lambda *given: None)
+    for rank in range(size + target_ranks):
+        splits.append([])
+        _grouped(torch.device("cuda"), "shard", timedelta(minutes=1), rank, size, target_ranks)
+    assert all(len(set(of_all_ranks)) == 1 for of_all_ranks in zip(*splits, strict=True))
 
 
 def command(ranks: Ranks, directory: Path, out: Path, **given: Any) -> dict[str, Any]:

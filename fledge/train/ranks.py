@@ -289,7 +289,9 @@ def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, 
         mesh = init_device_mesh(device.type, (size,))
         return Ranks(rank, size, placement, mesh, host, dist.new_group(backend="gloo", timeout=limit), limit)
     first, others = list(range(size)), list(range(size, size + target_ranks))
-    saving = dist.new_group(first, backend="gloo", timeout=limit)
+    # made by its members alone: otherwise, ranks outside a group split the NCCL communicator for it, members of a gloo
+    # group do not, and each waits for the other
+    saving = dist.new_group(first, backend="gloo", timeout=limit, use_local_synchronization=True)
     training, targets = (dist.new_group(members, timeout=limit) for members in (first, others))
     # a group for each sender, since a group's sends wait for each other
     feeds = tuple(dist.new_group([*first, sender], timeout=limit) for sender in others)
