@@ -180,6 +180,18 @@ def test_answers_too_short_to_measure() -> None:
     assert [chooser.rests(1) for _ in range(7)] == [False] * 5 + [True] * 2
 
 
+def test_requests_that_end_while_costs_are_measured() -> None:
+    """The measurement ends with them, so that the pause after it has guesses."""
+    chooser = AmountChooser(CHAINS, CHAINS[3], False, Clock())
+    chooser.checks = CHECKS
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    chooser.rounds = chooser.again
+    chooser.next(1, CHAINS[1])
+    assert not chooser.budget.allows
+    add_rounds(chooser, 1, {NOTHING: 1.0})
+    assert chooser.rests(1) and chooser.probes(1)
+
+
 def test_running_requests_give_up_and_return() -> None:
     """When others would begin, running requests give up a draft that does not pay. In a pause, they end first if a try
     is due, unless few are waiting."""

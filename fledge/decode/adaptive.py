@@ -252,6 +252,7 @@ class AmountChooser:
             if not self._pauses(requests) or not self._checked():
                 return False
             self.paused.add(graph_size(requests))
+        self.budget.end()  # the last requests may have ended while the costs were measured again
         return not self._tries(requests)
 
     def returns(self, requests: int, waiting: int) -> bool:
