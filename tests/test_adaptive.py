@@ -180,6 +180,30 @@ def test_answers_too_short_to_measure() -> None:
     assert [chooser.rests(1) for _ in range(7)] == [False] * 5 + [True] * 2
 
 
+def test_a_guess_that_promises_is_followed_by_a_try() -> None:
+    """At once. If that is in vain, both are paid off before anything else is found out."""
+    clock = Clock()
+    chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
+    chooser.checks = CHECKS
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    with chooser.budget.working():
+        assert chooser.rests(1) and chooser.probes(1)
+        chooser.budget.begin()
+        clock.now += 30
+        chooser.add_guesses(60, 60, 60)
+        chooser.budget.end()
+        assert not chooser.budget.allows and not chooser.rests(1) and chooser.trying
+        clock.now += 20
+        chooser.checks = CHECKS
+        add_rounds(chooser, 1, {CHAINS[1]: 3.0})
+        chooser.next(1, CHAINS[1])
+        assert chooser.pausing and chooser.rests(1) and not chooser.trying
+        clock.now += 0.9 * 50 / SHARE
+        assert chooser.rests(1) and not chooser.probes(1)
+        clock.now += 0.1 * 50 / SHARE
+        assert chooser.rests(1) and chooser.probes(1)
+
+
 def test_requests_that_end_while_costs_are_measured() -> None:
     """The measurement ends with them, so that the pause after it has guesses."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False, Clock())
