@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fledge.decode import batch as batches
 from fledge.decode import propose
 from fledge.decode.adaptive import CHECKS, EVIDENCE, NOTHING, PROBES, AcceptanceRates, Amount, AmountChooser, RoundCosts
-from fledge.decode.budget import SHARE
+from fledge.decode.budget import SHARE, Budget
 from fledge.decode.engine import Engine
 from fledge.decode.probe import probe
 from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
@@ -438,11 +438,11 @@ def paused_engine() -> tuple[Engine, list[list[int]]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_pause_does_the_work_of_decoding_without_a_draft(batch: int) -> None:
+def test_a_pause_does_the_work_of_decoding_without_a_draft(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operation by operation, unless something is found out. Finding out is rare (`test_what_a_pause_costs`)."""
     engine, asked = paused_engine()
     seen: list[Counter[Any]] = []
-    engine.chooser.budget.begin()  # so that nothing else may
+    monkeypatch.setattr(Budget, "allows", False)
     engine.generate_all(asked[:3], batch=batch, max_new_tokens=2)  # the first call checks what the target supports
     for speculate in (True, False):
         with Operations() as operations:

@@ -144,7 +144,9 @@ def test_nothing_is_captured_after_preparing(
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
     monkeypatch.setattr(batches, "HELD", 3)
     target, draft, _ = good_pair(native=True)
-    drafting = WAYS.get(way) or dict(WAYS[way.removesuffix(", auto")], depth="auto", nodes="auto")
+    drafting = WAYS[way.removesuffix(", auto")]
+    if way.endswith(", auto"):
+        drafting = drafting | dict(depth="auto") | (dict(nodes="auto") if "nodes" in drafting else {})
     engine = Engine(target, draft, **drafting)
     asked = prompts(18, longest=30, seed=2)
     plain = Engine(target).generate_all(asked, batch=1, max_new_tokens=20)
