@@ -44,7 +44,8 @@ def main() -> None:
     rows = []
     for draft in options.draft:
         for mode in (None, "tree"):
-            engine = load(target, draft, mode=mode, nodes=options.nodes, width=options.width)
+            shape = dict(nodes=options.nodes, width=options.width) if mode == "tree" else {}
+            engine = load(target, draft, mode=mode, **shape)
             rows += [measure(engine, prompts, Path(draft).parent.name, speculate=True, options=options)]
     rows += [measure(engine, prompts, "", speculate=False, options=options)]
     record = {"environment": environment(target.device.type, str(target.dtype)), "rows": rows}

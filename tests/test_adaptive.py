@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fledge.decode import batch as batches
 from fledge.decode import propose
 from fledge.decode.adaptive import CHECKS, EVIDENCE, NOTHING, PROBES, AcceptanceRates, Amount, AmountChooser, RoundCosts
-from fledge.decode.budget import SHARE
+from fledge.decode.budget import SHARE, Budget
 from fledge.decode.engine import Engine
 from fledge.decode.probe import probe
 from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
@@ -178,6 +178,42 @@ def test_answers_too_short_to_measure() -> None:
     for _ in range(PROBES):
         assert chooser.probes(1)
     assert [chooser.rests(1) for _ in range(7)] == [False] * 5 + [True] * 2
+
+
+def test_a_guess_that_promises_is_followed_by_a_try() -> None:
+    """At once. If that is in vain, both are paid off before anything else is found out."""
+    clock = Clock()
+    chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
+    chooser.checks = CHECKS
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    with chooser.budget.working():
+        assert chooser.rests(1) and chooser.probes(1)
+        chooser.budget.begin()
+        clock.now += 30
+        chooser.add_guesses(60, 60, 60)
+        chooser.budget.end()
+        assert not chooser.budget.allows and not chooser.rests(1) and chooser.trying
+        clock.now += 20
+        chooser.checks = CHECKS
+        add_rounds(chooser, 1, {CHAINS[1]: 3.0})
+        chooser.next(1, CHAINS[1])
+        assert chooser.pausing and chooser.rests(1) and not chooser.trying
+        clock.now += 0.9 * 50 / SHARE
+        assert chooser.rests(1) and not chooser.probes(1)
+        clock.now += 0.1 * 50 / SHARE
+        assert chooser.rests(1) and chooser.probes(1)
+
+
+def test_requests_that_end_while_costs_are_measured() -> None:
+    """The measurement ends with them, so that the pause after it has guesses."""
+    chooser = AmountChooser(CHAINS, CHAINS[3], False, Clock())
+    chooser.checks = CHECKS
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    chooser.rounds = chooser.again
+    chooser.next(1, CHAINS[1])
+    assert not chooser.budget.allows
+    add_rounds(chooser, 1, {NOTHING: 1.0})
+    assert chooser.rests(1) and chooser.probes(1)
 
 
 def test_running_requests_give_up_and_return() -> None:
@@ -402,11 +438,11 @@ def paused_engine() -> tuple[Engine, list[list[int]]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_pause_does_the_work_of_decoding_without_a_draft(batch: int) -> None:
+def test_a_pause_does_the_work_of_decoding_without_a_draft(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operation by operation, unless something is found out. Finding out is rare (`test_what_a_pause_costs`)."""
     engine, asked = paused_engine()
     seen: list[Counter[Any]] = []
-    engine.chooser.budget.begin()  # so that nothing else may
+    monkeypatch.setattr(Budget, "allows", False)
     engine.generate_all(asked[:3], batch=batch, max_new_tokens=2)  # the first call checks what the target supports
     for speculate in (True, False):
         with Operations() as operations:

@@ -76,7 +76,8 @@ def test_requests_add_up_and_one_warning_is_enough():
 
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_an_engine_warns_of_a_draft_with_wrong_weights(target, mode):
-    engine = Engine(target, tiny_draft(target), depth=2, mode=mode, nodes=4, width=2)
+    tree = dict(nodes=4, width=2) if mode == "tree" else {}
+    engine = Engine(target, tiny_draft(target), depth=2, mode=mode, **tree)
     assert not warned(lambda: engine.generate(PROMPTS[0], max_new_tokens=30))
     assert len(warned(lambda: engine.generate_all(PROMPTS, max_new_tokens=60))) == 1
     plain = Engine(target)

@@ -151,7 +151,7 @@ def test_noise() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_is_vanilla(name: str, mode: str, native: bool) -> None:
     target, draft = pair(native=native, **VARIANTS[name])
-    engine = Engine(target, draft, depth=3, mode=mode, nodes=20, width=4)
+    engine = Engine(target, draft, depth=3, mode=mode, **(dict(nodes=20, width=4) if mode == "tree" else {}))
     for prompt in prompts(4, seed=3):
         assert_same(*both(engine, prompt, max_new_tokens=25))
 

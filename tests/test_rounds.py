@@ -8,6 +8,7 @@ CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fledge import cli
 from fledge.decode import batch as batches
+from fledge.decode import engine as engines
 from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
 from fledge.decode.prepare import Prepared, prepare
@@ -142,7 +144,9 @@ def test_nothing_is_captured_after_preparing(
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
     monkeypatch.setattr(batches, "HELD", 3)
     target, draft, _ = good_pair(native=True)
-    drafting = WAYS.get(way) or dict(WAYS[way.removesuffix(", auto")], depth="auto", nodes="auto")
+    drafting = WAYS[way.removesuffix(", auto")]
+    if way.endswith(", auto"):
+        drafting = drafting | dict(depth="auto") | (dict(nodes="auto") if "nodes" in drafting else {})
     engine = Engine(target, draft, **drafting)
     asked = prompts(18, longest=30, seed=2)
     plain = Engine(target).generate_all(asked, batch=1, max_new_tokens=20)
@@ -439,6 +443,39 @@ def test_processors_are_called_without_graphs(captured: list[int]) -> None:
     count = len(captured)
     assert engine.generate(asked[0], max_new_tokens=12, processors=[note]).tokens == without
     assert len(captured) == count and prefixes == [*range(len(asked[0]), len(asked[0]) + 12)]
+
+
+@pytest.mark.parametrize(
+    ("drafting", "sampling", "reason"),
+    [
+        ({}, dict(processors=[lambda input_ids, scores: scores]), "logits processors run on the host"),
+        (dict(confidence=0.3), {}, "with a confidence, the host decides"),
+        (dict(mode="tree", nodes=8), {}, ""),
+    ],
+    ids=["processors", "confidence", "captured"],
+)
+def test_rounds_that_are_not_captured_are_announced(
+    drafting: dict[str, Any], sampling: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, where the target alone would be captured."""
+    target, draft, asked = good_pair(native=True)
+
+    def announced(**options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            engine.generate(asked[0], max_new_tokens=4, **options)
+        return [str(w.message) for w in seen if w.category is rounds.EagerWarning]
+
+    engine = Engine(target, draft, **drafting)
+    assert not announced(**sampling), "nothing is captured on a CPU"
+    monkeypatch.setattr(engines, "can_capture", lambda target, drafter: True)
+    monkeypatch.setattr(engines, "best_impl", lambda device, dtype: "triton")
+    assert bool(reason) == len(found := announced(**sampling)) and all(reason in message for message in found)
+    assert not announced(**sampling)
+    monkeypatch.undo()
+    monkeypatch.setattr(engines, "can_capture", lambda target, drafter: True)
+    engine = Engine(target, draft)
+    assert not announced(speculate=False) and ["the draft is on cpu" in message for message in announced()] == [True]
 
 
 def test_places_without_a_request_stay_in_their_slots(captured: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -506,7 +507,7 @@ def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
     """A target with a tokenizer and without stop tokens."""
     monkeypatch.setattr(TransformersTarget, "stop_ids", frozenset())
     return TransformersTarget(
-        build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}"
+        build(family, seed=1, vocab_size=400, **STATEFUL.get(family, {})), tiny_tokenizer(), name=f"tiny {family}"
     )
 
 
@@ -518,6 +519,16 @@ def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeyp
         monkeypatch.setattr(TransformersTarget, "_cache_is_exact", False)
     done = Engine(target).generate(prompt, max_new_tokens=24)
     assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mamba", "Jamba"])
+def test_the_cache_is_passed_by_the_name_that_this_transformers_expects(family, monkeypatch):
+    """Former names bring warnings now, and errors later."""
+    target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7).tolist()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Engine(target).generate(prompt, max_new_tokens=3)
+    assert not [w for w in seen if "is deprecated" in str(w.message)]
 
 
 def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):

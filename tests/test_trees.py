@@ -147,6 +147,8 @@ def test_fixed_trees(name: str) -> None:
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
         (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),
+        (lambda: engine_of(*good_pair()[:2], mode="chain", nodes="auto"), "no effect in a chain; give mode 'tree'"),
+        (lambda: engine_of(*good_pair()[:2], mode=None, nodes=60, width=3), "no effect in a chain; give mode 'tree'"),
     ],
 )
 def test_invalid_trees_are_refused(make: Any, reason: str) -> None:

@@ -171,6 +171,7 @@ class AmountChooser:
         self.pausing = False  # whether the running requests should go on without the draft
         self.trying, self.runs = False, 0  # whether drafting is tried after a pause, and in how many runs of requests
         self.probed = 0  # guesses of complete answers since it was tried last
+        self.guessed = False  # whether the last of them may lead to a try at once
         self.reading: deque[float] = deque(maxlen=LATEST)  # seconds in which the draft read a request's prompt
         self.answer: float | None = None  # the tokens of an answer
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
@@ -252,6 +253,7 @@ class AmountChooser:
             if not self._pauses(requests) or not self._checked():
                 return False
             self.paused.add(graph_size(requests))
+        self.budget.end()  # the last requests may have ended while the costs were measured again
         return not self._tries(requests)
 
     def returns(self, requests: int, waiting: int) -> bool:
@@ -260,8 +262,12 @@ class AmountChooser:
         return self.trying or (waiting >= WORTH * requests and self._tries(requests))
 
     def _tries(self, requests: int) -> bool:
-        """Begins a try if it is worth it."""
-        if not self.budget.allows or not self._wants_try(requests):  # in this order: the second takes longer
+        """Begins a try if it is worth it. A try that a guess leads to does not wait until the guess is paid off: where
+        drafting pays again, waiting costs more than the try."""
+        if not (self.guessed or self.budget.allows):  # first, since what follows takes longer
+            return False
+        self.guessed = False
+        if not self._wants_try(requests):
             return False
         self.trying, self.runs, self.probed = True, 0, 0
         self.costs.forget_all_but(NOTHING)
@@ -277,6 +283,7 @@ class AmountChooser:
         is next, since both are paid for by the same budget."""
         if due := not self.trying and self.budget.allows and not self._wants_try(requests):
             self.probed += 1
+            self.guessed = True
         return due
 
     def _pauses(self, requests: int) -> bool:

@@ -15,12 +15,13 @@ from torch import Tensor
 from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
 from fledge.decode.propose import UNREAD, Proposer
 from fledge.decode.request import Request
-from fledge.decode.rounds import CapturedRounds, Rounds, Timer, can_capture, graph_memory, graph_size
+from fledge.decode.rounds import CapturedRounds, Drafter, Rounds, Timer, can_capture, graph_memory, graph_size
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
 from fledge.kernels.implementations import current_device
 from fledge.kernels.transfer import to_device
+from fledge.models.draft import Draft
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 
@@ -33,7 +34,7 @@ class NoDrafter:
     """A proposer for decoding without a draft: trees of a root only, so that a round commits one token. The baseline
     thus has the same sampler, cache and loop."""
 
-    draft = None
+    draft: Draft | None = None
     levels = scratch = most_levels = 0
     most_nodes = rows = 1
     amount = NOTHING
@@ -51,7 +52,7 @@ class NoDrafter:
 
     lengths = buffers = tensors
 
-    def idle(self, spare: None, size: int) -> NoDrafter:
+    def idle(self, spare: Any, size: int) -> Drafter:
         """Itself, as it has no requests of its own."""
         return self
 

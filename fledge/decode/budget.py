@@ -13,8 +13,8 @@ class Budget:
     """Grants a share of the seconds of decoding for finding out what is faster.
 
     Seconds are those of `clock` while something is decoded (`working`). What finding out takes becomes a debt, which is
-    paid off with SHARE of all further seconds, and nothing else is tried before. So at any time, all that was `spent`
-    but for the last debt is at most SHARE of the `seconds`.
+    paid off with SHARE of all further seconds, and nothing else is tried before, unless what was found out leads to it.
+    So at any time, all that was `spent` but for the last debt is at most SHARE of the `seconds`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

@@ -27,8 +27,10 @@ from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import UNREAD, Drafting, Proposer
 from fledge.decode.request import Completion, Request
+from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import BatchScheduler, Beginning
 from fledge.decode.text import TextStream
+from fledge.kernels.implementations import best_impl
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config
 from fledge.targets.compatibility import connect_draft
@@ -45,9 +47,10 @@ class Engine:
 
     `drafting` are fields of `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
     are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
-    which the draft was not trained, a `ModeWarning`. Raises ValueError if draft and target
-    do not belong together, if the target does not support what verification needs, or if options contradict each
-    other; raises TypeError for arguments of a wrong type.
+    which the draft was not trained, a `ModeWarning`. Where options keep a GPU from running rounds as CUDA graphs, an
+    `EagerWarning` is issued once. Raises ValueError if draft and target do not belong together, if the target does not
+    support what verification needs, or if options contradict each other; raises TypeError for arguments of a wrong
+    type.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Engine:
                 target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
-        self._acceptance, self._warned_of_mode = Acceptance(), False
+        self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
         self._probed = False  # whether the kernels of `probe` are compiled
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
@@ -294,10 +297,27 @@ class Engine:
             )
         for r in requests if drafts else ():
             self.drafting.check_sampling(r.sampling)
+        self._warn_if_eager(requests, drafts)
 
         waiting = deque(requests)
         while waiting:
             yield from self._run(waiting, batch, drafts)
+
+    def _warn_if_eager(self, requests: Sequence[Request], drafts: bool) -> None:
+        """Issues an `EagerWarning`, once, if rounds cannot be captured because of something but the target."""
+        if self._warned_of_eager or not can_capture(self.target, NoDrafter()):
+            return
+        reason, draft = "", self.draft if drafts else None
+        if any(r.sampling.processors for r in requests):
+            reason = "logits processors run on the host"
+        elif draft is not None and self.drafting.mode == "chain" and self.drafting.confidence:
+            reason = "with a confidence, the host decides after each drafted token whether to draft another"
+        elif draft is not None and best_impl(draft.device, draft.dtype) != "triton":
+            reason = f"the draft is on {draft.device}"
+        if reason:
+            self._warned_of_eager = True
+            message = f"rounds are not captured as CUDA graphs and take several times as long, since {reason}"
+            warnings.warn(message, EagerWarning, stacklevel=4)
 
     def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[list[Request]]:
         """Decodes waiting requests with or without the draft: all of them, or some where the chooser wants others to

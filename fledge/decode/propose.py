@@ -194,6 +194,8 @@ class Drafting:
             )
         if self.shape is not None and not self.tree:
             raise ValueError("a fixed shape needs mode 'tree'")
+        if not self.tree and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
+            raise ValueError("nodes and width have no effect in a chain; give mode 'tree', or leave them out")
         if self.depth not in (None, AUTO) and self.depth < 1:
             raise ValueError(f"a depth of {self.depth} drafts nothing; use 1 or more")
         if self.automatic:

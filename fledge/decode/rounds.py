@@ -33,6 +33,10 @@ Values = TypeVar("Values", RoundState, BatchSampling, Tree)
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
 
 
+class EagerWarning(UserWarning):
+    """Rounds are launched operation by operation, though those of the target alone would be CUDA graphs."""
+
+
 def graph_size(requests: int) -> int:
     """The number of requests of the graphs that so many are run with: above the largest of GRAPH_SIZES a multiple of
     32."""

@@ -52,6 +52,11 @@ def paused(traces: Sequence[Trace]) -> float:
     return sum(not r.drafted for r in rounds) / len(rounds) if rounds else 0.0
 
 
+def pause_line(share: float, reason: str) -> str:
+    """A sentence on the `paused` rounds, with the reason if speculation pauses now."""
+    return f"Speculation paused in {share:.0%} of the rounds{f': {reason}' if reason else ''}."
+
+
 def bytes_per_round(traces: Sequence[Trace]) -> float:
     """The mean bytes that a round copied between the devices of draft and target; 0 if there are no rounds."""
     rounds = [r for t in traces for r in t.rounds]

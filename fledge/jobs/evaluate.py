@@ -258,12 +258,6 @@ def refuse_changed_output(record: dict[str, Any]) -> None:
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")
 
 
-def amounts_line(r: dict[str, Any]) -> str:
-    """How much was drafted, and why nothing was, if that is so now."""
-    reason = f": {r['pause_reason']}" if r["pause_reason"] else ""
-    return f"Speculation paused in {r['paused']:.0%} of the rounds{reason}."
-
-
 def summary_lines(r: dict[str, Any]) -> list[str]:
     """Sentences about a record: what its figures mean."""
     return figure_lines(r) + notices(r)
@@ -271,7 +265,7 @@ def summary_lines(r: dict[str, Any]) -> list[str]:
 
 def figure_lines(r: dict[str, Any]) -> list[str]:
     """Sentences with figures that the table does not have."""
-    from fledge.eval.metrics import alpha_text
+    from fledge.eval.metrics import alpha_text, pause_line
 
     lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
     if r["tau"]:
@@ -283,7 +277,7 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
             f"would be {split['ceiling']:.2f} if drafting took only the time to read its weights, and the rest no time."
         )
     if "auto" in (r.get("depth"), r.get("nodes")):
-        lines.append(amounts_line(r))
+        lines.append(pause_line(r["paused"], r["pause_reason"]))
     if r["bytes_per_round"]:
         lines.append(f"{r['bytes_per_round'] / 1e3:.1f} KB a round between the devices of draft and target.")
     tau = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""

@@ -61,6 +61,7 @@ def render(material: Material) -> str:
         decoding=decoding_figures(own),
         training=training_figures(material.runs),
         results=results(own),
+        pauses=pauses(own),
         served=served([r for r in material.records if r.served]),
         samples=samples(own),
         vocabulary=[v for run in material.runs if (v := vocabulary(run))],
@@ -143,6 +144,14 @@ def few_requests(records: Sequence[Record]) -> list[str]:
     few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
     named = ", ".join(few)
     return [f"Few requests, so that these figures are a hint and their intervals too narrow: {named}."] if few else []
+
+
+def pauses(records: Sequence[Record]) -> list[str]:
+    """A sentence on each record in which speculation paused."""
+    from fledge.eval.metrics import pause_line
+
+    shares = [(r, r.number("paused")) for r in records]
+    return [f"{r.label}: {pause_line(n, str(r.fields.get('pause_reason') or ''))}" for r, n in shares if n]
 
 
 def training_line(runs: Sequence[Run]) -> list[str]:

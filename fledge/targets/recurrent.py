@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-STATES = ("past_key_values", "cache_params", "state")  # names of the returned cache in transformers' model outputs
+# what transformers' models call their cache, as an argument and in their outputs; newer versions say `cache`
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+
+
+@functools.cache
+def cache_argument(kind: type[nn.Module]) -> str:
+    """What models of a class call the cache that is passed to their forward pass."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in parameters), "past_key_values")
 
 
 class RecurrentCache:
@@ -35,7 +45,8 @@ class RecurrentCache:
         if self.recompute:
             return model(input_ids=self.token_1T, use_cache=False, **inputs).logits[:, -N:]
         out = model(input_ids=input_ids, use_cache=True, **self.states, **inputs)
-        self.states = {name: out[name] for name in STATES if name in out}
+        # a model's own code may call it by an older name than its outputs do
+        self.states = {cache_argument(type(model)): x for name, x in out.items() if name in CACHES}
         return out.logits
 
     def trim_padding(self, lengths: Sequence[int]) -> None:

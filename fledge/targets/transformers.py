@@ -21,7 +21,7 @@ from fledge.targets.cache import TargetCache
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, TrainingTarget
 from fledge.targets.linear import use_few_row_products
 from fledge.targets.quantized import quantization_of, weight_of
-from fledge.targets.recurrent import RecurrentCache
+from fledge.targets.recurrent import RecurrentCache, cache_argument
 from fledge.targets.sharded import gathered
 from fledge.targets.structure import find_decoder, fix_longrope, last_layer_weights, layers_and_norm
 from fledge.types import Features, Packed, Tree, group_documents
@@ -305,7 +305,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             if self._keeps_logits:
                 inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
             return cache.run(self.model, token_BN, **inputs).to(self.device)
-        return self.model(input_ids=token_BN, past_key_values=cache, use_cache=True, **inputs).logits.to(self.device)
+        inputs[cache_argument(type(self.model))] = cache
+        return self.model(input_ids=token_BN, use_cache=True, **inputs).logits.to(self.device)
 
     def _positions_and_masks(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
         """The model's inputs for tree nodes after the sequences in the cache: positions, and an attention mask, or a
