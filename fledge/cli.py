@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -45,6 +47,7 @@ from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
+from fledge.signals import ignore_signals, stopping_signals
 from fledge.targets.progress import show_loading
 
 app = typer.Typer(
@@ -324,7 +327,10 @@ def main() -> None:
         app()
     except (ValueError, OSError, FloatingPointError) as e:
         _fail(e)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as e:
+        if isinstance(e, SystemExit) and e.code != 130:  # typer's for a KeyboardInterrupt
+            raise
+        _end_at_once_if_stopped_again()
         sys.exit(130)
     except RuntimeError as e:
         if type(e).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, by name because torch may not be imported
@@ -358,9 +364,19 @@ def _open_closed_streams() -> None:
 
 def _handle_termination_like_ctrl_c() -> None:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does. SIGHUP stays ignored under nohup."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    for number in stopping_signals():
+        if number != signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+
+
+def _end_at_once_if_stopped_again() -> None:
+    """Another Ctrl-C while the process ends has no traceback: while it waits for threads, it ends at once; later it is
+    ignored, since Python, when it frees what is left, would be killed by the signal and not exit with code 130."""
+    for number in stopping_signals():
+        signal.signal(number, lambda *signal_and_frame: os._exit(130))
+    atexit.register(ignore_signals)
+    with contextlib.suppress(OSError):  # which the end of the process reports
+        sys.stdout.flush()
 
 
 def _format_warning(warning: Warning, category: type[Warning], *where: Any, **line: Any) -> str:

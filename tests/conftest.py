@@ -71,11 +71,15 @@ def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def run(*words: Any) -> Ran:
         monkeypatch.setattr(sys, "argv", ["fledge", *map(str, words)])
         capsys.readouterr()
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             main()
             code = 0
         except SystemExit as end:
             code = end.code or 0
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         said = capsys.readouterr()
         return Ran(code, said.out, said.err)
 

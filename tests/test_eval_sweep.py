@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,23 @@ from hypothesis import strategies as st
 
 from fledge import __version__
 from fledge.decode.engine import Engine
+from fledge.eval import record as record_module
 from fledge.eval import run as eval_run
 from fledge.eval.intervals import speedup_interval, tau_interval
 from fledge.eval.prompts import EvalPrompt
 from fledge.eval.record import record_text
 from fledge.eval.run import EvaluationStopped, evaluate
+from fledge.jobs import evaluate as evaluate_job
 from fledge.jobs.display import ResultPrinter
 from fledge.jobs.evaluate import FEW, EvalOptions, print_table
 from fledge.jobs.evaluate_ways import names, ways
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
+from support.commands import TESTS
 from support.decoding import fit_head, spoken
 from support.files import write_rows
 from support.targets import exact_target, tiny_draft, tiny_target, tiny_target_directory
+from support.terminal import TerminalOf
 
 TEXTS = ["the young bird", "it can fly", "tries again", "its wings", "falls and", "until it can"]
 
@@ -242,6 +251,43 @@ def test_an_interrupted_sweep_is_shown_and_written(measure, made: Path, tmp_path
         assert {r["prompt_set"]: r["prompts"] for r in records.values()} == expected
         assert ("Interrupted after" in went.out) == any("stopped" in r for r in records.values())
         assert ("τ" in went.out) == bool(expected) and out.exists() == bool(expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("during", ["_record", "print_table", "replace_text"])
+def test_a_second_interruption_loses_nothing(
+    during: str, number: int, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = {"_record": eval_run, "print_table": evaluate_job, "replace_text": record_module}[during]
+    whole = getattr(module, during)
+
+    def stopped_again(*args: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return whole(*args)
+
+    monkeypatch.setattr(module, during, stopped_again)
+    interrupt_after(monkeypatch, 5)
+    went = measure("--out", tmp_path / "r.json")
+    assert went.code == 130 and not went.err.count("Traceback"), went.err
+    assert "Interrupted after 2 of 6 answers" in went.out
+    assert json.loads((tmp_path / "r.json").read_text())["prompts"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_ctrl_c_again_and_again_until_the_process_ends(tmp_path: Path) -> None:
+    """Also while Python frees what is left, where the signal's default action would end the process."""
+    demo, prompts, out = TESTS.parent / "fledge" / "demo", tmp_path / "prompts.jsonl", tmp_path / "out" / "r.json"
+    write_rows(prompts, [{"prompt": f"{text} {i}"} for i in range(50) for text in TEXTS])
+    words = ["--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--max-new-tokens", 8]
+    with TerminalOf("eval", *words, "--out", out, width=120) as terminal:
+        terminal.wait(lambda: re.search(r"\b[4-9]/600", terminal.text))
+        while terminal.process.poll() is None:
+            with contextlib.suppress(OSError):  # the process has ended since
+                terminal.type("\x03")
+            time.sleep(0.02)
+        assert terminal.wait_for_end() == 130, terminal.text
+        assert "Interrupted after" in terminal.text and "Traceback" not in terminal.text, terminal.text
+    assert json.loads(out.read_text())["prompts"] >= 2 and [p.name for p in out.parent.iterdir()] == ["r.json"]
 
 
 # -- how it is shown ----------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
-import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fledge.targets.interface import UNLIMITED
 from fledge.targets.loading import load_target
 from fledge.targets.recurrent import RecurrentCache
 from fledge.targets.source import LiveFeatures
+from fledge.targets.structure import CACHE_ARGUMENTS, cache_argument
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.memory import resize_row
 from fledge.types import Document, Features, Tree
@@ -507,7 +509,7 @@ def target_that_speaks(family: str, monkeypatch) -> TransformersTarget:
     """A target with a tokenizer and without stop tokens."""
     monkeypatch.setattr(TransformersTarget, "stop_ids", frozenset())
     return TransformersTarget(
-        build(family, seed=1, vocab_size=400, **STATEFUL.get(family, {})), tiny_tokenizer(), name=f"tiny {family}"
+        build(family, seed=1, vocab_size=400, **STATEFUL[family]), tiny_tokenizer(), name=f"tiny {family}"
     )
 
 
@@ -521,28 +523,65 @@ def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeyp
     assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mamba", "Jamba"])
-def test_the_cache_is_passed_by_the_name_that_this_transformers_expects(family, monkeypatch):
-    """Former names bring warnings now, and errors later."""
-    target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7).tolist()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        Engine(target).generate(prompt, max_new_tokens=3)
-    assert not [w for w in seen if "is deprecated" in str(w.message)]
-
-
 def test_a_cache_that_is_not_exact_is_not_used(monkeypatch):
     target = target_of("Qwen3Next", **STATEFUL["Qwen3Next"])
     assert target._cache_is_exact
     run = RecurrentCache.run
 
-    def forgetful(self, model, input_ids, **inputs):
-        self.states = {} if self.lengths[0] == 8 else self.states
-        return run(self, model, input_ids, **inputs)
+    def forgetful(self, *args, **inputs):
+        self.state = None if self.lengths[0] == 8 else self.state
+        return run(self, *args, **inputs)
 
     monkeypatch.setattr(RecurrentCache, "run", forgetful)
     assert not target_of("Qwen3Next", **STATEFUL["Qwen3Next"])._cache_is_exact
     assert target_of("RecurrentGemma", **STATEFUL["RecurrentGemma"])._cache_is_exact is False, "it has no cache"
+
+
+class NamedOutput(dict):
+    __getattr__ = dict.__getitem__
+
+
+def rename_cache(model: torch.nn.Module, name: str) -> None:
+    """Gives the model's forward pass and output the cache by the given name, and by no other."""
+    forward, own = model.forward, cache_argument(model, model.get_decoder())
+
+    def renamed(**inputs: Any) -> NamedOutput:
+        assert all(k == name for k in inputs if k in CACHE_ARGUMENTS), [*inputs]
+        out = forward(**{own if k == name else k: v for k, v in inputs.items()})
+        return NamedOutput({name if k == own else k: v for k, v in out.items()})
+
+    arguments = ("input_ids", "attention_mask", "position_ids", name, "use_cache")
+    renamed.__signature__ = inspect.Signature([inspect.Parameter(a, inspect.Parameter.KEYWORD_ONLY) for a in arguments])
+    model.forward = renamed
+
+
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
+def test_a_cache_is_passed_by_the_name_that_the_model_has_for_it(name: str) -> None:
+    """`cache` since transformers 5.24, past_key_values or cache_params before."""
+    llama, mamba = build("Llama"), build("Mamba", **STATEFUL["Mamba"])
+    for model in (llama, mamba):
+        rename_cache(model, name)
+    assert not TransformersTarget(llama, None).rollback_problem
+    assert TransformersTarget(mamba, None)._cache_is_exact
+
+
+def test_a_cache_is_passed_through_a_wrapper_by_the_name_that_the_decoder_has() -> None:
+    model = build("Llama")
+    forward = model.forward
+    rename_cache(model.get_decoder(), "cache_params")
+    model.forward = lambda **inputs: forward(**inputs)
+    assert cache_argument(model, model.get_decoder()) == "cache_params"
+    model.get_decoder().forward = lambda **inputs: forward(**inputs)
+    assert cache_argument(model, model.get_decoder()) == "past_key_values"
+
+
+@pytest.mark.parametrize("family", ["Llama", *HEADS, *STATEFUL])
+def test_no_cache_is_passed_by_a_deprecated_name(family: str, recwarn: pytest.WarningsRecorder) -> None:
+    target = target_of(family, **{**HEADS, **STATEFUL}.get(family, {}))
+    assert bool(target.rollback_problem) == (family in STATEFUL)
+    assert target._cache_is_exact == (family != "RecurrentGemma")
+    told = [str(w.message) for w in recwarn]
+    assert not [line for line in told if any(f"`{name}`" in line for name in CACHE_ARGUMENTS)]
 
 
 def test_running_states_are_decoded_one_by_one(monkeypatch):

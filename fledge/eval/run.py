@@ -45,6 +45,7 @@ def evaluate(
     max_new_tokens: int,
     batch: int = 1,
     advance: Callable[[], None] = lambda: None,
+    interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
     """Decodes all prompts with every engine, and without a draft, `batch` prompts at a time.
 
@@ -56,6 +57,7 @@ def evaluate(
     shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding, or in a
     later turn if the answers have made it too long. Raises EvaluationStopped if it is interrupted (Ctrl-C) after all
     arms have answered some requests; their records have `stopped`, the number of requests that there would have been.
+    `interrupted` is called before these records are made, which another interruption would lose.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -72,6 +74,7 @@ def evaluate(
             ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
             more["baseline_over_transformers"] = ratio
     except KeyboardInterrupt:
+        interrupted()
         if not comparison.groups:
             raise
         comparison.keep_complete()

@@ -127,7 +127,7 @@ def cache_matches_full_pass(target: TransformersTarget) -> bool:
             parts = [target.run(part, own) for part in tokens.split([6, *[1] * 6], dim=1)]
         except Exception:  # a model without a cache of its own may raise anything
             return False
-    return bool(own.states) and nearly_equal(torch.cat(parts, dim=1), whole, bool(target.quantization))
+    return own.state is not None and nearly_equal(torch.cat(parts, dim=1), whole, bool(target.quantization))
 
 
 @torch.inference_mode()

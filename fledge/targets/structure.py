@@ -1,6 +1,9 @@
-"""Finds the parts of a transformers model: decoder, decoder layers, final norm, and the last layer's weights."""
+"""Finds the parts of a transformers model: decoder, decoder layers, final norm, the last layer's weights, and the
+argument of its forward pass that takes a cache."""
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,9 @@ from torch.nn import functional as F
 from fledge.config import RopeConfig
 from fledge.targets.quantized import weight_of
 
+# names of the argument, the newest first: transformers 5.24 gives a FutureWarning for past_key_values and cache_params,
+# which end with 5.40; earlier versions, and code that comes with a model, do not have `cache`; `state` is RWKV's
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -17,6 +23,17 @@ def find_decoder(model: nn.Module, n: int) -> nn.Module:
     if there is none. (get_decoder() returns the whole model for Llama 4, and the head for ModernBERT.)"""
     found = next((m for m in (model.get_decoder(), *model.modules()) if all(_candidates(m, n))), None)
     return model.get_decoder() if found is None else found
+
+
+def cache_argument(model: nn.Module, decoder: nn.Module) -> str:
+    """The name of the argument with which the model's forward pass takes a cache. A forward with `**kwargs` alone, as
+    of a wrapper, passes it on to the decoder's."""
+    for module in (model, decoder):
+        parameters = inspect.signature(module.forward).parameters  # of what decorators wrap, which may translate names
+        for name in CACHE_ARGUMENTS:
+            if name in parameters:
+                return name
+    return "past_key_values"
 
 
 def layers_and_norm(decoder: nn.Module, n: int) -> tuple[nn.ModuleList, nn.Module]:

@@ -21,9 +21,9 @@ from fledge.targets.cache import TargetCache
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, TrainingTarget
 from fledge.targets.linear import use_few_row_products
 from fledge.targets.quantized import quantization_of, weight_of
-from fledge.targets.recurrent import RecurrentCache, cache_argument
+from fledge.targets.recurrent import RecurrentCache
 from fledge.targets.sharded import gathered
-from fledge.targets.structure import find_decoder, fix_longrope, last_layer_weights, layers_and_norm
+from fledge.targets.structure import cache_argument, find_decoder, fix_longrope, last_layer_weights, layers_and_norm
 from fledge.types import Features, Packed, Tree, group_documents
 
 # tokens of a forward pass over packed documents: the cost of transformers' packed mask grows with their square, while
@@ -78,6 +78,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             raise ValueError(f"{name or 'the target'} cannot be used: {e}; use a checkpoint that leaves it out") from e
         self.shape = llama_names(self.config) | {"vocab_size": self.embedding.shape[0]}
         self.max_length: int = max_length or self.shape.get("max_position_embeddings", UNLIMITED)
+        self._cache_argument = cache_argument(model, self.decoder)
         self._keeps_logits = (
             "logits_to_keep" in inspect.signature(model.forward).parameters
         )  # computes some logits only
@@ -304,8 +305,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         if isinstance(cache, RecurrentCache):
             if self._keeps_logits:
                 inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
-            return cache.run(self.model, token_BN, **inputs).to(self.device)
-        inputs[cache_argument(type(self.model))] = cache
+            return cache.run(self.model, token_BN, self._cache_argument, **inputs).to(self.device)
+        inputs = {self._cache_argument: cache, **inputs}
         return self.model(input_ids=token_BN, use_cache=True, **inputs).logits.to(self.device)
 
     def _positions_and_masks(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""The signals that stop a command: SIGINT (Ctrl-C), SIGTERM, and SIGHUP when the terminal is closed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def stopping_signals() -> list[signal.Signals]:
+    """The three signals without those that are ignored, as SIGHUP is under nohup."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def ignore_signals() -> None:
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def stoppable_once() -> Iterator[Callable[[], None]]:
+    """Context manager: yields `ignore_signals`, for who catches a KeyboardInterrupt and still has work to do; when the
+    block ends, the signals are handled as before."""
+    before = {number: signal.getsignal(number) for number in stopping_signals()}
+    try:
+        yield ignore_signals
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                # None: the handler was not installed from Python, and cannot be put back
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
