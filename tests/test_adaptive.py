@@ -132,6 +132,7 @@ def test_speculation_comes_back() -> None:
     assert world.chooser.rests(1) and "takes" in world.chooser.reason(1)
     world.run(3000)
     assert world.run(4000) > 0.9 * best_speed(0.9, world.cost) and not world.chooser.reason(1)
+    assert "takes" in world.chooser.last_reason, "what a record says of the pause"
 
 
 def test_what_a_pause_costs() -> None:

@@ -341,9 +341,10 @@ def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monk
     if end == "closed":
         held = []
         for _ in range(2):
-            stream = engine.stream([5, 6, 7], max_new_tokens=40)
-            next(stream)
+            stream = engine.stream([5, 6, 7], max_new_tokens=40, into=(so_far := Completion()))
+            piece = next(stream)
             stream.close()
+            assert piece and so_far.text == target.tokenizer.decode(so_far.tokens, skip_special_tokens=True)
             held.append(target.pool.slots)
         assert held[0] == held[1] and (held[0] == 0 or target.device.type == "cuda")
     else:

@@ -168,6 +168,7 @@ class AmountChooser:
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
         self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
         self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
+        self.last_reason = ""  # why speculation paused, the last time that it did
         self.pausing = False  # whether the running requests should go on without the draft
         self.trying, self.runs = False, 0  # whether drafting is tried after a pause, and in how many runs of requests
         self.probed = 0  # guesses of complete answers since it was tried last
@@ -226,7 +227,11 @@ class AmountChooser:
 
     def _pause(self, requests: int) -> None:
         self.pausing = True
+        self._rest(requests)
+
+    def _rest(self, requests: int) -> None:
         self.paused.add(graph_size(requests))
+        self.last_reason = self._comparison(requests)
 
     def gave_up(self) -> None:
         """The running requests go on without the draft."""
@@ -252,7 +257,7 @@ class AmountChooser:
         if graph_size(requests) not in self.paused:
             if not self._pauses(requests) or not self._checked():
                 return False
-            self.paused.add(graph_size(requests))
+            self._rest(requests)
         self.budget.end()  # the last requests may have ended while the costs were measured again
         return not self._tries(requests)
 
@@ -359,8 +364,10 @@ class AmountChooser:
 
     def reason(self, requests: int) -> str:
         """Why speculation pauses for so many requests; empty if it would not, or is not known yet."""
-        if not self._pauses(requests):
-            return ""
+        return self._comparison(requests) if self._pauses(requests) else ""
+
+    def _comparison(self, requests: int) -> str:
+        """The cost and the tokens of a round with the best amount, beside those of a round without drafting."""
         rival = max(self.amounts[1:], key=lambda a: self._answer_speed(requests, a))
         cost = self.costs.seconds(requests, rival) / self.costs.seconds(requests, NOTHING)
         reading = f"; it also reads each prompt, in {1e3 * self._reading:.1f} ms" if self._reading else ""

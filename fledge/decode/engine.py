@@ -196,8 +196,8 @@ class Engine:
         `Sampling`, or its fields as keywords: `temperature=0.7, top_p=0.9`. `stop` is a string or several; the text
         ends before the first of them. `request` is the request's number: requests with the same seed and different
         numbers have different random streams. `speculate` False decodes without the draft, one token per pass. `into`
-        receives tokens, text and trace. Raises, when called, TypeError for an invalid prompt or option, and ValueError
-        if the prompt is empty or exceeds the target's context.
+        receives tokens, text and trace; of a stream that is closed early, those so far. Raises, when called, TypeError
+        for an invalid prompt or option, and ValueError if the prompt is empty or exceeds the target's context.
         """
         created = self._request(
             prompt, request, max_new_tokens=max_new_tokens, sampling=_sampling(sampling, sampling_options), stop=stop,
@@ -206,12 +206,14 @@ class Engine:
         return self._text_pieces(created, speculate)
 
     def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
-        # closed at once, not when Python gets to it, so that the request's memory is free
-        with closing(self._decode([request], 1, speculate)) as decoding:
-            for _ in decoding:
-                if piece := request.text.take():
-                    yield piece
-        rest = request.close()
+        try:
+            # closed at once, not when Python gets to it, so that the request's memory is free
+            with closing(self._decode([request], 1, speculate)) as decoding:
+                for _ in decoding:
+                    if piece := request.text.take():
+                        yield piece
+        finally:
+            rest = request.close()  # also of a stream that is closed early: `into` has the text of its tokens
         self._warn_at_chance([request])
         if rest:
             yield rest

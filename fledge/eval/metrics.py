@@ -53,7 +53,7 @@ def paused(traces: Sequence[Trace]) -> float:
 
 
 def pause_line(share: float, reason: str) -> str:
-    """A sentence on the `paused` rounds, with the reason if speculation pauses now."""
+    """A sentence on the `paused` rounds, with the reason of the last pause."""
     return f"Speculation paused in {share:.0%} of the rounds{f': {reason}' if reason else ''}."
 
 

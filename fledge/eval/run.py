@@ -96,11 +96,12 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
     requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
+    share = paused([c.trace for c in with_draft])
     return {
         "tau": tau([c.trace for c in with_draft]),
         "tau_interval": tau_interval(requests),
-        "paused": paused([c.trace for c in with_draft]),
-        "pause_reason": engine.chooser.reason(batch) if engine.chooser is not None else "",
+        "paused": share,
+        "pause_reason": engine.chooser.last_reason if engine.chooser is not None and share else "",
         "alpha": alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,
