@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", nargs="*", default=[], metavar="METHOD=DIR")
     parser.add_argument("--plain", action="store_true", help="also measure the engine without a draft")
-    parser.add_argument("--prompts", required=True)
-    parser.add_argument("--limit", type=int, default=48, help="the most prompts")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--limit", type=int, default=48, help="the most prompts of a file")
     parser.add_argument("--k", type=int, nargs="*", default=[3, 5, 7])
     parser.add_argument("--tree", type=parse_tree, nargs="*", default=[], metavar="K:NODES:WIDTH")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
@@ -104,7 +104,7 @@ def main() -> None:
     if options.plain:
         cases.insert(0, Case(PLAIN, None, 0))
     head = load_target(options.target, weights=False)
-    prompts, failed = read_prompts(options.prompts, options.limit), False
+    prompts, failed = [prompt for file in options.prompts for prompt in read_prompts(file, options.limit)], False
 
     def measured(case: Case, starts: int = 2) -> tuple[list[Measurement], str | None]:
         with started(options, case, arguments) as server:
@@ -173,7 +173,8 @@ def _record(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
     """The record to which rows are added: the one at --out if it is of this commit and target, else a new one."""
     here = environment(resolve_device(options.device), options.dtype or "the target's")
     fixed = {
-        "engine": options.engine, "target": Path(options.target).name, "prompts": Path(options.prompts).name,
+        "engine": options.engine, "target": Path(options.target).name,
+        "prompts": ", ".join(Path(file).name for file in options.prompts),
         "limit": options.limit, "new": options.new, "temperature": options.temperature,
         "parallel": options.parallel, "arguments": shlex.join(arguments),
     }  # fmt: skip
