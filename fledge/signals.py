@@ -19,7 +19,7 @@ def ignore_signals() -> None:
 
 
 @contextmanager
-def stoppable_once() -> Iterator[Callable[[], None]]:
+def restoring_signals() -> Iterator[Callable[[], None]]:
     """Context manager: yields `ignore_signals`, for who catches a KeyboardInterrupt and still has work to do; when the
     block ends, the signals are handled as before."""
     before = {number: signal.getsignal(number) for number in stopping_signals()}

@@ -274,6 +274,26 @@ def test_a_second_interruption_loses_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
+@pytest.mark.parametrize(("during", "code"), [("_record", 130), ("print_table", 0), ("replace_text", 0)])
+def test_an_interruption_of_a_finished_evaluation_loses_nothing(
+    during: str, code: int, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = {"_record": eval_run, "print_table": evaluate_job, "replace_text": record_module}[during]
+    whole, calls = getattr(module, during), []
+
+    def stopped(*args: Any) -> Any:
+        if not calls:
+            calls.append(during)
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(*args)
+
+    monkeypatch.setattr(module, during, stopped)
+    went = measure("--out", tmp_path / "r.json")
+    assert went.code == code and calls, went.err
+    assert json.loads((tmp_path / "r.json").read_text())["prompts"] == 6
+    assert "τ" in went.out and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_ctrl_c_again_and_again_until_the_process_ends(tmp_path: Path) -> None:
     """Also while Python frees what is left, where the signal's default action would end the process."""
     demo, prompts, out = TESTS.parent / "fledge" / "demo", tmp_path / "prompts.jsonl", tmp_path / "out" / "r.json"

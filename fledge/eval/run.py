@@ -66,6 +66,10 @@ def evaluate(
     first = [comparison.prompt_ids(p, (), max_new_tokens) if p.tools else first_prompt(p) for p in prompts[:batch]]
     comparison.warm_up(first, options | dict(max_new_tokens=8), batch)
     more: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+
+    def records() -> dict[str, dict[str, Any]]:
+        return {name: _record(engine, comparison, name, sampling, batch) | more for name, engine in engines.items()}
+
     try:
         comparison.decode(prompts, options, batch, advance)
         if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
@@ -73,16 +77,14 @@ def evaluate(
             ids = comparison.ids[:4]
             ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
             more["baseline_over_transformers"] = ratio
+        return records()
     except KeyboardInterrupt:
         interrupted()
         if not comparison.groups:
             raise
         comparison.keep_complete()
         more["stopped"] = sum(p.answers for p in prompts)
-    records = {name: _record(engine, comparison, name, sampling, batch) | more for name, engine in engines.items()}
-    if "stopped" in more:
-        raise EvaluationStopped(records)
-    return records
+        raise EvaluationStopped(records()) from None
 
 
 def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def run(
     what differs between the records.
 
     `show` is called with the result before it is written to --out, so that no result is lost if the disk is full. Both
-    also happen if the job is interrupted after a part of the requests, before it raises KeyboardInterrupt; a second
-    Ctrl-C meanwhile has no effect.
+    also happen if the job is interrupted after a part of the requests, before it raises KeyboardInterrupt. Ctrl-C has
+    no effect while a result is shown and written.
     """
 
     from fledge import __version__
@@ -112,7 +112,7 @@ def run(
     from fledge.jobs.options import default_new_tokens
     from fledge.jobs.prepare import prepare_rounds
     from fledge.models.weights import read_draft_config
-    from fledge.signals import stoppable_once
+    from fledge.signals import restoring_signals
 
     if not options.prompts:
         raise ValueError("give --prompts FILE")
@@ -163,15 +163,16 @@ def run(
     prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
     records: dict[str, Any] = {}
     stopped = False
-    with stoppable_once() as ignore_signals:  # until what was measured is shown and written
+    with restoring_signals() as ignore_signals:  # until what was measured is shown and written
         for name, prompts in sets.items():
-            if options.out and records:  # results so far; an error is reported when the final record is written
-                with contextlib.suppress(OSError, ValueError):
-                    write_record(options.out, records)
             labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
             answers = len(arms) * sum(p.answers for p in prompts)
             origin = {"prompt_set": name, "command": command(), "fledge": __version__}
+            found: dict[str, Any] = {}
             try:
+                if options.out and records:  # results so far; an error is reported when the final record is written
+                    with contextlib.suppress(OSError, ValueError):
+                        write_record(options.out, records)
                 with progress.count(f"answers to {name} in {len(arms)} ways", answers, unit="answers") as advance:
                     found = evaluate(
                         dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, batch=options.batch,
@@ -181,12 +182,13 @@ def run(
                 found, stopped = e.records, True
             except KeyboardInterrupt:
                 ignore_signals()
-                if not records:
+                if not (records or found):
                     raise
-                found, stopped = {}, True
+                stopped = True
             records |= {label: record | origin for label, record in found.items()}
             if stopped:
                 break
+        ignore_signals()
         record = _single(records)
         try:
             show(record)
