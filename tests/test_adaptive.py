@@ -205,6 +205,27 @@ def test_a_guess_that_promises_is_followed_by_a_try() -> None:
         assert chooser.rests(1) and chooser.probes(1)
 
 
+def test_a_guess_that_promises_nothing_is_paid_off_before_a_try() -> None:
+    """The last guess of a pause, after which drafting is tried whatever it told, too."""
+    clock = Clock()
+    chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
+    chooser.checks = CHECKS
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    with chooser.budget.working():
+        assert chooser.rests(1)
+        for _ in range(PROBES):
+            assert chooser.probes(1)
+            chooser.budget.begin()
+            clock.now += 1
+            chooser.add_guesses(0, 60, 60)
+            chooser.budget.end()
+            assert chooser.rests(1)
+            clock.now += 0.9 / SHARE
+            assert chooser.rests(1)
+            clock.now += 0.2 / SHARE
+        assert not chooser.rests(1) and chooser.trying
+
+
 def test_requests_that_end_while_costs_are_measured() -> None:
     """The measurement ends with them, so that the pause after it has guesses."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False, Clock())

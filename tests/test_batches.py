@@ -345,6 +345,7 @@ def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monk
             piece = next(stream)
             stream.close()
             assert piece and so_far.text == target.tokenizer.decode(so_far.tokens, skip_special_tokens=True)
+            assert so_far.finish == ""
             held.append(target.pool.slots)
         assert held[0] == held[1] and (held[0] == 0 or target.device.type == "cuda")
     else:

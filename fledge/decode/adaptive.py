@@ -267,12 +267,11 @@ class AmountChooser:
         return self.trying or (waiting >= WORTH * requests and self._tries(requests))
 
     def _tries(self, requests: int) -> bool:
-        """Begins a try if it is worth it. A try that a guess leads to does not wait until the guess is paid off: where
-        drafting pays again, waiting costs more than the try."""
-        if not (self.guessed or self.budget.allows):  # first, since what follows takes longer
-            return False
-        self.guessed = False
-        if not self._wants_try(requests):
+        """Begins a try if it is worth it. Where a guess has just told that drafting would pay, the try does not wait
+        until the guess is paid off, since waiting costs more."""
+        guessed, self.guessed = self.guessed, False
+        allowed = (guessed and self._promises(requests)) or self.budget.allows
+        if not allowed or not self._wants_try(requests):
             return False
         self.trying, self.runs, self.probed = True, 0, 0
         self.costs.forget_all_but(NOTHING)
@@ -280,8 +279,11 @@ class AmountChooser:
         return True
 
     def _wants_try(self, requests: int) -> bool:
-        promises = self._measured and self._gain(requests) > GAIN_OF_DRAFTING
-        return promises or self.probed >= PROBES
+        return self.probed >= PROBES or self._promises(requests)
+
+    def _promises(self, requests: int) -> bool:
+        """Whether drafting promises to pay."""
+        return self._measured and self._gain(requests) > GAIN_OF_DRAFTING
 
     def probes(self, requests: int) -> bool:
         """Whether the draft should guess the answer that was completed just now, of a request that rests. Not if a try

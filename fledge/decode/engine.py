@@ -306,7 +306,7 @@ class Engine:
             yield from self._run(waiting, batch, drafts)
 
     def _warn_if_eager(self, requests: Sequence[Request], drafts: bool) -> None:
-        """Issues an `EagerWarning`, once, if rounds cannot be captured because of something but the target."""
+        """Issues an `EagerWarning`, once, if rounds cannot be captured because of something other than the target."""
         if self._warned_of_eager or not can_capture(self.target, NoDrafter()):
             return
         reason, draft = "", self.draft if drafts else None
@@ -315,7 +315,7 @@ class Engine:
         elif draft is not None and self.drafting.mode == "chain" and self.drafting.confidence:
             reason = "with a confidence, the host decides after each drafted token whether to draft another"
         elif draft is not None and best_impl(draft.device, draft.dtype) != "triton":
-            reason = f"the draft is on {draft.device}"
+            reason = f"the draft is in {str(draft.dtype).removeprefix('torch.')} on {draft.device}"
         if reason:
             self._warned_of_eager = True
             message = f"rounds are not captured as CUDA graphs and take several times as long, since {reason}"

@@ -15,11 +15,11 @@ from fledge.types import Sampling, Trace
 @dataclass
 class Completion:
     """The result of a request: `tokens`, a stop token included, the `text` without it, and `finish`, the reason why it
-    ended ("stop" or "length")."""
+    ended: "stop", "length", or "" of a stream that was closed before."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish: str = "length"
+    finish: str = ""
     trace: Trace = field(default_factory=Trace)
 
 
@@ -57,7 +57,9 @@ class Request:
         if end < len(tokens) and not text.stopped:
             done.tokens.append(tokens[end])  # the stop token counts as generated, but adds no text
             done.finish = "stop"
-        self.over = text.stopped or done.finish == "stop" or len(done.tokens) >= self.limit
+        if not done.finish and len(done.tokens) >= self.limit:
+            done.finish = "length"
+        self.over = text.stopped or done.finish != ""
         done.trace.t_total = time.perf_counter() - self.began
 
     def is_last(self) -> Callable[[int], bool]:
