@@ -123,11 +123,13 @@ def test_differing_outputs_and_few_requests_are_warned_of(tmp_path: Path) -> Non
 
 
 def test_the_reason_of_pauses_is_told(tmp_path: Path) -> None:
-    """`depth auto`: why nothing was drafted. There is nothing to tell where no round paused."""
+    """`depth auto`: why nothing was drafted. There is nothing to tell where no round paused or no reason is
+    known."""
     paused = record() | dict(depth="auto", paused=0.25, pause_reason="a round takes too long")
     page = page_of(write_records(tmp_path / "r.json", paused))
     assert "Speculation paused in 25% of the rounds: a round takes too long." in page
     assert "Speculation paused" not in page_of(write_records(tmp_path / "r.json", paused | dict(paused=0.0)))
+    assert "Speculation paused" not in page_of(write_records(tmp_path / "r.json", paused | dict(pause_reason="")))
 
 
 def test_intervals_of_a_record_without_them_are_computed_from_its_requests(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def pauses(records: Sequence[Record]) -> list[str]:
     """A sentence on each record in which speculation paused."""
     from fledge.eval.metrics import pause_line
 
-    shares = [(r, r.number("paused")) for r in records]
-    return [f"{r.label}: {pause_line(n, str(r.fields.get('pause_reason') or ''))}" for r, n in shares if n]
+    shares = [(r, r.number("paused"), str(r.fields.get("pause_reason") or "")) for r in records]
+    return [f"{r.label}: {pause_line(n, reason)}" for r, n, reason in shares if n and reason]
 
 
 def training_line(runs: Sequence[Run]) -> list[str]:

@@ -283,7 +283,8 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
 
 
 def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
-    """The ranks, with all their groups, each of which all ranks have to make."""
+    """The ranks, with their groups. All ranks make each group, in the same order, except `saving`, which only the ranks
+    that train make; it is None on the others."""
     host = dist.new_group(backend="gloo", timeout=limit)
     if not target_ranks:
         mesh = init_device_mesh(device.type, (size,))
