@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 def stopping_signals() -> list[signal.Signals]:
-    """The three signals without those that are ignored, as SIGHUP is under nohup."""
+    """The three signals without those that are ignored, as SIGHUP is under nohup; none outside the main thread, which
+    alone may set handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
 
@@ -20,8 +24,8 @@ def ignore_signals() -> None:
 
 @contextmanager
 def restoring_signals() -> Iterator[Callable[[], None]]:
-    """Context manager: yields `ignore_signals`, for who catches a KeyboardInterrupt and still has work to do; when the
-    block ends, the signals are handled as before."""
+    """Context manager: yields `ignore_signals`, for code that must not be interrupted again, such as the rest of the
+    block after a KeyboardInterrupt. When the block ends, the signals are handled as before."""
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     try:
         yield ignore_signals

@@ -181,12 +181,18 @@ def test_answers_too_short_to_measure() -> None:
     assert [chooser.rests(1) for _ in range(7)] == [False] * 5 + [True] * 2
 
 
-def test_a_guess_that_promises_is_followed_by_a_try() -> None:
-    """At once. If that is in vain, both are paid off before anything else is found out."""
-    clock = Clock()
+def resting_chooser(clock: Clock) -> AmountChooser:
+    """A chooser that finds that drafting does not pay, and need not measure that again."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
     chooser.checks = CHECKS
     add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    return chooser
+
+
+def test_a_guess_that_promises_is_followed_by_a_try() -> None:
+    """At once. If that is in vain, both are paid off before anything else is found out."""
+    clock = Clock()
+    chooser = resting_chooser(clock)
     with chooser.budget.working():
         assert chooser.rests(1) and chooser.probes(1)
         chooser.budget.begin()
@@ -206,11 +212,9 @@ def test_a_guess_that_promises_is_followed_by_a_try() -> None:
 
 
 def test_a_guess_that_promises_nothing_is_paid_off_before_a_try() -> None:
-    """The last guess of a pause, after which drafting is tried whatever it told, too."""
+    """Also the last guess of a pause, after which drafting is tried whatever it told."""
     clock = Clock()
-    chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
-    chooser.checks = CHECKS
-    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    chooser = resting_chooser(clock)
     with chooser.budget.working():
         assert chooser.rests(1)
         for _ in range(PROBES):
@@ -228,9 +232,7 @@ def test_a_guess_that_promises_nothing_is_paid_off_before_a_try() -> None:
 
 def test_requests_that_end_while_costs_are_measured() -> None:
     """The measurement ends with them, so that the pause after it has guesses."""
-    chooser = AmountChooser(CHAINS, CHAINS[3], False, Clock())
-    chooser.checks = CHECKS
-    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    chooser = resting_chooser(Clock())
     chooser.rounds = chooser.again
     chooser.next(1, CHAINS[1])
     assert not chooser.budget.allows

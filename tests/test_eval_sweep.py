@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fledge.eval.prompts import EvalPrompt
 from fledge.eval.record import record_text
 from fledge.eval.run import EvaluationStopped, evaluate
 from fledge.jobs import evaluate as evaluate_job
-from fledge.jobs.display import ResultPrinter
+from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.evaluate import FEW, EvalOptions, print_table
 from fledge.jobs.evaluate_ways import names, ways
 from fledge.models.weights import save_draft
@@ -292,6 +293,17 @@ def test_an_interruption_of_a_finished_evaluation_loses_nothing(
     assert went.code == code and calls, went.err
     assert json.loads((tmp_path / "r.json").read_text())["prompts"] == 6
     assert "τ" in went.out and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_evaluation_in_another_thread(made: Path, tmp_path: Path) -> None:
+    """There, no signal can be ignored, and none arrives."""
+    options = EvalOptions(
+        target=str(made / "target"), draft=[str(made / "draft")], prompts=[str(made / "prompts.jsonl")],
+        max_new_tokens=8, out=str(tmp_path / "r.json"),
+    )  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        record = pool.submit(evaluate_job.run, options, ProgressDisplay()).result()
+    assert json.loads((tmp_path / "r.json").read_text())["prompts"] == record["prompts"] == 6
 
 
 def test_ctrl_c_again_and_again_until_the_process_ends(tmp_path: Path) -> None:

@@ -123,8 +123,7 @@ def test_differing_outputs_and_few_requests_are_warned_of(tmp_path: Path) -> Non
 
 
 def test_the_reason_of_pauses_is_told(tmp_path: Path) -> None:
-    """`depth auto`: why nothing was drafted. There is nothing to tell where no round paused or no reason is
-    known."""
+    """`depth auto`: why nothing was drafted. Nothing is told where no round paused or no reason is known."""
     paused = record() | dict(depth="auto", paused=0.25, pause_reason="a round takes too long")
     page = page_of(write_records(tmp_path / "r.json", paused))
     assert "Speculation paused in 25% of the rounds: a round takes too long." in page

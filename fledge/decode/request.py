@@ -15,7 +15,7 @@ from fledge.types import Sampling, Trace
 @dataclass
 class Completion:
     """The result of a request: `tokens`, a stop token included, the `text` without it, and `finish`, the reason why it
-    ended: "stop", "length", or "" of a stream that was closed before."""
+    ended: "stop", "length", or "" of a stream that was closed before its end."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

@@ -147,7 +147,7 @@ def few_requests(records: Sequence[Record]) -> list[str]:
 
 
 def pauses(records: Sequence[Record]) -> list[str]:
-    """A sentence on each record in which speculation paused."""
+    """A sentence on each record in which speculation paused and whose reason is known."""
     from fledge.eval.metrics import pause_line
 
     shares = [(r, r.number("paused"), str(r.fields.get("pause_reason") or "")) for r in records]
