@@ -168,7 +168,8 @@ def test_bash_leaves_paths_to_itself():
     """The script of --show-completion has `-o default`: without an answer, bash completes files."""
     out, modules = complete("bash", "fledge generate --draft ru")
     assert not out.strip() and not {"torch", "transformers", "numpy"} & set(modules.split())
-    own = {"PYTHONPATH": str(REPOSITORY)}
+    # the shell is named, since typer finds none where none is among the parents of this process
+    own = {"PYTHONPATH": str(REPOSITORY), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     script = "import sys; sys.argv[0] = 'fledge'; from fledge.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "--show-completion", "bash"], env={**os.environ, **own}, capture_output=True,
