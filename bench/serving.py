@@ -4,10 +4,11 @@
         --k 3 5 7 --concurrency 1 4 16 --out bench/results/serving_vllm.json -- --max-model-len 2048
 
 For each draft (method=DIR) and K, it starts the engine with the command of `fledge serve`, waits until it is healthy,
-measures as `fledge eval --endpoint` does at each concurrency, ends the engine, and decodes the same token ids with
-fledge. Arguments after `--` go to the engine. A start takes a minute or two: with `--parallel N`, N engines start
-and are measured together, each with a part of the GPU's memory that the arguments have to limit; then `tokens_per_s`,
-`ttft_ms` and `itl_ms` are those of an engine that shares its machine.
+measures as `fledge eval --endpoint` does at each concurrency, and ends the engine. fledge decodes the same token ids as
+soon as the first concurrency was measured, so that later ones share the GPU with it. Arguments after `--` go to the
+engine. A start takes a minute or two: with `--parallel N`, N engines start and are measured together, each with a part
+of the GPU's memory that the arguments have to limit; then `tokens_per_s`, `ttft_ms` and `itl_ms` are those of an engine
+that shares its machine.
 Cases can also be run one by one: rows are added to an existing record of the same commit and target, and replace those
 of the same method, K, tree and concurrency. A case whose engine does not start has no rows; the exit status is then 1.
 `--plain` measures the engine without a draft too (method "none", K 0), once. `--tree 5:16:4` drafts trees of 5 levels
@@ -38,9 +39,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ from fledge.types import Sampling
 PLAIN = "none"  # the method of rows without a draft
 LOG_LINES = 150  # that are printed of an engine that does not start
 STOPPING = 60  # seconds after which an engine that was asked to end is killed
+Own = Future[dict[str, Any]]  # fledge's own decoding of a case's prompts
 
 
 def main() -> None:
@@ -105,8 +108,10 @@ def main() -> None:
         cases.insert(0, Case(PLAIN, None, 0))
     head = load_target(options.target, weights=False)
     prompts, failed = [prompt for file in options.prompts for prompt in read_prompts(file, options.limit)], False
+    decoder = ThreadPoolExecutor(1)  # decodes one case at a time
 
-    def measured(case: Case, starts: int = 2) -> tuple[list[Measurement], str | None]:
+    def measured(case: Case, starts: int = 2) -> tuple[list[Measurement], str | None, Own | None]:
+        decode = partial(decoder.submit, _decode, options, case) if case.draft else None
         with started(options, case, arguments) as server:
             try:
                 server.wait(options.start_timeout)
@@ -114,10 +119,10 @@ def main() -> None:
                 if starts == 1:
                     raise
             else:
-                return asyncio.run(_measure(server.url, prompts, options, case.template(head)))
+                return asyncio.run(_measure(server.url, prompts, options, case.template(head), decode))
         return measured(case, starts - 1)
 
-    with ThreadPoolExecutor(options.parallel) as threads:
+    with decoder, ThreadPoolExecutor(options.parallel) as threads:
         for case, done in [(case, threads.submit(measured, case)) for case in cases]:
             try:
                 rows = rows_of(options, case, *done.result())
@@ -187,10 +192,10 @@ def _record(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
 
 
 def rows_of(
-    options: argparse.Namespace, case: Case, measured: list[Measurement], version: str | None
+    options: argparse.Namespace, case: Case, measured: list[Measurement], version: str | None, decoded: Own | None
 ) -> list[dict[str, Any]]:
     """The rows of a draft at one K, one for each concurrency, with fledge's own figures for the same prompts."""
-    own = _decode(options, case, measured[0]) if case.draft else None
+    own = decoded.result() if decoded else None
     probe = read_probe(Path(case.draft)) if case.draft else None
     rows = []
 
@@ -239,8 +244,11 @@ def _z(reached: float, passed: float, own_reached: float, own_passed: float) -> 
 
 
 async def _measure(
-    url: str, prompts: list[EvalPrompt], options: argparse.Namespace, template: ChatTemplate
-) -> tuple[list[Measurement], str | None]:
+    url: str, prompts: list[EvalPrompt], options: argparse.Namespace, template: ChatTemplate,
+    decode: Callable[[Measurement], Own] | None,
+) -> tuple[list[Measurement], str | None, Own | None]:  # fmt: skip
+    """The measurements, the engine's version, and what `decode` makes of the first one while the others are made."""
+    own = None
     async with Client(url, connections=max(options.concurrency) + 1, retries=0) as client:
         await client.connect()
         decoding = Decoding(options.new, options.temperature, template_kwargs=template.kwargs)
@@ -253,7 +261,9 @@ async def _measure(
                     client, prompts, decoding, concurrency=concurrency, template=template, histories=histories
                 )
             )
-        return found, await client.version()
+            if len(found) == 1 and decode:
+                own = decode(found[0])
+        return found, await client.version(), own
 
 
 def _decode(options: argparse.Namespace, case: Case, measurement: Measurement) -> dict[str, Any]:
