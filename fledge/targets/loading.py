@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -129,10 +131,10 @@ def load_head(
     It has the properties and `logits` of the whole target, which is all that training from stored features needs; the
     other layers are on the meta device, so that it cannot run. Arguments and errors are those of `load_target`. Returns
     None if these weights do not have files of their own: for quantized models, for checkpoints without safetensors, and
-    where the names in the files are not those of the model.
+    where transformers makes them of several tensors in the files.
 
-    With `partial_layer`, the model may be quantized, and weights of the last decoder layer that are quantized or have
-    other names in the files stay on the meta device; `last_layer_weights` leaves them out.
+    With `partial_layer`, the model may be quantized, and weights of the last decoder layer that are quantized or made
+    of several tensors stay on the meta device; `last_layer_weights` leaves them out.
     """
     device = torch.device(device)
     with _explaining_errors(path):
@@ -153,11 +155,11 @@ def load_head(
             dict(shapes[id(p)] for part in parts for p in part.parameters() if id(p) not in mixture)
             for parts in (ends, layers[-1:])
         )
-        weights = _read_weights(name, needed if partial_layer else needed | layer, options)
+        weights = _read_weights(name, model, needed if partial_layer else needed | layer, options)
         if weights is None:
             return None
         if partial_layer:
-            weights |= _read_weights(name, layer, options, partial=True) or {}
+            weights |= _read_weights(name, model, layer, options, partial=True) or {}
         weights = {key: x.to(device, dtype) for key, x in weights.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
@@ -168,10 +170,12 @@ def load_head(
 
 
 def _read_weights(
-    name: str, shapes: Mapping[str, torch.Size], options: dict[str, Any], *, partial: bool = False
-) -> dict[str, Tensor] | None:
-    """The tensors of these names and shapes in a model's safetensors files. Returns None if it does not have all of
-    them in floating-point numbers of 16 bits or more; with `partial`, those that it has."""
+    name: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size], options: dict[str, Any], *,
+    partial: bool = False,
+) -> dict[str, Tensor] | None:  # fmt: skip
+    """The parameters of these names and shapes in a model's safetensors files, which may have them by names that
+    transformers changes. Returns None if they do not have all of them in floating-point numbers of 16 bits or more;
+    with `partial`, those that they have."""
 
     def file_of(file: str) -> str | None:
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
@@ -183,13 +187,22 @@ def _read_weights(
             file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
     else:
         return None
-    keys = [key for key in shapes if key in file_by_key]
+    names = _names_in_files(file_by_key, model)
+    keys = {key: names[key] for key in shapes if key in names}
     found: dict[str, torch.Tensor] = {}
-    for file in {file_by_key[key] for key in keys}:
+    for file in {file_by_key[stored] for stored in keys.values()}:
         with safe_open(file_of(file), "pt") as f:
-            found |= {key: f.get_tensor(key) for key in keys if file_by_key[key] == file}
+            found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
     found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
     return found if partial or found.keys() == shapes.keys() else None
+
+
+def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+    """The names of tensors in files by those that the model gives them. They differ in Qwen3.5, for example, whose
+    files have the text model as a part of a larger one, and in Nemotron-H, whose files have another prefix."""
+    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+    state = model.state_dict()
+    return {rename_source_key(key, renamings, [], model.base_model_prefix, state)[0]: key for key in keys}
 
 
 def target_of(

@@ -24,8 +24,8 @@ def open_served_target(requested: TargetRecipe, data: DataRecipe, device: str) -
     )  # fmt: skip
     if target is None:
         raise ValueError(
-            f"{requested.name} has no safetensors files with its embedding, head and final norm, unquantized and by "
-            "the names that transformers uses; training from vLLM's hidden states needs them here"
+            f"{requested.name} has no safetensors files with its embedding, head and final norm, or has quantized "
+            "them; training from vLLM's hidden states needs them here, in 16 or 32 bits"
         )
     return target
 
