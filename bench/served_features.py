@@ -6,9 +6,9 @@
 Starts `vllm serve` with the words of `fledge.features.vllm.command`, for the states of --layers (default: all but 0,
 which vLLM overwrites), and with the arguments after `--`. Each captured state is compared with every state of the
 target's own forward pass, so that the record says which number it has here (`best`), how far it is from that one and
-from the next best, and how far its neighbours in the text are from it. The prompts are random tokens: short ones, one that vLLM computes in several chunks,
-one of the longest length whose states it stores, and one twice. Then rows of documents go through `VllmFeatures`, as
-training reads them.
+from the next best, and how far its neighbours in the text are from it. The prompts are random tokens: short ones, one
+that vLLM computes in several chunks, one of the longest length whose states it stores, and one twice. Then rows of
+documents go through `VllmFeatures`, as training reads them.
 
 Should the server not start or not write files, it is started again without asynchronous scheduling; then vLLM's `LLM`
 class writes the files in a process of its own, which tells whether the connector or the server is the problem. All of
