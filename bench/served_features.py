@@ -66,7 +66,7 @@ def main() -> None:
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="directory of a small Llama-like model")
+    parser.add_argument("--target", type=Path, required=True, help="directory of a small model")
     parser.add_argument("--layers", type=int, nargs="+", default=None)
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens that are timed")
     parser.add_argument("--seconds", type=float, default=190, help="time limit of everything")
