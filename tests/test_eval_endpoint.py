@@ -8,6 +8,7 @@ import json
 import operator
 import random
 import shutil
+import signal
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fledge.eval import endpoint
 from fledge.eval.endpoint import causes, measure, tau_error
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import is_record
+from fledge.jobs import evaluate_endpoint
 from fledge.jobs.evaluate_endpoint import _depth_of
 from fledge.models.weights import save_draft
 from support.commands import Ran
@@ -344,6 +346,34 @@ def test_a_measurement_is_not_repeated_when_a_request_fails(evaluate, tmp_path):
     with FakeServer(refuse="fly").started() as server:
         went = evaluate(server)
         assert went.code == 2 and "prompts.jsonl, line 2: the server answers with status 400" in went.err
+
+
+@pytest.mark.parametrize("end", ["a failure", "Ctrl-C"])
+@pytest.mark.parametrize("planned", [2, 3])
+def test_finished_measurements_outlive_the_end_of_a_later_one(evaluate, tmp_path, monkeypatch, end, planned):
+    out, places, written = tmp_path / "r.json", [], []
+
+    async def measure_one(client: Client, *given: Any, concurrency: int, **options: Any) -> Any:
+        places.append(concurrency)
+        if len(places) < planned:
+            return await measure(client, *given, concurrency=concurrency, **options)
+        written.append(json.loads(out.read_text()))
+        if end == "a failure":
+            raise ServerProblem("the server has gone")
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(evaluate_endpoint, "measure", measure_one)
+    with FakeServer(words=20).started() as server:
+        words = [word for n in range(planned) for word in ("--concurrency", n + 1)]
+        went = evaluate(server, *words, "--out", out)
+    record = json.loads(out.read_text())
+    assert went.code == (2 if end == "a failure" else 130) and places == list(range(1, planned + 1))
+    assert list(record) == [f"{n + 1} in flight" for n in range(planned - 1)] and written == [record]
+    assert all(r["tau"] > 1 and f"{r['tau']:.2f}" in went.out for r in record.values())
+    assert f"{planned - 1} of {planned} measurements were finished" in " ".join((went.out + went.err).split())
+    assert ("the server has gone" in went.err) == (end == "a failure")
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 @pytest.mark.parametrize(

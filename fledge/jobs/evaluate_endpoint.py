@@ -25,6 +25,7 @@ from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
 from fledge.models.weights import open_draft
+from fledge.signals import restoring_signals
 from fledge.targets.compatibility import check_fits
 from fledge.targets.loading import load_target
 from fledge.targets.size import out_of_memory
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
 
+_Place = tuple[str, int]  # a set of prompts, and a concurrency
+
 
 def run(
     options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
@@ -46,8 +49,8 @@ def run(
     """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
 
     `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
-    refuses a prompt, and if it has other requests during a measurement. If only fledge's own decoder fails afterwards,
-    the measurement is shown and written before its error is raised.
+    refuses a prompt, and if it has other requests during a measurement. Before this and a KeyboardInterrupt, the
+    measurements that were finished are shown and written, and before an error of fledge's own decoder, all of them.
     """
     concurrencies = _check(options)
     config = _draft_config(options)
@@ -61,30 +64,44 @@ def run(
     sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     if config is not None and template is not None:
         _warn_of_mode(template, config, sets)
-    measured = asyncio.run(_measure_all(options, concurrencies, sets, template, kwargs, progress))
-    try:
-        if config is not None:
-            _add_own(options, config, measured, progress)
-    finally:
-        record = _labelled(measured, options, config)
+    planned = list(itertools.product(sets, concurrencies))
+    measured: dict[_Place, _Found] = {}
+
+    def keep(place: _Place, found: _Found) -> None:
+        measured[place] = found
+        if options.out and len(measured) < len(planned):  # an error is reported when the final record is written
+            with contextlib.suppress(OSError, ValueError):
+                write_record(options.out, _labelled(measured, planned, options, config))
+
+    with restoring_signals() as ignore_signals:  # until what was measured is shown and written
         try:
-            show(record)
+            asyncio.run(_measure_all(options, planned, sets, template, kwargs, progress, keep))
+            if config is not None:
+                _add_own(options, config, measured, progress)
         finally:
-            if options.out:
-                write_record(options.out, record)
+            ignore_signals()
+            record = _labelled(measured, planned, options, config)
+            if measured:
+                if len(measured) < len(planned):
+                    progress.say(f"{len(measured)} of {len(planned)} measurements were finished")
+                try:
+                    show(record)
+                finally:
+                    if options.out:
+                        write_record(options.out, record)
     return record
 
 
 def _labelled(
-    measured: dict[tuple[str, int], _Found], options: EvalOptions, config: DraftConfig | None
+    measured: dict[_Place, _Found], planned: Sequence[_Place], options: EvalOptions, config: DraftConfig | None
 ) -> dict[str, Any]:
-    """The record of the measurement, or several by what distinguishes them."""
-    several = tuple(len(set(names)) > 1 for names in zip(*measured, strict=True))
+    """The record of the measurement, or of those that were finished by what distinguishes the planned ones."""
+    several = tuple(len(set(names)) > 1 for names in zip(*planned, strict=True))
     records = {
         " ".join(itertools.compress((name, f"{concurrency} in flight"), several)): _finished(found, options, config)
         for (name, concurrency), found in measured.items()
     }
-    return next(iter(records.values())) if len(records) == 1 else records
+    return records if any(several) else next(iter(records.values()), {})
 
 
 def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
@@ -157,15 +174,17 @@ class _Found:
 
 async def _measure_all(
     options: EvalOptions,
-    concurrencies: Sequence[int],
+    planned: Sequence[_Place],
     sets: dict[str, list[EvalPrompt]],
     template: ChatTemplate | None,
     kwargs: dict[str, Any] | None,
     progress: Any,
-) -> dict[tuple[str, int], _Found]:
-    """Measures every set of prompts at every concurrency, with the draft and, if there is a server for it, without."""
+    keep: Callable[[_Place, _Found], None],
+) -> None:
+    """Measures sets of prompts at concurrencies, with the draft and, if there is a server for it, without. `keep` gets
+    each measurement when it is finished."""
     async with contextlib.AsyncExitStack() as stack:
-        key, most = os.environ.get(options.api_key_env), max(concurrencies)
+        key, most = os.environ.get(options.api_key_env), max(concurrency for _, concurrency in planned)
 
         async def connect(url: str) -> Client:
             # a repeated request would be counted twice by the server
@@ -176,25 +195,25 @@ async def _measure_all(
 
         client = await connect(options.endpoint)
         plain = await connect(options.baseline_endpoint) if options.baseline_endpoint else None
-        version, found = await client.version(), {}
+        version = await client.version()
         sampling = options.sampling()
         new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
         decoding = Decoding(
             new, sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, kwargs
         )
         seed = options.seed if options.was_given("seed") else None
-        for (name, prompts), concurrency in itertools.product(sets.items(), concurrencies):
+        for name, concurrency in planned:
+            prompts = sets[name]
             total = sum(p.answers for p in prompts) * (2 if plain else 1)
             with progress.count(f"answers to {name}, {concurrency} in flight", total, unit="answers") as advance:
                 ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
                 without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
                 histories = without.answers if without else None
                 with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
-            found[name, concurrency] = _Found(client.server, version, decoding, with_draft, without)
-    return found
+            keep((name, concurrency), _Found(client.server, version, decoding, with_draft, without))
 
 
-def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[tuple[str, int], _Found], progress: Any) -> None:
+def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[_Place, _Found], progress: Any) -> None:
     """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
     another, and adds τ, α and the share of equal answers. Raises ValueError if that fails."""
     (way,) = ways(options)
@@ -225,7 +244,7 @@ def _explaining_what_is_missing() -> Iterator[None]:
 
 
 def _decode_all(
-    options: EvalOptions, engine: Engine, measured: dict[tuple[str, int], _Found], depth: int, progress: Any
+    options: EvalOptions, engine: Engine, measured: dict[_Place, _Found], depth: int, progress: Any
 ) -> None:
     """Decodes the prompts of each measurement, and adds the figures to it."""
     done: dict[str, Any] = {}
@@ -243,7 +262,7 @@ def _decode_all(
         found.own = done["figures"] | {"identical": same if greedy else None, "depth": depth}
 
 
-def _depth_of(measured: dict[tuple[str, int], _Found], trained: int, mode: str | None) -> int:
+def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) -> int:
     """The server's number of drafted tokens in a round, if it drafts chains and says so, else the draft's own. Of a
     tree, SGLang counts all nodes. Raises ValueError if the number can only be that of a tree, and a chain is asked
     for."""
