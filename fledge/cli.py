@@ -104,11 +104,18 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
 
 
 class _Command(PlainHelp, typer.core.TyperCommand):
-    """A command that refuses two names of one option, of which the parser would take the last."""
+    """A command that refuses two names of one option, of which the parser would take the last. One that passes words on
+    says where they go if it does not know an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)  # the parser empties the list
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as e:  # NoSuchOption is click's or typer's own, by the version of typer
+            passes_on = any(isinstance(p, typer.core.TyperArgument) and p.nargs == -1 for p in self.params)
+            if type(e).__name__ == "NoSuchOption" and passes_on:
+                e.message = f"{e.message.rstrip('.')}; options that are passed on go after --"
+            raise
         options = [p for p in self.params if isinstance(p, typer.core.TyperOption)]
         given = set(_flags_in(words, [flag for option in options if option.is_flag for flag in option.opts]))
         for option in options:

@@ -129,7 +129,8 @@ SPECULATORS = {  # the fields of speculators' format that it does not share with
     "fusion_bias": FLAG,
     "norm_before_residual": FLAG,
 }
-SPECULATORS_CONFIG = {"verifier": OBJECT}
+SPECULATORS_CONFIG = {"verifier": OBJECT, "proposal_methods": list_of(OBJECT, 64)}
+PROPOSAL = {"speculative_tokens": integer(1, 64)}
 VERIFIER = {"name_or_path": TEXT}
 CONFIG = {
     "architectures": list_of(TEXT, 64),

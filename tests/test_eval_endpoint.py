@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from fledge.address import root_of
 from fledge.engines.client import Client, Decoding, ServerProblem
 from fledge.eval import endpoint
 from fledge.eval.endpoint import causes, measure, tau_error
@@ -150,7 +151,7 @@ def test_fledges_decoder_answers_the_same_prompts(evaluate, made):
         assert own["depth"] == 2 == record["depth"] and own["tau"] >= 1 and own["identical"] == 0
         assert own["device"] == "cpu" and own["rounds"] > 0
         text = " ".join(record["causes"])
-        assert "4 of 4 answers differ from fledge's" in text and "without a method" in text
+        assert "4 of 4 answers differ from fledge's" in text and "another draft on the server" in text
         went = evaluate(server, *words, "--depth", 3)
         said = " ".join(went.out.split())
         assert (
@@ -217,6 +218,33 @@ def test_a_baseline_that_drafts_is_refused(evaluate, made, engine, monkeypatch):
         assert went.code == 2 and "drafts itself" in went.err, went.err
 
 
+def test_a_baseline_with_another_name(evaluate):
+    with FakeServer().started() as server, FakeServer(speculates=False, models=("cat", "dog")).started() as plain:
+        words = ["--baseline-endpoint", plain.url]
+        went = evaluate(server, *words)
+        assert went.code == 2 and not server.asked
+        went = evaluate(server, *words, "--model", "bird", "--baseline-model", "cat")
+        said = " ".join((went.out + went.err).split())
+        assert went.code == 0 and "the servers call their models bird and cat; a speedup means something only" in said
+        went = evaluate(server, "--baseline-model", "cat")
+        assert went.code == 2 and "without --baseline-endpoint" in " ".join(went.err.split())
+
+
+@pytest.mark.parametrize("rest", ["/v1", "/v1/chat/completions", "/v1/completions/", "/v1/models", "/"])
+def test_what_stands_behind_the_address(rest: str):
+    assert root_of(f"http://h:8000/base{rest}") == "http://h:8000/base"
+
+
+@pytest.mark.parametrize("url", ["http://localhost:abc", "http://localhost:99999", "http://[::1", "ftp://h", "http://"])
+@pytest.mark.parametrize("command", ["eval", "regenerate", "train"])
+def test_what_is_no_address(fledge, made, command, url, tmp_path):
+    words = ["--features-from" if command == "train" else "--endpoint", url, "--target", made / "target"]
+    words += ["--prompts" if command == "eval" else "--data", made / "prompts.jsonl", "--out", tmp_path / "out"]
+    went = fledge(command, *words)
+    said = " ".join(went.err.split())
+    assert went.code == 2 and "address of a server" in said and "http://localhost:8000" in said, said
+
+
 def test_a_server_is_not_its_own_baseline(evaluate):
     with FakeServer().started() as server:
         for same in (server.url, server.url + "/v1/", server.url.removeprefix("http://")):
@@ -265,6 +293,9 @@ def test_causes_that_the_record_shows_come_first():
     assert "before 0.22" in found[-1] and "--concurrency 1" in found[-1] and "give --depth" in found[1]
     assert causes(record | {"tau": 2.44}, "vllm", None) == [] == causes(record | {"tau": None}, "vllm", None)
     assert "method" not in causes(record, "sglang", None)[-1]
+    higher = causes(record | {"tau": 3.0}, "vllm", "0.22")[-1]  # what only lowers τ is no cause of that
+    assert "another draft on the server" in higher and "0.22" not in higher and "method" not in higher
+    assert "layers" in found[-1] and "layers" not in higher and "another draft on the server" in found[-1]
 
 
 def test_a_difference_within_chance_has_no_cause():

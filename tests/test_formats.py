@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,21 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, content, monkeypatc
     assert listing(tmp_path) == ["d"]
 
 
+@pytest.mark.parametrize("how", ["by torch", "by pickle"])
+@pytest.mark.filterwarnings("error")
+def test_a_pickle_of_another_protocol_is_refused_without_advice_to_run_it(tmp_path, how, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "d", FLAT, {})
+    (tmp_path / "d" / "model.safetensors").unlink()
+    file = tmp_path / "d" / "pytorch_model.bin"
+    if how == "by torch":
+        torch.save({"a": Payload()}, file, pickle_protocol=4)
+    else:
+        file.write_bytes(pickle.dumps({"a": Payload()}))
+    message = refused(tmp_path / "d", "is no file of tensors alone: it holds something that fledge does not load")
+    assert "weights_only" not in message and "truncated" not in message and listing(tmp_path) == ["d"]
+
+
 # -- weights in several files ------------------------------------------------------------------------------------------
 
 
@@ -278,6 +294,7 @@ def test_speculators_drafts(tmp_path, draft, top, layer):
     hf = SPECULATORS | top | dict(transformer_layer_config=LAYER | layer)
     config = assert_computes(written(tmp_path / "d", hf, speculators_tensors(draft)), draft)
     assert config.aux_layers == draft.config.aux_layers and config.provenance.target == "owner/target"
+    assert config.provenance.depth == 3  # as many tokens as the file proposes
     lines: list[str] = []
     assert run(InspectOptions(directory=str(tmp_path / "d")), lines.append)
     assert "Its files have speculators' format." in lines

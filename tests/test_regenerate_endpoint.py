@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -433,6 +434,18 @@ def test_another_job_does_not_continue_the_file(regenerate, tmp_path):
         server.models = ("other",)
         assert "was not made from this" in regenerate(server, "--limit", 3).err
         assert "1 of 2" not in regenerate(server, "--limit", 3, "--model", "bird").err
+
+
+def test_a_target_without_a_chat_template_is_at_fault_not_the_record(regenerate, made, tmp_path):
+    directory = shutil.copytree(made / "target", tmp_path / "base")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if "chat" not in k}))
+    with FakeServer().started() as server:
+        went = regenerate(server, "--target", directory, "--skip-bad")
+        said = " ".join(went.err.split())
+        assert went.code == 2 and "has no chat template, and" in said and "the instruction-tuned model" in said, said
+        assert not server.asked
 
 
 def test_neither_target_nor_endpoint(fledge, made, tmp_path):

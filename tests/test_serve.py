@@ -158,11 +158,45 @@ def test_files_that_the_engine_needs_otherwise_are_refused(rewrite, engine, word
     assert fledge("serve", "--target", "t", "--draft", tmp_path / "out", "--engine", engine, how).code == 0
 
 
-def test_vllm_serves_speculators_format(fledge, tmp_path):
+@pytest.mark.parametrize("trained", [True, False, None])
+def test_vllm_serves_speculators_format(fledge, tmp_path, trained):
+    """Whether speculators trains the embedding is nothing that vLLM reads."""
     saved(tmp_path / "draft")
     in_speculators_format(tmp_path / "draft")
+    reconfigure(tmp_path / "draft", embed_requires_grad=trained)
     went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", "--dry-run")
     assert went.code == 0 and "--speculative-config" in went.out, went.err
+
+
+def test_an_option_of_the_engine_goes_behind_two_dashes(fledge):
+    went = fledge("serve", "--target", "t", "--draft", "d", "--port", 8000)
+    assert went.code == 2 and "--port; options that are passed on go after --" in " ".join(went.err.split()), went.err
+
+
+def test_a_printed_command_is_of_a_pair_that_fits(fledge, tmp_path):
+    target = tiny_target_directory(tmp_path)
+    save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), tmp_path / "fits")
+    saved(tmp_path / "other", hidden_size=32, target_hidden_size=32)
+    for draft, where, more, reason in (
+        ("fits", target, [], ""),
+        ("other", target, [], "this draft does not fit"),
+        ("other", target, ["--skip-check"], ""),
+        ("fits", "./elsewhere", [], "./elsewhere does not exist here; with --skip-check the command for another"),
+        ("fits", "./elsewhere", ["--skip-check"], ""),
+    ):
+        went = fledge("serve", "--target", where, "--draft", tmp_path / draft, "--dry-run", *more)
+        said = " ".join(went.err.split())
+        assert went.code == 2 * bool(reason) and reason in said and ("vllm serve" in went.out) != bool(reason), said
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("word", ["--speculative-config", "--speculative-algorithm=EAGLE"])
+def test_what_is_drafted_is_said_by_options_of_fledge(fledge, tmp_path, engine, word):
+    saved(tmp_path / "draft")
+    words = ["serve", "--target", "t", "--draft", tmp_path / "draft", "--engine", engine, "--dry-run", "--", word, "{}"]
+    went = fledge(*words)
+    said = " ".join(went.err.split())
+    assert went.code == 2 and not went.out and f"{word.partition('=')[0]} is among the words after --, but" in said
 
 
 def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch):

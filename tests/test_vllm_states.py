@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config
 
 from fledge.data.pack import make_row
 from fledge.features.layout import needed_tokens
-from fledge.features.vllm.command import serve_words
+from fledge.features.vllm.command import directory_of, layers_of, serve_words
 from fledge.features.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
 from fledge.features.vllm.server import Patience, VllmServer
 from fledge.features.vllm.source import VllmFeatures
@@ -29,7 +29,7 @@ from fledge.models.weights import load_draft
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Document, Packed
+from fledge.types import Document, Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
 from support.files import metrics_of
@@ -150,7 +150,7 @@ def test_a_row_without_sources_gets_zeros(target, tmp_path: Path) -> None:
         (dict(change=lambda t: t | {STATES: t[STATES] * float("nan")}), "hidden states are not those of"),
         (dict(change=lambda t: t | {STATES: torch.zeros_like(t[STATES])}), "hidden states are not those of"),
         (dict(locks=False), "has no lock beside it, .*without use_synchronization_lock: vllm serve tiny"),
-        (dict(connector=False), "writes no hidden states; start it with its connector for them: vllm serve tiny"),
+        (dict(connector=False), "writes no hidden states, as only vLLM with its connector.* does: vllm serve tiny"),
         (dict(seen_path="/nowhere/states"), "/nowhere/states, which this machine does not see.*--features-map"),
         (dict(status=400), "refuses a request for the hidden states of 9 tokens .status 400.*the engine is dead"),
     ],
@@ -207,7 +207,7 @@ def test_files_that_cannot_be_deleted(target, tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr("fledge.features.vllm.server.remove", refuse)
     with FakeVllm(target, tmp_path, ALL) as server:
         source_of(client(server, said.append), target).features(ROW)
-    assert len(said) == 1 and "cannot be deleted after its use (Operation not permitted)" in said[0]
+    assert len(said) == 2 and "cannot be deleted after its use (Operation not permitted)" in said[1]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "weights.safetensors"])
@@ -453,13 +453,56 @@ def test_a_target_that_the_connector_refuses_asks_no_server(target, tmp_path: Pa
         config = DeepseekV3Config() if model_type == "deepseek_v3" else SimpleNamespace(model_type=model_type)
         config.kv_lora_rank = rank
         latent = SimpleNamespace(config=config, name="t", num_layers=8, context=256, trust_remote_code=False)
-        open_served_features(ServedRecipe("http://127.0.0.1:9", None, None), latent, LAYERS, 64, print)
+        open_served_features(ServedRecipe("http://127.0.0.1:9", None, None, "KEY"), latent, LAYERS, 64, print)
 
     with pytest.raises(ValueError, match=r"t has multi-head latent attention \(kv_lora_rank 512\)"):
         opened("deepseek_v3", 512)
     for model_type, rank in (("minicpm3", 256), ("llama", None)):
         with pytest.raises(ValueError, match="no vLLM server answers"):
             opened(model_type, rank)
+
+
+OTHERS = tuple(i - (i == ALL[0]) for i in ALL)  # as many other layers, with the same last one
+
+
+@pytest.mark.parametrize("kind", ["server", "folder"])
+def test_the_directory_says_which_layers_are_captured(kind: str, target, tmp_path: Path) -> None:
+    """vLLM writes states without the layers' ids: as many of other layers look the same."""
+    said: list[str] = []
+
+    def features(directory: Path, layers: tuple[int, ...]) -> Features:
+        directory.mkdir()
+        if kind == "folder":
+            for i, d in enumerate(DOCUMENTS):
+                write_states(directory / f"{i}.safetensors", target, d.tokens.tolist(), layers)
+            return source_of(StatesFolder(directory), target).features(ROW)
+        with FakeVllm(target, directory, layers) as server:
+            return source_of(client(server, said.append), target).features(ROW)
+
+    sound = features(Path(tmp_path, Path(directory_of(ALL)).name), ALL)
+    assert not said
+    with pytest.raises(ValueError, match=re.escape(f"vLLM captures the layers {list(OTHERS)}, as the name of its")):
+        features(Path(tmp_path, Path(directory_of(OTHERS)).name), OTHERS)
+    unnamed = features(tmp_path / "states", OTHERS)
+    assert not torch.equal(unnamed.aux_TAD, sound.aux_TAD) and len(said) == (kind == "server")
+    assert kind == "folder" or "which layers vLLM captured, so they are not checked" in said[0]
+
+
+def test_names_of_directories() -> None:
+    assert directory_of((2, 16, 32)) == "/dev/shm/hidden-states-2-16-32"
+    assert layers_of("/a/hidden-states-2-16-32/") == layers_of("hidden-states-2-16-32") == (2, 16, 32)
+    assert layers_of("/a/hidden-states") is layers_of("/hidden-states-2/b") is layers_of("hidden-states-a") is None
+
+
+def test_a_server_with_a_key(fledge: Fledge, made, loaded, tmp_path: Path, monkeypatch) -> None:
+    with FakeVllm(loaded, tmp_path / "states", ALL, key="secret") as server:
+        words = train_words(made, tmp_path / "run", "--features-from", server.url, "--api-key-env", "KEY_OF_TEST")
+        ran = fledge(*words)
+        said = " ".join(ran.err.split())
+        assert ran.code == 2 and "asks for an API key (status 401); set the environment variable that" in said, said
+        monkeypatch.setenv("KEY_OF_TEST", "secret")
+        ran = fledge(*words)
+    assert ran.code == 0 and "does not say by its name which layers" in " ".join(ran.err.split()), ran.err
 
 
 def test_the_command() -> None:

@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
+
+from fledge.address import root_of
 
 RETRIES = 8  # attempts after the first one; with the delays below they span some two minutes
 FIRST_DELAY, LAST_DELAY = 0.5, 60.0  # seconds before the first repetition, which double, and their maximum
@@ -47,14 +48,6 @@ async def run_together(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def root_of(url: str) -> str:
-    """The address of a server without /v1. Raises ValueError for an address that is not http or https."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url} is not the address of a server; write it as http://localhost:8000")
-    return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
 
 
 class _Passing(Exception):

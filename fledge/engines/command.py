@@ -38,9 +38,15 @@ def trained_depth(config: DraftConfig) -> int:
 def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) -> list[str]:
     """The words of the command that starts an engine's server with a draft, followed by `arguments`.
 
-    Raises ValueError for an unknown engine, and for a tree that the engine does not draft.
+    Raises ValueError for an unknown engine, for a tree that the engine does not draft, and for arguments that say
+    again what is drafted.
     """
     command = engine_command(engine, serving)
+    if given := next((word for word in arguments if word.startswith("--speculative-")), None):
+        raise ValueError(
+            f"{given.partition('=')[0]} is among the words after --, but fledge serve gives what the draft needs; say "
+            "what is drafted by --depth, --tree-nodes and --tree-width"
+        )
     return [*program(engine), *command[len(PROGRAMS[engine]) :], *arguments]
 
 

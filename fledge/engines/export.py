@@ -28,7 +28,7 @@ Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, a
 # Fields that no engine reads of a draft, or that are compared in another way
 NOT_COMPARED = {
     "fledge", "speculators_config", "transformer_layer_config", "torch_dtype", "bos_token_id", "eos_token_id",
-    "pad_token_id", *REFUSED_FIELDS,
+    "pad_token_id", "embed_requires_grad", *REFUSED_FIELDS,
 }  # fmt: skip
 # Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
 DEFAULTS = {

@@ -339,13 +339,15 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     pattern = positions_lower(record)
     if sentence := _pattern_sentence(record, pattern):
         shown.append(sentence)
+    possible.append("another draft on the server, or the same one of another step, than --draft")
     if record["concurrency"] > 1:
         possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
-    if minimum:
+    lower = theirs < own["tau"]
+    if lower and minimum:
         possible.append(f"a version before {minimum}, which ignores some of the draft's norms (norm_output)")
-    if pattern[:1] != [False]:
+    if lower and pattern[:1] != [False]:
         possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
-    if engine == "vllm":
+    if lower and pattern[:1] != [False] and engine == "vllm":
         possible.append("a draft that was started without a method in --speculative-config")
     return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
 

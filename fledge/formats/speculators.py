@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fledge.fields import SPECULATORS, SPECULATORS_CONFIG, VERIFIER, Fields, format_value
+from fledge.fields import PROPOSAL, SPECULATORS, SPECULATORS_CONFIG, VERIFIER, Fields, format_value
 
 # speculators_model_type: the architecture in the flat layout, from which `DraftConfig.from_hf` knows the method
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
@@ -38,7 +38,8 @@ def is_speculators(hf: dict[str, Any]) -> bool:
 def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
     """The flat layout of a config.json in speculators' format.
 
-    The target's name becomes `fledge.target`, unless fledge has recorded one. Raises ValueError for kinds of drafts
+    The target's name becomes `fledge.target`, unless fledge has recorded one, and the number of tokens to draft
+    `fledge.depth`, unless fledge has written the file, where it may be a default. Raises ValueError for kinds of drafts
     and of layers that fledge does not have.
     """
     top = Fields(hf, SPECULATORS)
@@ -65,11 +66,19 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
             "norm_before_residual is missing: vLLM then takes true, and speculators false. Write into config.json the "
             "one that the draft was trained with"
         )
-    verifier = top.nested("speculators_config", SPECULATORS_CONFIG).nested("verifier", VERIFIER)
-    own = top.get("fledge", {})
+    how = top.nested("speculators_config", SPECULATORS_CONFIG)
+    verifier, own = how.nested("verifier", VERIFIER), top.get("fledge", {})
     if not own.get("target") and "name_or_path" in verifier:
         own = own | {"target": verifier.get("name_or_path")}
+    if "fledge" not in top and (tokens := _proposed_tokens(how.get("proposal_methods", []))):
+        own = own | {"depth": tokens}
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
+
+
+def _proposed_tokens(methods: list[Any]) -> int | None:
+    """The number of tokens that the first of the `proposal_methods` drafts; None if it names none."""
+    first = Fields(methods[0], PROPOSAL, "proposal_methods") if methods else {}
+    return first.get("speculative_tokens")
 
 
 def speculators_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return _read_shards(file)
     try:
         if file.name == PICKLED:
-            return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
+            with warnings.catch_warnings(action="ignore"):  # torch's, about pickles of other programs
+                return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
         with safe_open(file, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
     except pickle.UnpicklingError as e:
@@ -52,7 +54,10 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
                 f"{file} holds more than tensors: loading it would run Python code, which fledge does not do. Get the "
                 f"draft as {WEIGHTS}"
             ) from e
-        raise _unreadable(file, e) from e
+        raise ValueError(
+            f"{file} is no file of tensors alone: it holds something that fledge does not load, since that could run "
+            f"Python code, or it is damaged. Get the draft as {WEIGHTS}"
+        ) from e
     except Exception as e:  # a damaged file can raise anything, from its archive, pickle or header
         raise _unreadable(file, e) from e
 

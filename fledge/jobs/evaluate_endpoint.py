@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fledge.address import root_of
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.propose import Drafting
-from fledge.engines.client import Client, Decoding, Server, root_of
+from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.eval.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
@@ -186,15 +187,21 @@ async def _measure_all(
     async with contextlib.AsyncExitStack() as stack:
         key, most = os.environ.get(options.api_key_env), max(concurrency for _, concurrency in planned)
 
-        async def connect(url: str) -> Client:
+        async def connect(url: str, model: str | None) -> Client:
             # a repeated request would be counted twice by the server
             client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
             await stack.enter_async_context(client)
-            await client.connect(options.model)
+            await client.connect(model)
             return client
 
-        client = await connect(options.endpoint)
-        plain = await connect(options.baseline_endpoint) if options.baseline_endpoint else None
+        client, plain = await connect(options.endpoint, options.model), None
+        if options.baseline_endpoint:
+            plain = await connect(options.baseline_endpoint, options.baseline_model or options.model)
+            if (ours := client.server.model) != (theirs := plain.server.model):
+                progress.say(
+                    f"the servers call their models {ours} and {theirs}; a speedup means something only if these are "
+                    "two names of the same one"
+                )
         version = await client.version()
         sampling = options.sampling()
         new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)

@@ -12,6 +12,7 @@ from fledge.files import check_output_path
 from fledge.jobs.options import (
     MAX_SEED,
     Options,
+    api_key_env_option,
     columns_option,
     data_cache_option,
     data_workers_option,
@@ -48,6 +49,7 @@ class FeaturesOptions(Options):
     features_from: str | None = features_from_option()
     features_layers: str | None = features_layers_option()
     features_map: str | None = features_map_option()
+    api_key_env: str = api_key_env_option()
     out: str | None = opt(
         "directory to write; the same command continues an unfinished one, and several processes may write one "
         "together", None,

@@ -58,6 +58,12 @@ class _Regeneration:
         self.options, self.records, self.refused, self.out = options, records, refused, out
         self.say, self.progress = say, progress
         self.template = _template_of(options)
+        chat = next((r for r in records if r.text is None), None)
+        if chat is not None and self.template is not None and not self._renders_chats():
+            raise ValueError(
+                f"{options.target} has no chat template, and {chat.where} is a conversation; give as --target the "
+                "instruction-tuned model that the server has"
+            )
         self.reasoning = reasoning_field(self.template) if self._renders_chats() else "reasoning_content"
         self.check = AnswerCheck()
         self.truncated = 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from fledge.jobs.options import Options, flag_of, opt, trust_remote_code_option
 
@@ -31,7 +32,8 @@ class ServeOptions(Options):
     )  # fmt: skip
     dry_run: bool = opt("print the command instead of running it", False)
     skip_check: bool = opt(
-        "start without `fledge check`, which loads the target here first, or checks only files if that does not fit",
+        "start without `fledge check`, which loads the target here first, or checks only files if that does not fit; "
+        "with --dry-run: without looking at the target",
         False,
     )
     arguments: list[str] = opt("arguments of the engine, after --", repeatable=True, flag="argument")
@@ -40,13 +42,15 @@ class ServeOptions(Options):
 def run(options: ServeOptions, say: Callable[[str], None]) -> None:
     """Prints the command that starts the engine; or checks the draft, and replaces this process by the engine.
 
-    Raises ValueError for drafts that the engine cannot serve or that `fledge check` finds damaged, and if the engine is
-    not installed.
+    Raises ValueError for drafts that the engine cannot serve, that do not fit the target or that `fledge check` finds
+    damaged, and if the engine is not installed.
     """
     from fledge.engines.command import available
 
     command = command_of(options)
     if options.dry_run:
+        if not options.skip_check:
+            check_config(options)
         print(shlex.join(command), flush=True)
         return
     if not available(options.engine):
@@ -59,6 +63,28 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)
+
+
+def check_config(options: ServeOptions) -> None:
+    """Raises ValueError if the target is a directory that is not there, or one whose model the draft does not fit. Of a
+    target on the hub nothing is known here."""
+    if not Path(options.target).is_dir():
+        if options.target.startswith((".", "/", "~")):
+            raise ValueError(
+                f"{options.target} does not exist here; with --skip-check the command for another machine is printed"
+            )
+        return
+    from fledge.models.weights import open_draft
+    from fledge.targets.compatibility import check_fits
+    from fledge.targets.loading import load_target
+
+    config = open_draft(options.draft).config
+    longrope = config.rope.rope_type == "longrope"
+    target = load_target(
+        options.target, weights=False, max_length=config.provenance.max_length if longrope else None,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    check_fits(config, target)
 
 
 def check(options: ServeOptions, say: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ from fledge.files import check_output_path
 from fledge.jobs.options import (
     MAX_SEED,
     Options,
+    api_key_env_option,
     columns_option,
     data_cache_option,
     data_workers_option,
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
 MACHINE = ("gpus", "target_gpus", "shard_target", "device_map", "replicate", "rank_timeout", "dry_run", "gpu_memory")
-MOVABLE = ("features_from", "features_map")  # the options that may have another value when a run is continued
+MOVABLE = (
+    "features_from",
+    "features_map",
+    "api_key_env",
+)  # the options that may have another value when a run is continued
 WITH_RESUME = (  # the options that may be given together with --resume
     "resume", "trust_remote_code", *MOVABLE, *MACHINE,
 )  # fmt: skip
@@ -63,6 +68,7 @@ class TrainOptions(Options):
     features_from: str | None = features_from_option()
     features_layers: str | None = features_layers_option()
     features_map: str | None = features_map_option()
+    api_key_env: str = api_key_env_option()
     out: str = opt("directory of the new run; the draft to serve is written to OUT/draft", OUT)
     resume: str | None = opt("continue the run in this directory with its own options", None)
     init_from: str | None = opt(

@@ -52,7 +52,9 @@ def same(a: Draft, b: Draft) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-def refused(directory: Path, match: str) -> None:
+def refused(directory: Path, match: str) -> str:
+    """The message with which a draft is refused."""
     with pytest.raises(ValueError, match=match) as error:
         load_draft(directory)
     assert str(directory) in str(error.value), "the message must name the directory"
+    return str(error.value)

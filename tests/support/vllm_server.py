@@ -61,6 +61,7 @@ class FakeVllm:
     connector: bool = True
     change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None] = lambda tensors: tensors
     status: int = 200
+    key: str | None = None
     seen_path: str | None = None  # the directory as the server names it
     failures: int = 0  # requests that are dropped before the first that is answered
     requests: list[list[int]] = field(default_factory=list)
@@ -138,7 +139,15 @@ def _handler(server: FakeVllm) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def _refused(self) -> bool:
+            refused = server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}"
+            if refused:
+                self._reply(401, {"error": "Unauthorized"})
+            return refused
+
         def do_GET(self) -> None:
+            if self._refused():
+                return
             card = {"id": "tiny", "object": "model", "owned_by": "vllm", "max_model_len": server.max_model_len}
             self._reply(200, {"object": "list", "data": [card]} if self.path == "/v1/models" else {})
 
@@ -148,6 +157,8 @@ def _handler(server: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 server.failures -= 1
                 self.close_connection = True
                 self.connection.close()
+            elif self._refused():
+                pass
             elif self.path != "/v1/completions" or body["max_tokens"] != 1:
                 self._reply(400, {"error": {"message": "only completions of one token"}})
             elif server.status != 200:

@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fledge.features.layout import needed_tokens
+from fledge.features.vllm.command import layers_of
 from fledge.types import Document
 
 STATES, TOKENS = "hidden_states", "token_ids"  # vLLM's names of the tensors
@@ -30,10 +31,12 @@ ID_BYTES = 4  # of a token id as it is compared; big-endian, so that the order o
 @dataclass(frozen=True)
 class Captured:
     """The states of the first T tokens of a document, [T, L, D] in the dtype of the file, on the CPU. `next_token` is
-    the token that the server decoded after the whole document and its log-probability; None if it is not known."""
+    the token that the server decoded after the whole document and its log-probability, and `layers` are the ids that
+    the name of the file's directory says; None if they are not known."""
 
     states_TLD: Tensor
     next_token: tuple[int, float] | None = None
+    layers: tuple[int, ...] | None = None
 
 
 def read_states(file: Path, tokens: Sequence[int], needed: int) -> Tensor:
@@ -96,7 +99,7 @@ class StatesFolder:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.layers = path, layers_of(str(path.resolve()))
         self._files = sorted(self._keys())
         if not self._files:
             raise ValueError(f"{path} holds no hidden states (no *.safetensors with {TOKENS} and {STATES})")
@@ -108,7 +111,7 @@ class StatesFolder:
         """The states of a document, of its first `needed` tokens at least. Raises ValueError if no file has them."""
         if (file := self.find(tokens[:needed])) is None:
             raise ValueError(f"{self.path} has no hidden states of a document of {len(tokens):,} tokens{_BEGINNING}")
-        return Captured(read_states(file, tokens, needed))
+        return Captured(read_states(file, tokens, needed), layers=self.layers)
 
     def find(self, tokens: Sequence[int]) -> Path | None:
         """A file whose tokens begin with these."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
+from fledge.address import root_of
+from fledge.features.vllm.command import UNCHECKED, layers_of
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
 from fledge.types import Document
 
@@ -45,26 +46,30 @@ class VllmServer:
 
     def __init__(
         self, address: str, start: str, say: Callable[[str], None], *, mapped: tuple[Path, Path] | None = None,
-        patience: Patience = Patience(),
+        api_key: str | None = None, patience: Patience = Patience(),
     ):  # fmt: skip
         self.address, self.start, self.say, self.mapped, self.patience = address, start, say, mapped, patience
-        parts = urlsplit(address)
-        self.root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"), query="", fragment="").geturl()
+        self.root = root_of(address)
         limits = httpx2.Limits(max_connections=CONNECTIONS + 1, max_keepalive_connections=CONNECTIONS)
         self._http = httpx2.Client(
-            timeout=httpx2.Timeout(patience.answer, connect=CONNECT_SECONDS, pool=None), limits=limits
+            timeout=httpx2.Timeout(patience.answer, connect=CONNECT_SECONDS, pool=None),
+            limits=limits,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
         self._nudging, self._nudged = threading.Lock(), 0.0
-        self._keeps_files = False  # whether deleting a file was refused, which is said once
+        self._said: set[str] = set()  # the kinds of messages that were said
         self.model, self.max_model_len = self._describe()
 
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
         """The states of all tokens of a document. Raises ValueError if the server does not give them in time, and as
         soon as `closed` is set."""
         answer = self._complete(tokens, closed)
-        file = self._file_of(answer)
+        name = self._name_of(answer)
+        file, layers = self._file_of(name), layers_of(name.rpartition("/")[0])
+        if layers is None:
+            self._say_once("layers", f"{file.parent} {UNCHECKED}")
         self._wait(file, closed)
-        captured = Captured(read_states(file, tokens, len(tokens)), _next_token(answer))
+        captured = Captured(read_states(file, tokens, len(tokens)), _next_token(answer), layers)
         self._remove(file)  # only now: a server may have named any file
         return captured
 
@@ -88,6 +93,11 @@ class VllmServer:
             length = cards[0].get("max_model_len")
             return cards[0]["id"], length if isinstance(length, int) else None
         except httpx2.HTTPError as e:
+            if isinstance(e, httpx2.HTTPStatusError) and e.response.status_code in (401, 403):
+                raise ValueError(
+                    f"{self.root} asks for an API key (status {e.response.status_code}); set the environment variable "
+                    "that --api-key-env names"
+                ) from e
             raise ValueError(
                 f"no vLLM server answers at {self.root} ({_reason(e)}); start one, wait until it is ready, and run the "
                 f"same command again: {self.start}"
@@ -135,13 +145,18 @@ class VllmServer:
         except ValueError as e:
             raise ValueError(f"{self.root} answers a request for hidden states with something else than JSON") from e
 
-    def _file_of(self, answer: dict[str, Any]) -> Path:
-        """The file that an answer names, as this machine sees it."""
+    def _name_of(self, answer: dict[str, Any]) -> str:
+        """The path of the file that an answer names."""
         name = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
         if not isinstance(name, str):
             raise ValueError(
-                f"{self.root} answers, but writes no hidden states; start it with its connector for them: {self.start}"
+                f"{self.root} answers, but writes no hidden states, as only vLLM with its connector for them does: "
+                f"{self.start}"
             )
+        return name
+
+    def _file_of(self, name: str) -> Path:
+        """The file that the server names, as this machine sees it."""
         path = Path(name)
         if path.suffix != ".safetensors":
             raise ValueError(f"{self.root} names {name:.200} as a file of hidden states, which ends in .safetensors")
@@ -202,9 +217,15 @@ class VllmServer:
         try:
             remove(file)
         except OSError as e:
-            if not self._keeps_files:
-                self.say(f"{file} cannot be deleted after its use ({e.strerror}); such files fill the server's disk")
-            self._keeps_files = True
+            self._say_once(
+                "deleting", f"{file} cannot be deleted after its use ({e.strerror}); such files fill the server's disk"
+            )
+
+    def _say_once(self, kind: str, message: str) -> None:
+        """Says a message, unless one of its kind was said."""
+        if kind not in self._said:
+            self._said.add(kind)
+            self.say(message)
 
 
 def _next_token(answer: dict[str, Any]) -> tuple[int, float] | None:

@@ -106,6 +106,12 @@ class VllmFeatures:
         captured = self._captured(row)
         for (start, _), one in zip(row.without_filler(), captured, strict=True):
             states_TLD = one.states_TLD
+            if one.layers not in (None, self.captured):
+                raise ValueError(
+                    f"vLLM captures the layers {list(one.layers)}, as the name of its directory says, not "
+                    f"{list(self.captured)}; name all that it captures by --features-layers, or start it with these "
+                    "layers"
+                )
             if states_TLD.shape[1:] != (len(self.captured), D):
                 raise ValueError(
                     f"vLLM gives {states_TLD.shape[1]} states of width {states_TLD.shape[2]} for each token, not those "

@@ -81,11 +81,13 @@ class DataRecipe:
 class ServedRecipe:
     """Hidden states that vLLM computes. `address` is that of its server, or a directory of files that it wrote.
     `layers` are all that it captures, ascending (None: those that are needed). `mapped` is the path of its directory
-    there and here, if they differ."""
+    there and here, if they differ. `api_key_env` names the environment variable with the server's key, if it has one.
+    """
 
     address: str
     layers: tuple[int, ...] | None
     mapped: tuple[Path, Path] | None
+    api_key_env: str
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,8 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
     neither a directory nor that of a server."""
     address = options.features_from
     if address is None:
-        options.refuse(("features_layers", "features_map"), "without hidden states of vLLM; give --features-from, or")
+        needless = ("features_layers", "features_map", "api_key_env")
+        options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
         return None
     folder = Path(address).is_dir()
     if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
@@ -297,7 +300,7 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
             "http://localhost:8000"
         )
     if folder:
-        options.refuse(["features_map"], "with a directory of files;")
+        options.refuse(["features_map", "api_key_env"], "with a directory of files;")
     mapped = None
     if options.features_map is not None:
         there, _, here = options.features_map.partition("=")
@@ -307,7 +310,8 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
                 "of the same directory here, which has to exist"
             )
         mapped = Path(there), Path(here)
-    return ServedRecipe(address, layer_ids(options.features_layers, "--features-layers"), mapped)
+    layers = layer_ids(options.features_layers, "--features-layers")
+    return ServedRecipe(address, layers, mapped, options.api_key_env)
 
 
 def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-from fledge.features.vllm.command import serve_command
+from fledge.features.vllm.command import UNCHECKED, serve_command
 from fledge.features.vllm.files import StatesFolder
 from fledge.features.vllm.server import VllmServer
 from fledge.features.vllm.source import VllmFeatures
@@ -52,10 +53,13 @@ def open_served_features(
     if Path(served.address).is_dir():
         states = StatesFolder(Path(served.address))
         say(f"{states.path} has hidden states of {len(states):,} texts")
+        if states.layers is None:
+            say(f"{states.path} {UNCHECKED}")
     else:
         check_connector(target)
         length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
         start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
-        states = VllmServer(served.address, start, say, mapped=served.mapped)
+        key = os.environ.get(served.api_key_env)
+        states = VllmServer(served.address, start, say, mapped=served.mapped, api_key=key)
         say(f"{states.root} computes {states.model}")
     return VllmFeatures(states, target, layers, captured)
