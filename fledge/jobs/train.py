@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
 MACHINE = ("gpus", "target_gpus", "shard_target", "device_map", "replicate", "rank_timeout", "dry_run", "gpu_memory")
-MOVABLE = (
-    "features_from",
-    "features_map",
-    "api_key_env",
-)  # the options that may have another value when a run is continued
+# the options that may have another value when a run is continued
+MOVABLE = ("features_from", "features_map", "api_key_env")
 WITH_RESUME = (  # the options that may be given together with --resume
     "resume", "trust_remote_code", *MOVABLE, *MACHINE,
 )  # fmt: skip
