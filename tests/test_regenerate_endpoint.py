@@ -431,6 +431,9 @@ def test_another_job_does_not_continue_the_file(regenerate, tmp_path):
         for more in (["--max-new-tokens", 5], ["--temperature", 1]):
             went = regenerate(server, "--limit", 3, *more)
             assert went.code == 2 and "was not made from this --data with these options" in went.err
+        server.context = 64  # so that answers would be shorter
+        assert "was not made from this" in regenerate(server, "--limit", 3).err
+        server.context = 512
         server.models = ("other",)
         assert "was not made from this" in regenerate(server, "--limit", 3).err
         assert "1 of 2" not in regenerate(server, "--limit", 3, "--model", "bird").err

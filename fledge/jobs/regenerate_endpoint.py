@@ -81,7 +81,8 @@ class _Regeneration:
                 options.max_new_tokens or default_new_tokens(NEW_TOKENS, context), options.temperature, options.top_p,
                 options.top_k, template_kwargs=parse_template_kwargs(options.template_kwargs),
             )  # fmt: skip
-            self.file = AnswersFile(self.out, _headers(self.records, options, server.model))
+            headers = _headers(self.records, options, server.model, self.decoding.max_new_tokens)
+            self.file = AnswersFile(self.out, headers)
             if len(self.file.done) == len(self.records):
                 self.file.sort()
                 self.say(f"{self.out} is complete: {len(self.records):,} records")
@@ -327,9 +328,12 @@ def _template_of(options: RegenerateOptions) -> ChatTemplate | None:
     return ChatTemplate(target.tokenizer, target.stop_ids, parse_template_kwargs(options.template_kwargs))
 
 
-def _headers(records: list[Record], options: RegenerateOptions, model: str) -> list[dict[str, str]]:
-    """The first fields of the rows. Records of the same content and location (`@2`) are told apart by their number."""
-    asked = [model, options.max_new_tokens or NEW_TOKENS, options.prompt_tokens, options.temperature, options.top_p]
+def _headers(
+    records: list[Record], options: RegenerateOptions, model: str, max_new_tokens: int
+) -> list[dict[str, str]]:  # fmt: skip
+    """The first fields of the rows, by what is asked; the default of `max_new_tokens` depends on the server. Records of
+    the same content and location (`@2`) are told apart by their number."""
+    asked = [model, max_new_tokens, options.prompt_tokens, options.temperature, options.top_p]
     asked += [options.top_k, options.seed if options.was_given("seed") else None, options.template_kwargs]
     seen: Counter[str] = Counter()
     headers = []
