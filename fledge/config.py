@@ -250,6 +250,12 @@ class DraftConfig:
         """The draft's entry in the table of methods."""
         return METHODS[self.method]
 
+    @property
+    def target_max_length(self) -> int | None:
+        """The `max_length` with which the target has to be loaded: that of training with longrope, whose factors depend
+        on it; None otherwise."""
+        return self.provenance.max_length if self.rope.rope_type == "longrope" else None
+
     def _check_family(self) -> None:
         """Raises ValueError for fields that the method does not support."""
         family = self.family

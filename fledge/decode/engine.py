@@ -482,8 +482,7 @@ def load(
     Drafting.from_options(drafting)  # raises before a target is loaded
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
-    longrope = config is not None and config.rope.rope_type == "longrope"
-    max_length = config.provenance.max_length if config is not None and longrope else None
+    max_length = None if config is None else config.target_max_length
     loaded: DecodingTarget
     if isinstance(target, str | Path):
         if tokenizer is not None:

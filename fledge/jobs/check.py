@@ -135,11 +135,10 @@ def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarge
     from fledge.targets.loading import load_target
     from fledge.targets.size import free_bytes, model_bytes
 
-    longrope, device = draft.config.rope.rope_type == "longrope", resolve_device(options.device)
+    device = resolve_device(options.device)
     load = functools.partial(
         load_target, options.target, device=device, dtype=parse_dtype(options.dtype),
-        max_length=draft.config.provenance.max_length if longrope else None,
-        trust_remote_code=options.trust_remote_code,
+        max_length=draft.config.target_max_length, trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     empty = load(weights=False)
     if options.files_only:

@@ -154,9 +154,8 @@ def _target_of(options: EvalOptions, config: DraftConfig | None) -> Transformers
     """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
     if not options.target:
         return None
-    longrope = config is not None and config.rope.rope_type == "longrope"
     return load_target(
-        options.target, weights=False, max_length=config.provenance.max_length if longrope else None,
+        options.target, weights=False, max_length=None if config is None else config.target_max_length,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 

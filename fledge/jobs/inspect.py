@@ -62,11 +62,9 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
     from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 
-    longrope = config.rope.rope_type == "longrope"
     target = load_target(
-        options.target, max_length=config.provenance.max_length if longrope else None,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+        options.target, max_length=config.target_max_length, trust_remote_code=options.trust_remote_code
+    )
     wrong, notes = mismatch(config, target), []
     if target.rollback_problem:
         notes.append(

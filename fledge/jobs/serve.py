@@ -79,9 +79,8 @@ def check_config(options: ServeOptions) -> None:
     from fledge.targets.loading import load_target
 
     config = open_draft(options.draft).config
-    longrope = config.rope.rope_type == "longrope"
     target = load_target(
-        options.target, weights=False, max_length=config.provenance.max_length if longrope else None,
+        options.target, weights=False, max_length=config.target_max_length,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     check_fits(config, target)

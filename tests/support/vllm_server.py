@@ -47,7 +47,8 @@ class FakeVllm:
 
     `delay` is the time from the answer until the file is written, during which its lock is held. With `stuck`, files
     are written only when the next request arrives. `change` alters the tensors of a file before they are written; if it
-    returns None, the file is never written, but its lock is released. `status` and `answer` replace those of requests.
+    returns None, the file is never written, but its lock is released. `status` replaces that of requests,
+    and those without the `key` are refused.
     """
 
     target: TransformersTarget
