@@ -24,6 +24,7 @@ from fledge.engines.metrics import (
 )
 from fledge.eval.draft_files import FIELD_SYMPTOMS
 from fledge.eval.prompts import EvalPrompt, conversation
+from fledge.methods import METHODS, Method
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -320,6 +321,7 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     own, theirs = record["own"], record["tau"]
     if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
         return []
+    family = METHODS[own["method"]]
     shown, possible = [], []
     if prompts := mismatch_sentence(record):
         shown.append(prompts)
@@ -337,15 +339,15 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
         within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
         return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
     pattern = positions_lower(record)
-    if sentence := _pattern_sentence(record, pattern):
+    if sentence := _pattern_sentence(record, pattern, family):
         shown.append(sentence)
     possible.append("another draft on the server, or the same one of another step, than --draft")
     if record["concurrency"] > 1:
         possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
     lower = theirs < own["tau"]
     if lower and minimum:
-        possible.append(f"a version before {minimum}, which ignores some of the draft's norms (norm_output)")
-    if lower and pattern[:1] != [False]:
+        possible.append(f"a version before {minimum}, which ignores some of the draft's norms")
+    if lower and pattern[:1] != [False] and family.reads_layers:
         possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
     if lower and pattern[:1] != [False] and engine == "vllm":
         possible.append("a draft that was started without a method in --speculative-config")
@@ -367,23 +369,30 @@ def positions_lower(record: dict[str, Any]) -> list[bool]:
     return lower
 
 
-def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool]) -> str:
-    """What α by position says about the cause; empty if nothing."""
+def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool], family: Method) -> str:
+    """What α by position says about the cause, for a draft of a method; empty if nothing."""
     if not any(lower):
         return ""
     own, at = record["own"], lower.index(True)
     pair = f"α {record['alpha'][at]:.2f} on the server, {own['alpha'][at]:.2f} here"
+    if family.reads_layers:
+        likely = "other layers of the target, or with another vocabulary map (d2t) or chat template"
+        hardly = "the layers, the vocabulary map or the template"
+    else:
+        likely, hardly = "the states of another target, or with another chat template", "the target or the template"
     if at == 0:
         return (
-            f"The first drafted token is accepted less often than by fledge ({pair}): as where the draft reads other "
-            "layers of the target, or with another vocabulary map (d2t) or chat template."
+            f"The first drafted token is accepted less often than by fledge ({pair}): as where the draft reads "
+            f"{likely}."
         )
-    field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
-    return (
+    sentence = (
         f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it "
-        f"is hardly the layers, the vocabulary map or the template. Where {field} is not that of training: "
-        f"{FIELD_SYMPTOMS[field]}."
+        f"is hardly {hardly}."
     )
+    field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
+    if field in family.without:
+        return sentence
+    return f"{sentence} Where {field} is not that of training: {FIELD_SYMPTOMS[field]}."
 
 
 def _sides(record: dict[str, Any]) -> list[tuple[list[float | None], float]] | None:

@@ -169,6 +169,7 @@ class _Found:
     decoding: Decoding
     measurement: Measurement
     baseline: Measurement | None = None
+    baseline_server: dict[str, Any] | None = None  # as the record has it
     own: dict[str, Any] | None = None
 
 
@@ -202,6 +203,7 @@ async def _measure_all(
                     "two names of the same one"
                 )
         version = await client.version()
+        second = dataclasses.asdict(plain.server) | {"version": await plain.version()} if plain else None
         sampling = options.sampling()
         new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
         decoding = Decoding(
@@ -216,7 +218,7 @@ async def _measure_all(
                 without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
                 histories = without.answers if without else None
                 with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
-            keep((name, concurrency), _Found(client.server, version, decoding, with_draft, without))
+            keep((name, concurrency), _Found(client.server, version, decoding, with_draft, without, second))
 
 
 def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[_Place, _Found], progress: Any) -> None:
@@ -227,7 +229,7 @@ def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[_Place, _
         depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
         single = dataclasses.replace(way, depth=depth).options(options)
         engine = single.load_engine(way.draft, way.mode, progress.say)
-        _decode_all(options, engine, measured, depth, progress)
+        _decode_all(options, engine, measured, {"depth": depth, "method": config.method}, progress)
 
 
 @contextlib.contextmanager
@@ -250,9 +252,9 @@ def _explaining_what_is_missing() -> Iterator[None]:
 
 
 def _decode_all(
-    options: EvalOptions, engine: Engine, measured: dict[_Place, _Found], depth: int, progress: Any
+    options: EvalOptions, engine: Engine, measured: dict[_Place, _Found], names: dict[str, Any], progress: Any
 ) -> None:
-    """Decodes the prompts of each measurement, and adds the figures to it."""
+    """Decodes the prompts of each measurement, and adds the figures to it, with what `names` says of the draft."""
     done: dict[str, Any] = {}
     for (name, _), found in measured.items():
         requests = found.measurement.requests
@@ -265,7 +267,7 @@ def _decode_all(
                 )  # fmt: skip
         greedy = options.temperature == 0
         same = sum(ours.text == asked.answer.text for ours, asked in zip(done["completions"], requests, strict=True))
-        found.own = done["figures"] | {"identical": same if greedy else None, "depth": depth}
+        found.own = done["figures"] | names | {"identical": same if greedy else None}
 
 
 def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) -> int:
@@ -303,6 +305,8 @@ def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -
         "draft": options.draft[0] if options.draft else None,
         "endpoint": options.endpoint,
         "server": dataclasses.asdict(found.server) | {"version": found.version},
+        "baseline_endpoint": options.baseline_endpoint,
+        "baseline_server": found.baseline_server,
         "environment": environment("cpu", "the server's"),
     }  # fmt: skip
     if found.baseline:
