@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MOST_DEPTH, MOST_NODES = 64, 1024  # that may be drafted in a round: the tokens of a path, and the nodes of a tree
+
 
 @dataclass(frozen=True)
 class Method:

@@ -33,6 +33,9 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, not a value of type {type(value).__name__}")
 
 
+LEAST_TEMPERATURE = 1e-6  # above 0: scores are divided by it in float32, and smaller ones make them infinite
+
+
 @dataclass(frozen=True)
 class Document:
     """A tokenized conversation, text, or window of one.
@@ -192,6 +195,11 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature {self.temperature} must be a finite number of at least 0; use 0 for greedy decoding"
+            )
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature} is too small to divide by; use 0 for greedy decoding, or at least "
+                f"{LEAST_TEMPERATURE}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")

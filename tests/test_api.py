@@ -170,6 +170,8 @@ WRONG_OPTIONS: dict[str, tuple[Any, str]] = {
     "sampling": (dict(temperature=1), r"sampling must be a fledge\.Sampling, not a value of type dict"),
     "max_new_tokens": ("12", "max_new_tokens must be an integer, not a value of type str"),
     "stop": (3, "stop must be a string or a list of strings, not a value of type int"),
+    "speculate": (None, "speculate must be True or False, not a value of type NoneType"),
+    "request": (2.5, "request must be an integer, not a value of type float"),
 }
 
 
@@ -181,6 +183,7 @@ def test_an_option_of_the_wrong_type_gives_an_error_of_one_sentence(name: str, e
 
 
 @pytest.mark.parametrize("fields", [dict(temperature=float("nan")), dict(temperature=float("inf")), dict(top_p=2.0),
+                                    dict(temperature=1e-40), dict(temperature=-1),
                                     dict(repetition_penalty=float("inf")), dict(draft="often")])  # fmt: skip
 def test_sampling_out_of_range(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
@@ -199,6 +202,65 @@ def test_more_options_of_the_wrong_type(engine: api.Engine) -> None:
         api.Engine("path/to/target")
     with pytest.raises(TypeError, match=r"draft must be a loaded draft .*not a value of type str"):
         api.Engine(engine.target, "path/to/draft")
+
+
+def test_request_numbers_and_top_k_of_any_integer_type(engine: api.Engine) -> None:
+    sampled = dict(temperature=1.0, max_new_tokens=8)
+    expected = engine.generate(IDS, request=3, **sampled).tokens
+    assert engine.generate(IDS, request=np.int64(3), top_k=2**70, **sampled).tokens == expected
+    for numbers in (np.int64(3), [np.int64(3)]):
+        assert [c.tokens for c in engine.generate([IDS], request=numbers, **sampled)] == [expected]
+    with pytest.raises(TypeError, match="request must be an integer, not a value of type float"):
+        engine.generate([IDS, IDS], request=[3.5, 4])
+    with pytest.raises(TypeError, match="request must be an integer, or a list of them, not a value of type float"):
+        engine.generate([IDS], request=3.5)
+
+
+def test_what_could_not_be_answered_is_refused_when_called(engine: api.Engine) -> None:
+    """Also by `stream`, whose caller may have promised an answer once there is a generator."""
+    with pytest.raises(ValueError, match="a stop string is empty; leave it out"):
+        engine.stream(IDS, stop=["a", ""])
+    used = engine.generate(IDS, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"into has an answer already; give a new fledge\.Completion"):
+        engine.generate(IDS, into=used)
+    tree = api.Engine(engine.target, engine.draft, mode="tree")
+    with pytest.raises(ValueError, match="sampled drafts need a chain"):
+        tree.stream(IDS, temperature=1.0, draft="sample")
+    assert len(tree.generate(IDS, temperature=1.0, draft="sample", speculate=False, max_new_tokens=2).tokens) == 2
+
+
+def test_a_target_with_a_table_of_positions_keeps_some_for_the_draft(engine: api.Engine, monkeypatch) -> None:
+    monkeypatch.setattr(type(engine.target), "rotary", False)
+    room = engine.target.context - len(IDS)
+    words = f"a context of {engine.target.context} tokens, the last 3 of which are for drafted tokens; use a smaller"
+    with pytest.raises(ValueError, match=f"{words} depth, shorten the prompt, or generate at most {room - 3} new"):
+        engine.stream(IDS, max_new_tokens=room)
+    engine.stream(IDS, max_new_tokens=room, speculate=False).close()
+    engine.stream(IDS, max_new_tokens=room - 3).close()
+
+
+@pytest.mark.parametrize(
+    ("drafting", "error", "words"),
+    [
+        (dict(depth=2.5), TypeError, "depth must be an integer or 'auto', not a value of type float"),
+        (dict(mode="tree", nodes=8.0), TypeError, "nodes must be an integer or 'auto', not a value of type float"),
+        (dict(stable="unstable"), TypeError, "stable must be True or False, not a value of type str"),
+        (dict(confidence="0.3"), TypeError, "confidence must be a number, not a value of type str"),
+        (dict(mode="tree", shape=[0]), TypeError, r"shape must be a fledge\.TreeShape, not a value of type list"),
+        (dict(depth=65), ValueError, "the depth 65 is above 64, the most that is drafted in a round"),
+        (dict(mode="tree", nodes=2000), ValueError, "the number of nodes 2000 is above 1024"),
+    ],
+)
+def test_drafting_out_of_range(drafting: dict[str, Any], error: type[Exception], words: str, engine: api.Engine):
+    with pytest.raises(error, match=words):
+        api.Engine(engine.target, engine.draft, **drafting)
+
+
+def test_options_of_drafting_need_a_draft(engine: api.Engine, tmp_path: Path) -> None:
+    for make in (lambda **o: api.Engine(engine.target, **o), lambda **o: api.load(tmp_path / "none", **o)):
+        with pytest.raises(ValueError, match="depth and mode has no effect without a draft; give draft="):
+            make(depth="auto", mode="tree")
+    assert api.Engine(engine.target, depth=None, confidence=0.0).draft is None
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from fledge.jobs.model_card import (
     with_section,
 )
 from fledge.jobs.training.card import shown_source
+from fledge.models.weights import draft_sha256
 from support.chats import tiny_chats
 from support.drafts_on_disk import V, config, saved
 from support.targets import tiny_target_directory
@@ -163,6 +164,34 @@ def test_of_several_drafts_only_its_own_measurements_are_taken(fledge, tmp_path)
     saved(tmp_path / "three")
     other = fledge("card", "--draft", tmp_path / "three", "--eval", tmp_path / "eval.json")
     assert other.code == 2 and "other drafts only" in other.err and not (tmp_path / "three" / "README.md").exists()
+
+
+def test_a_draft_is_known_by_its_weights(fledge, tmp_path):
+    """In whichever layout and directory they are; a draft of the same name with other weights is another one."""
+    drafts = {name: saved(tmp_path / name, seed=n, provenance=HUB_TARGET) for n, name in enumerate(("one", "two"))}
+    hashes = {name: draft_sha256(draft.state_dict()) for name, draft in drafts.items()}
+    out = tmp_path / "copy"
+    assert fledge("export", "--draft", tmp_path / "one", "--to", "speculators", "--out", out).code == 0
+    records = {
+        f"{name} tree": record(tau) | {"draft": name, "draft_sha256": hashes[name]}
+        for name, tau in (("one", 2.25), ("two", 4.5))
+    }
+    (tmp_path / "eval.json").write_text(json.dumps(records))
+    for own in ("one", "copy"):
+        assert fledge("card", "--draft", tmp_path / own, "--eval", tmp_path / "eval.json").code == 0
+        text = (tmp_path / own / "README.md").read_text()
+        assert "| tree, 80 |" in text and "2.25" in text and "4.50" not in text
+    (tmp_path / "eval.json").write_text(json.dumps(records["two tree"] | {"draft": str(tmp_path / "one")}))
+    other = fledge("card", "--draft", tmp_path / "one", "--eval", tmp_path / "eval.json")
+    assert other.code == 2 and "measurements of other drafts only" in other.err, other.err
+
+
+def test_an_older_record_of_a_draft_for_another_target_is_refused(fledge, tmp_path):
+    saved(tmp_path / "draft", provenance=HUB_TARGET)
+    for target, expected in (("owner/Bird-7B@v1.0", 0), ("owner/Cat-7B", 2)):
+        (tmp_path / "eval.json").write_text(json.dumps(record(3.25) | {"draft_for": target}))
+        done = fledge("card", "--draft", tmp_path / "draft", "--eval", tmp_path / "eval.json")
+        assert done.code == expected and ("other drafts only" in done.err) == (expected == 2), done.err
 
 
 @pytest.mark.parametrize(

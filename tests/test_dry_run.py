@@ -71,6 +71,14 @@ def gib(out: str, part: str) -> float:
     return float(number.replace(",", "")) / (1 if unit == "GiB" else 1024)
 
 
+def test_more_rows_in_a_step_than_in_an_epoch_are_said(words: list[Any], fledge: Fledge) -> None:
+    words += ["--device", "cpu", "--dry-run"]
+    rows = int(re.search(r"Steps: (\d+) rows", fledge(*words).out)[1])
+    said = " ".join(fledge(*words, "--rows-per-step", rows + 1).err.split())
+    assert f"--rows-per-step {rows + 1}, but an epoch has {rows} rows: a step takes each of them up to 2 times" in said
+    assert "but an epoch has" not in fledge(*words, "--rows-per-step", rows).err
+
+
 def test_a_dry_run_tells_the_steps_of_the_run_and_writes_nothing(
     words: list[Any], fledge: Fledge, tmp_path: Path
 ) -> None:

@@ -250,8 +250,24 @@ def test_an_interrupted_sweep_is_shown_and_written(measure, made: Path, tmp_path
         assert went.code == 130, went.err
         records = json.loads(out.read_text()) if expected else {}
         assert {r["prompt_set"]: r["prompts"] for r in records.values()} == expected
-        assert ("Interrupted after" in went.out) == any("stopped" in r for r in records.values())
+        assert ("Stopped after" in went.out) == any("stopped" in r for r in records.values())
         assert ("τ" in went.out) == bool(expected) and out.exists() == bool(expected)
+
+
+def test_a_turn_that_does_not_fit_loses_nothing(fledge: Any, tmp_path: Path) -> None:
+    """The answers have made it too long. What was measured until then is shown and written."""
+    target = tiny_target_directory(tmp_path, max_position_embeddings=64)
+    save_draft(tiny_draft(tiny_target(max_position_embeddings=64)), tmp_path / "draft")
+    turns = ["bird", "it can fly until it can fly"]
+    write_rows(tmp_path / "turns.jsonl", [{"turns": turns[:1]}, {"turns": turns}])
+    out = tmp_path / "r.json"
+    words = ["--prompts", tmp_path / "turns.jsonl", "--max-new-tokens", 24, "--out", out]
+    went = fledge("eval", "--target", target, "--draft", tmp_path / "draft", *words)
+    said = " ".join(went.err.split())
+    assert went.code == 2 and "turns.jsonl, line 2, turn 2: the prompt has" in said and "Traceback" not in said, said
+    assert "Stopped after 2 of 3 answers" in went.out and "τ" in went.out
+    record = json.loads(out.read_text())
+    assert (record["prompts"], record["stopped"]) == (2, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -270,7 +286,7 @@ def test_a_second_interruption_loses_nothing(
     interrupt_after(monkeypatch, 5)
     went = measure("--out", tmp_path / "r.json")
     assert went.code == 130 and not went.err.count("Traceback"), went.err
-    assert "Interrupted after 2 of 6 answers" in went.out
+    assert "Stopped after 2 of 6 answers" in went.out
     assert json.loads((tmp_path / "r.json").read_text())["prompts"] == 2
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
@@ -318,7 +334,7 @@ def test_ctrl_c_again_and_again_until_the_process_ends(tmp_path: Path) -> None:
                 terminal.type("\x03")
             time.sleep(0.02)
         assert terminal.wait_for_end() == 130, terminal.text
-        assert "Interrupted after" in terminal.text and "Traceback" not in terminal.text, terminal.text
+        assert "Stopped after" in terminal.text and "Traceback" not in terminal.text, terminal.text
     assert json.loads(out.read_text())["prompts"] >= 2 and [p.name for p in out.parent.iterdir()] == ["r.json"]
 
 

@@ -3,9 +3,13 @@ and rows attend to what they see."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from fledge.kernels.tree_attention import Visible
 from fledge.models import kv_cache
 from fledge.models.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows
 
+INTERRUPTED = {SlotPool.reserve, SlotPool.release, SlotPool._set_buffer, SlotPool._fit, KVCache.select}
 LAYERS, G, H, D = 2, 2, 4, 3
 
 
@@ -73,6 +78,55 @@ def as_decoding() -> Iterator[None]:
 def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """New pools have one slot, so that they grow with every segment."""
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
+
+
+def interrupted_at(line: int, work: Callable[[], None]) -> bool:
+    """Whether `work` was interrupted before it had executed so many lines of the functions INTERRUPTED."""
+    codes, lines = {inspect.unwrap(f).__code__ for f in INTERRUPTED}, itertools.count()
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("kept", [(), (1,)], ids=["all released", "one kept"])
+def test_an_interruption_makes_no_slot_free_that_is_used(kept: Sequence[int], small_pools: None) -> None:
+    """Wherever it comes, while a cache grows the pool and while its sequences are removed."""
+    for line in itertools.count():
+        pool = new_pool()
+        old = filled(pool, [3, 4, 2], [2, 3, 1])
+        caches: list[KVCache] = []
+
+        def work(pool=pool, old=old, caches=caches) -> None:
+            caches.append(filled(pool, [40], [2], first=10))
+            old.select(kept)
+
+        ended = not interrupted_at(line, work)
+        old.select([i for i, _ in enumerate(old.segments)] if ended else [])  # as the engine closes a batch
+        used = [c for c in (old, *caches) if c.segments]
+        new = filled(pool, [5, 50], [5, 30], first=100)
+        assert numbers_of(new) == [[*range(100, 105)], [*range(105, 135)]]
+        assert pool.buffer.shape[3] == pool.layers[0][0].shape[1]
+        taken = [slot for c in (*used, new) for first, size in c.segments for slot in range(first, first + size)]
+        assert len(taken) == len(set(taken)) and max(taken) < pool.slots
+        if caches:
+            assert numbers_of(caches[0]) == [[10, 11]]
+        if ended:
+            break
+    assert line > 20
 
 
 def test_segments_are_allocated_released_and_merged(small_pools: None) -> None:

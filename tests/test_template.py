@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import warnings
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -399,6 +400,19 @@ def test_the_prompt_messages_of_a_conversation_are_not_supervised():
         "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n«No.<|im_end|>»\n"
     ]
     refused(CHATML, chat("u:One?", "a:Yes.", prompt_length=2), "line 7 has no assistant message to train on")
+    refused(CHATML, chat("u:One?"), r"train on \(user: One\?\); fledge regenerate generates answers")
+    refused(CHATML, chat("a:Hello."), "; its first message answers nothing, so it is not trained on")
+
+
+def test_a_variable_that_the_template_does_not_read_is_named():
+    with pytest.warns(UserWarning, match="reads no variable enable_thinkng, .*; did you mean enable_thinking"):
+        chats = ChatTemplate(tiny_tokenizer(QWEN), [STOP], {"enable_thinkng": False})
+    with pytest.warns(UserWarning, match="reads no variable a and no b, which has no effect$"):
+        ChatTemplate(tiny_tokenizer(CHATML), [STOP], {"a": 1, "b": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChatTemplate(tiny_tokenizer(QWEN), [STOP], {"enable_thinking": False})
+        assert chats.of({"mode": "think"}).kwargs == {"enable_thinkng": False, "mode": "think"}  # data may have more
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

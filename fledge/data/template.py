@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import difflib
 import json
+import re
 import traceback
+import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -25,8 +29,9 @@ MANY_TURNS = 16  # chats with at least this many turns try `_find_turns`, which 
 class ChatTemplate:
     """The chat template of a tokenizer, with fixed keyword arguments such as enable_thinking=False.
 
-    `stop_ids` are the token ids that end a turn. Raises ValueError for arguments that `check_template_kwargs` refuses,
-    and for a tokenizer without character offsets (not a "fast" one).
+    `stop_ids` are the token ids that end a turn. A warning names arguments that the template does not read. Raises
+    ValueError for arguments that `check_template_kwargs` refuses, and for a tokenizer without character offsets (not a
+    "fast" one).
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
@@ -35,11 +40,13 @@ class ChatTemplate:
         self._known_fields: dict[str, RenderedFields] = {}  # by the arguments, as JSON; shared with `with_exactly`
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
+        if problem := _unread(tokenizer.chat_template, self.kwargs):
+            warnings.warn(problem, stacklevel=1)  # the same place for all, so that it is shown once
 
     def with_exactly(self, kwargs: dict[str, Any]) -> ChatTemplate:
-        """The same template with other arguments."""
-        other = ChatTemplate(self.tokenizer, self.stop_ids, kwargs)
-        other._known_fields = self._known_fields
+        """The same template with other arguments, of which data may have more than this template reads."""
+        other = copy.copy(self)
+        other.kwargs = dict(check_template_kwargs(kwargs, "the template's arguments"))
         return other
 
     def of(self, kwargs: dict[str, Any] | None) -> ChatTemplate:
@@ -136,7 +143,12 @@ class ChatTemplate:
         turns = [i for i, m in enumerate(messages) if i >= max(record.prompt_length, 1) and m["role"] == "assistant"]
         if not turns:
             excerpt = "; ".join(f"{m['role']}: {str(m.get('content'))[:60]}" for m in messages[:4])
-            raise ValueError(f"{record.where} has no assistant message to train on ({excerpt})")
+            cure = ""
+            if messages and messages[0]["role"] == "assistant":
+                cure = "; its first message answers nothing, so it is not trained on"
+            elif messages and messages[-1]["role"] == "user":
+                cure = "; fledge regenerate generates answers"
+            raise ValueError(f"{record.where} has no assistant message to train on ({excerpt}){cure}")
         full = self._render(record, len(messages), prompt=False)
         if len(turns) >= MANY_TURNS and (ranges := self._find_turns(record, turns, full)):
             return [self._document(record, full, ranges)]
@@ -310,3 +322,18 @@ def _template_line(error: Exception) -> str:
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
     return f" in line {lines[-1]} of the template" if lines else ""
+
+
+def _unread(template: Any, names: Collection[str]) -> str:
+    """Which of some variables a chat template, or none of several by name, reads; empty if it reads all of them, or if
+    it is not text."""
+    texts = [*template.values()] if isinstance(template, dict) else [template]
+    if not all(isinstance(text, str) for text in texts):
+        return ""
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    unread = [name for name in names if name not in words]
+    if not unread:
+        return ""
+    alike = difflib.get_close_matches(unread[0], sorted(words), n=1, cutoff=0.85)
+    meant = f"; did you mean {alike[0]}?" if alike else ""
+    return f"the chat template reads no variable {' and no '.join(unread)}, which has no effect{meant}"

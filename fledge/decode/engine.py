@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +42,7 @@ from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
+_LOCKS: WeakKeyDictionary[DecodingTarget, threading.RLock] = WeakKeyDictionary()  # see `Engine._decode`
 
 
 class Engine:
@@ -48,7 +51,8 @@ class Engine:
     `drafting` are fields of `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
     are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
     which the draft was not trained, a `ModeWarning`. Where options keep a GPU from running rounds as CUDA graphs, an
-    `EagerWarning` is issued once. Raises ValueError if draft and target do not belong together, if the target does not
+    `EagerWarning` is issued once. Several threads may use an engine, or engines of one target: their rounds take turns.
+    Raises ValueError if draft and target do not belong together, if the target does not
     support what verification needs, or if options contradict each other; raises TypeError for arguments of a wrong
     type.
     """
@@ -64,8 +68,9 @@ class Engine:
         check_type("target", target, DecodingTarget, "a loaded fledge.Target (fledge.load makes an engine of a path)")
         check_type("draft", draft, Draft | None, "a loaded draft (fledge.load makes an engine of paths)")
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
-        self.drafting = Drafting.from_options(drafting)
+        self.drafting = _drafting(drafting, draft is not None)
         self.target, self.draft = target, draft
+        self._lock = _LOCKS.setdefault(target, threading.RLock())
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
             self.layers = connect_draft(draft, target)
@@ -130,14 +135,17 @@ class Engine:
             if batch:
                 raise ValueError(problem)
             batch = 1
-        numbers = range(request, request + len(prompts)) if isinstance(request, int) else request
+        check_type("request", request, Integral | Sequence, "an integer, or a list of them")
+        if isinstance(request, Integral):
+            request = range(int(request), int(request) + len(prompts))
+        numbers = cast(Sequence[int], request)
         _check_length("request", numbers, prompts, "the first prompt's number, or a list with one for each")
-        requests = []
+        requests, drafts = [], self._drafts(speculate)
         for number, prompt, own in zip(numbers, prompts, samplings, strict=True):
             copied = replace(own, processors=copy.deepcopy(own.processors))
-            requests.append(self._request(prompt, number, max_new_tokens=max_new_tokens, sampling=copied, stop=stop))
+            requests.append(self._request(prompt, number, drafts, max_new_tokens, copied, stop))
         indices = {r: index for index, r in enumerate(requests)}
-        with closing(self._decode(requests, batch or BATCH, speculate)) as decoding:
+        with closing(self._decode(requests, batch or BATCH, drafts)) as decoding:
             for complete in (r for updated in decoding for r in updated if r.over):
                 complete.close()
                 answered(indices[complete])
@@ -165,15 +173,16 @@ class Engine:
         """
         _check_batch(batch)
         check_type("tokens", tokens, Integral | None, "an integer")
-        return prepare(
-            [(self, speculate)], batch, tokens=tokens, sampling=_sampling(sampling, sampling_options), count=count
-        )
+        sampling = _sampling(sampling, sampling_options)
+        with self._lock:
+            return prepare([(self, speculate)], batch, tokens=tokens, sampling=sampling, count=count)
 
     @functools.cached_property
     def _batching_problem(self) -> str:
         """The reason why the target cannot decode several requests together; empty if it can."""
         try:
-            self.target.check_masks(requests=2)
+            with self._lock:
+                self.target.check_masks(requests=2)
         except ValueError as e:
             return str(e)
         return ""
@@ -199,16 +208,14 @@ class Engine:
         receives tokens, text and trace; of a stream that is closed early, those so far. Raises, when called, TypeError
         for an invalid prompt or option, and ValueError if the prompt is empty or exceeds the target's context.
         """
-        created = self._request(
-            prompt, request, max_new_tokens=max_new_tokens, sampling=_sampling(sampling, sampling_options), stop=stop,
-            into=into,
-        )  # fmt: skip
-        return self._text_pieces(created, speculate)
+        drafts = self._drafts(speculate)
+        own = _sampling(sampling, sampling_options)
+        return self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into), drafts)
 
-    def _text_pieces(self, request: Request, speculate: bool) -> Iterator[str]:
+    def _text_pieces(self, request: Request, drafts: bool) -> Iterator[str]:
         try:
             # closed at once, not when Python gets to it, so that the request's memory is free
-            with closing(self._decode([request], 1, speculate)) as decoding:
+            with closing(self._decode([request], 1, drafts)) as decoding:
                 for _ in decoding:
                     if piece := request.text.take():
                         yield piece
@@ -224,14 +231,27 @@ class Engine:
             traces, samplings = [r.done.trace for r in requests], [r.sampling for r in requests]
             self._acceptance.add(traces, samplings, self.draft.config, self.target.name)
 
+    def _drafts(self, speculate: bool) -> bool:
+        """Whether requests are decoded with the draft. Raises TypeError unless `speculate` is a bool."""
+        check_type("speculate", speculate, bool, "True or False")
+        return speculate and self.draft is not None
+
     def _request(
-        self, prompt: Prompt, number: int, *, max_new_tokens: int | None, sampling: Sampling, stop: str | Sequence[str],
-        into: Completion | None = None,
+        self, prompt: Prompt, number: int, drafts: bool, max_new_tokens: int | None, sampling: Sampling,
+        stop: str | Sequence[str], into: Completion | None = None,
     ) -> Request:  # fmt: skip
+        """A request that is decoded with the draft, or without it. Raises TypeError and ValueError as `stream`."""
         prompt, stop = check_prompt(prompt), (stop,) if isinstance(stop, str) else stop
         check_type("stop", stop, Sequence, "a string or a list of strings")
         for string in stop:
             check_type("stop", string, str, "a string or a list of strings")
+            if not string:
+                raise ValueError("a stop string is empty; leave it out")
+        check_type("request", number, Integral, "an integer")
+        if into is not None and (into.tokens or into.finish):
+            raise ValueError("into has an answer already; give a new fledge.Completion")
+        if drafts:
+            self.drafting.check_sampling(sampling)
         check_type("max_new_tokens", max_new_tokens, Integral | None, "an integer")
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             prefix = cast(list[int], list(prompt))
@@ -242,12 +262,12 @@ class Engine:
                 self.warn_of_mode(given)
         if max_new_tokens is None:
             max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prefix)))
-        self.check_length(len(prefix), max_new_tokens)
+        self.check_length(len(prefix), max_new_tokens, drafts)
         vocabulary = self.target.embedding.shape[0]
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
         return Request(
-            number, prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
+            int(number), prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
             self.target.stop_ids, into if into is not None else Completion(),
         )  # fmt: skip
 
@@ -260,19 +280,21 @@ class Engine:
             self._warned_of_mode = True
             warnings.warn(problem, ModeWarning, stacklevel=4)
 
-    def check_length(self, prompt: int, new: int) -> None:
-        """Raises ValueError unless a prompt of `prompt` tokens and `new` new ones fit the target's context, and neither
-        is empty."""
-        limit = self.target.context
+    def check_length(self, prompt: int, new: int, drafts: bool) -> None:
+        """Raises ValueError unless a prompt of `prompt` tokens and `new` new ones fit the target's context, with what
+        drafting needs of it if `drafts`, and neither is empty."""
+        context = self.target.context
+        limit = self._max_length if drafts else context
         if prompt == 0:
             raise ValueError("the prompt is empty")
         if new < 1:
             raise ValueError(f"max_new_tokens is {new}; it must be at least 1")
         if prompt + new > limit:
             fewer = f", or generate at most {limit - prompt} new tokens" if prompt < limit else ""
+            kept = f", the last {context - limit} of which are for drafted tokens; use a smaller depth,"
             raise ValueError(
                 f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
-                f"has a context of {limit} tokens; shorten the prompt{fewer}"
+                f"has a context of {context} tokens{kept if limit < context else ';'} shorten the prompt{fewer}"
             )
 
     @property
@@ -283,25 +305,24 @@ class Engine:
         return self.target.context - reserved
 
     def _decode(
-        self, requests: Sequence[Request], batch: int, speculate: bool
+        self, requests: Sequence[Request], batch: int, drafts: bool
     ) -> Generator[list[Request], None, None]:  # fmt: skip
         """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
-        others."""
-        if not requests:
-            return
-        drafts = speculate and self.draft is not None
-        longest = max(len(r.prefix) + r.limit for r in requests)
-        if drafts and longest > self._max_length:
-            raise ValueError(
-                f"{self.target.name or 'the target'} has {self.target.context} positions, but the prompt, the new "
-                f"tokens and a draft of {self.drafting.deepest} need {longest + self.drafting.deepest}; generate "
-                "fewer new tokens, or use a smaller depth"
-            )
-        for r in requests if drafts else ():
-            self.drafting.check_sampling(r.sampling)
+        others. Between two of these, it has the target, its caches and the draft for itself."""
         self._warn_if_eager(requests, drafts)
+        decoding = self._rounds(deque(requests), batch, drafts)
+        try:
+            while True:
+                with self._lock:
+                    updated = next(decoding, None)
+                if updated is None:
+                    return
+                yield updated
+        finally:
+            with self._lock:
+                decoding.close()
 
-        waiting = deque(requests)
+    def _rounds(self, waiting: deque[Request], batch: int, drafts: bool) -> Generator[list[Request], None, None]:
         while waiting:
             yield from self._run(waiting, batch, drafts)
 
@@ -410,6 +431,16 @@ class Engine:
             self._idle_batches[batch.proposer.draft is not None].append(batch)
 
 
+def _drafting(options: dict[str, Any], has_draft: bool) -> Drafting:
+    """The drafting with these options. Raises TypeError and ValueError as `Drafting`, and ValueError for options
+    without a draft."""
+    drafting = Drafting.from_options(options)
+    if not has_draft and drafting != Drafting():
+        given = [name for name in options if getattr(drafting, name) != getattr(Drafting, name)]
+        raise ValueError(f"{' and '.join(given)} has no effect without a draft; give draft=, or leave it out")
+    return drafting
+
+
 def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
     """The sampling parameters, given as a `Sampling` or as its fields. Raises TypeError for unknown options, and
     ValueError if both are given."""
@@ -479,7 +510,7 @@ def load(
     belong together; raises TypeError for arguments of a wrong type.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
-    Drafting.from_options(drafting)  # raises before a target is loaded
+    _drafting(drafting, bool(draft))  # raises before a target is loaded
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     max_length = None if config is None else config.target_max_length

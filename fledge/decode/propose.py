@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, NoTree, Shape
 from fledge.decode.sources import OnePassSource, Source, StepSource
 from fledge.decode.state import RoundState
-from fledge.methods import METHODS, Method
+from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import KVCache
-from fledge.types import Sampling, Tree, TreeShape
+from fledge.types import Sampling, Tree, TreeShape, check_type
 
 MODES = ("chain", "tree", "parallel")
 DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
@@ -165,7 +166,7 @@ class Drafting:
     nothing is drafted while that is faster (`decode/adaptive.py`). With `confidence` above 0 a chain is drafted only
     while the draft gives it at least that probability. `stable` False keeps in the draft's cache what drafting computed
     for accepted tokens. `amounts` are what a round may draft, the first one to begin with, as `for_draft` finds them.
-    Raises ValueError for values out of range or that contradict each other.
+    Raises TypeError for values of a wrong type, and ValueError for values out of range or that contradict each other.
     """
 
     depth: int | str | None = None
@@ -178,6 +179,12 @@ class Drafting:
     amounts: tuple[Amount, ...] = ()
 
     def __post_init__(self) -> None:
+        check_type("depth", self.depth, Integral | str | None, f"an integer or {AUTO!r}")
+        check_type("nodes", self.nodes, Integral | str, f"an integer or {AUTO!r}")
+        check_type("width", self.width, Integral, "an integer")
+        check_type("confidence", self.confidence, Real, "a number")
+        check_type("stable", self.stable, bool, "True or False")
+        check_type("shape", self.shape, TreeShape | None, "a fledge.TreeShape")
         if not 0 <= self.confidence < 1:
             raise ValueError(f"confidence {self.confidence} is outside [0, 1); 0 drafts the whole depth every round")
         if self.mode is not None and self.mode not in MODES:
@@ -198,6 +205,9 @@ class Drafting:
             raise ValueError("nodes and width have no effect in a chain; give mode 'tree', or leave them out")
         if self.depth not in (None, AUTO) and self.depth < 1:
             raise ValueError(f"a depth of {self.depth} drafts nothing; use 1 or more")
+        for name, value, most in (("depth", self.depth, MOST_DEPTH), ("number of nodes", self.nodes, MOST_NODES)):
+            if isinstance(value, Integral) and value > most:
+                raise ValueError(f"the {name} {value} is above {most}, the most that is drafted in a round")
         if self.automatic:
             for given, what in (
                 (self.shape is not None, "a fixed shape has its own depth and nodes"),

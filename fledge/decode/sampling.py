@@ -15,6 +15,8 @@ from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree, Verdict
 
+LARGEST = 2**63 - 1  # int64
+
 
 @dataclass(frozen=True)
 class BatchSampling:
@@ -45,7 +47,7 @@ class BatchSampling:
         there is not one number for each."""
         if len(samplings) != len(requests):
             raise ValueError(f"{len(samplings)} samplings need as many request numbers, not {len(requests)}")
-        top_k = [0 if s.greedy else s.top_k for s in samplings]
+        top_k = [0 if s.greedy else min(int(s.top_k), LARGEST) for s in samplings]
         top_p = [1.0 if s.greedy else s.top_p for s in samplings]
         penalty = [s.repetition_penalty for s in samplings]
         host = torch.device("cpu")  # whatever the default device

@@ -26,7 +26,7 @@ class TextStream:
     """Incremental detokenization with stop strings; a stop string ends the text before itself."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self.stop = tuple(s for s in stop if s)
+        self.stop = tuple(stop)
         self.tokens: list[int] = []
         self.text = ""  # decoded so far
         self.given = 0  # number of characters handed out

@@ -53,8 +53,11 @@ def paused(traces: Sequence[Trace]) -> float:
 
 
 def pause_line(share: float, reason: str) -> str:
-    """A sentence on the `paused` rounds, with the reason of the last pause."""
-    return f"Speculation paused in {share:.0%} of the rounds{f': {reason}' if reason else ''}."
+    """A sentence on the `paused` rounds, with the reason of the last pause. Without a pause, there is no reason: such
+    rounds were timed, to compare."""
+    if not reason:
+        return f"In {share:.0%} of the rounds nothing was drafted, to measure what a round without a draft takes."
+    return f"Speculation paused in {share:.0%} of the rounds: {reason}."
 
 
 def bytes_per_round(traces: Sequence[Trace]) -> float:

@@ -37,6 +37,14 @@ class EvaluationStopped(KeyboardInterrupt):
         self.records = records
 
 
+class TurnTooLong(ValueError):
+    """A later turn does not fit the target's context; `records` are as in EvaluationStopped."""
+
+    def __init__(self, message: str, records: dict[str, dict[str, Any]]):
+        super().__init__(message)
+        self.records = records
+
+
 def evaluate(
     engines: Mapping[str, Engine],
     prompts: Sequence[EvalPrompt],
@@ -54,10 +62,10 @@ def evaluate(
 
     With greedy decoding, and with sampling and greedy drafts, the output of all arms must be identical. A difference is
     accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
-    shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding, or in a
-    later turn if the answers have made it too long. Raises EvaluationStopped if it is interrupted (Ctrl-C) after all
-    arms have answered some requests; their records have `stopped`, the number of requests that there would have been.
-    `interrupted` is called before these records are made, which another interruption would lose.
+    shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding. Raises
+    TurnTooLong if the answers have made a later turn too long, and EvaluationStopped if it is interrupted (Ctrl-C)
+    after all arms have answered some requests; their records have `stopped`, the number of requests that there would
+    have been. `interrupted` is called before these records are made, which another interruption would lose.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -78,6 +86,9 @@ def evaluate(
             ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
             more["baseline_over_transformers"] = ratio
         return records()
+    except _NoRoom as e:
+        more["stopped"] = sum(p.answers for p in prompts)
+        raise TurnTooLong(str(e), records()) from e
     except KeyboardInterrupt:
         interrupted()
         if not comparison.groups:
@@ -170,6 +181,10 @@ def first_prompt(prompt: EvalPrompt) -> Any:
     return conversation(prompt, ())
 
 
+class _NoRoom(ValueError):
+    """A turn does not fit the target's context."""
+
+
 class _Comparison:
     """The arms of an evaluation: each engine, and the baseline without a draft.
 
@@ -194,14 +209,15 @@ class _Comparison:
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
     def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
-        """The token ids of a prompt's next turn. Raises ValueError with the prompt's location if they and `new` new
-        tokens exceed the target's context."""
+        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if they and `new` new tokens
+        exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         ids = list(self.baseline.template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
         try:
-            self.baseline.check_length(len(ids), new)
+            for engine in self.engines.values():
+                engine.check_length(len(ids), new, drafts=True)
         except ValueError as e:
-            raise ValueError(f"{where}: {e}") from e
+            raise _NoRoom(f"{where}: {e}") from e
         return ids
 
     def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:

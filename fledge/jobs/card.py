@@ -119,6 +119,7 @@ def read_measurements(file: Path, directory: Path) -> list[Measurement]:
     for anything else, and if there are none of this draft."""
     from fledge.eval.record import is_record
     from fledge.jobs.model_card import measurement_of
+    from fledge.models.weights import draft_sha256, open_draft
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -129,18 +130,29 @@ def read_measurements(file: Path, directory: Path) -> list[Measurement]:
     if not is_record(content):
         raise ValueError(f"--eval {file} is not a record that fledge eval --out wrote")
     records: dict[str, Any] = {"": content} if "tau" in content else content
-    own = {label: _own_label(label, directory) for label in records}
+    draft = open_draft(directory)
+    known = draft_sha256(draft.tensors)
+    target = draft.config.provenance.target
+    own = {
+        label: None if (record.get("draft_for") or target) != target else _own_label(label, record, directory, known)
+        for label, record in records.items()
+    }
     if all(shown is None for shown in own.values()):
-        raise ValueError(f"--eval {file} has measurements of other drafts only: {', '.join(records)}")
+        others = sorted({str(record.get("draft") or label) for label, record in records.items()} - {""})
+        named = f": {', '.join(others)}" if others else ""
+        raise ValueError(f"--eval {file} has measurements of other drafts only{named}; measure {directory} itself")
     try:
         return [measurement_of(records[label], shown) for label, shown in own.items() if shown is not None]
     except ValueError as e:
         raise ValueError(f"--eval {file}: {e}") from e
 
 
-def _own_label(label: str, directory: Path) -> str | None:
+def _own_label(label: str, record: dict[str, Any], directory: Path, known: str) -> str | None:
     """The label of a record without the draft's name, with which it begins if several drafts were compared; None if
-    that is another draft."""
+    that is another draft. `known` is the hash of the weights, which older records don't have: of these, a draft is
+    another one if its name in the label is that of another directory."""
+    if recorded := record.get("draft_sha256"):
+        return label.removeprefix(str(record.get("draft"))).strip() if recorded == known else None
     words = label.split(" ")
     for n in range(len(words), 0, -1):
         name = Path(" ".join(words[:n]))

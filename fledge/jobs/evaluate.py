@@ -17,6 +17,7 @@ from fledge.jobs.options import (
     opt,
     request_timeout_option,
 )
+from fledge.methods import MOST_DEPTH, MOST_NODES
 
 if TYPE_CHECKING:
     from fledge.jobs.display import ResultPrinter
@@ -42,11 +43,11 @@ class EvalOptions(DecodeOptions):
     depth: list[int | str] = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
         "speed, with nothing drafted while that is faster; repeat to compare depths (default: as trained)",
-        repeatable=True, minimum=1, maximum=64, word=AUTO,
+        repeatable=True, minimum=1, maximum=MOST_DEPTH, word=AUTO,
     )  # fmt: skip
     tree_nodes: list[int | str] = opt(
         "number of nodes of a draft tree, including the root, or auto; repeat to compare sizes (default: 60)",
-        repeatable=True, minimum=2, maximum=1024, word=AUTO,
+        repeatable=True, minimum=2, maximum=MOST_NODES, word=AUTO,
     )  # fmt: skip
     tree_width: list[int] = opt(
         "maximum number of children of a tree node; repeat to compare widths (default: 10)", repeatable=True,
@@ -101,8 +102,8 @@ def run(
     what differs between the records.
 
     `show` is called with the result before it is written to --out, so that no result is lost if the disk is full. Both
-    also happen if the job is interrupted after a part of the requests, before it raises KeyboardInterrupt. Ctrl-C has
-    no effect while a result is shown and written.
+    also happen if the job ends after a part of the requests, before it raises KeyboardInterrupt, or TurnTooLong where
+    answers have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and written.
     """
 
     from fledge import __version__
@@ -111,11 +112,11 @@ def run(
     from fledge.eval.environment import command
     from fledge.eval.prompts import prompt_set_name, read_prompts
     from fledge.eval.record import check_record_path, write_record
-    from fledge.eval.run import EvaluationStopped, evaluate, longest_request
+    from fledge.eval.run import EvaluationStopped, TurnTooLong, evaluate, longest_request
     from fledge.jobs.evaluate_ways import load_engines, names, ways
     from fledge.jobs.options import default_new_tokens
     from fledge.jobs.prepare import prepare_rounds
-    from fledge.models.weights import read_draft_config
+    from fledge.models.weights import draft_sha256, open_draft, read_draft_config
     from fledge.signals import restoring_signals
 
     if not options.prompts:
@@ -150,6 +151,7 @@ def run(
     for way in compared:
         drafting[way].for_method(families[way.draft])
     sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
+    hashes = {draft: draft_sha256(open_draft(draft).tensors) for draft in options.draft}
     engines = load_engines(options, compared, progress.say)
     first = engines[0]  # also decodes without a draft
     max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)
@@ -166,12 +168,16 @@ def run(
     arms = [(engine, True) for engine in engines] + [(first, False)]
     prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
     records: dict[str, Any] = {}
-    stopped = False
+    stopped: BaseException | None = None
     with restoring_signals() as ignore_signals:  # until what was measured is shown and written
         for name, prompts in sets.items():
             labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
             answers = len(arms) * sum(p.answers for p in prompts)
             origin = {"prompt_set": name, "command": command(), "fledge": __version__}
+            drafts = {
+                label: {"draft": way.draft, "draft_sha256": hashes[way.draft]}
+                for label, way in zip(labels, compared, strict=True)
+            }
             found: dict[str, Any] = {}
             try:
                 if options.out and records:  # results so far; an error is reported when the final record is written
@@ -182,14 +188,14 @@ def run(
                         dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, batch=options.batch,
                         max_new_tokens=max_new_tokens, advance=advance, interrupted=ignore_signals,
                     )  # fmt: skip
-            except EvaluationStopped as e:
-                found, stopped = e.records, True
-            except KeyboardInterrupt:
+            except (EvaluationStopped, TurnTooLong) as e:
+                found, stopped = e.records, e
+            except KeyboardInterrupt as e:
                 ignore_signals()
                 if not (records or found):
                     raise
-                stopped = True
-            records |= {label: record | origin for label, record in found.items()}
+                stopped = e
+            records |= {label: record | drafts[label] | origin for label, record in found.items()}
             if stopped:
                 break
         ignore_signals()
@@ -200,7 +206,7 @@ def run(
             if options.out:
                 write_record(options.out, record)
     if stopped:
-        raise KeyboardInterrupt
+        raise stopped
     return record
 
 
@@ -302,7 +308,7 @@ def notices(r: dict[str, Any]) -> list[str]:
     """Sentences on how far the figures can be relied on: whether outputs differ, and what disturbed the measurement."""
     lines = []
     if "stopped" in r:
-        lines.append(f"Interrupted after {r['prompts']} of {r['stopped']} answers.")
+        lines.append(f"Stopped after {r['prompts']} of {r['stopped']} answers.")
     if r["identical"] is None:
         lines.append(
             "Outputs are not compared: with --draft-sampling sample, the distribution is the target's, but the tokens "

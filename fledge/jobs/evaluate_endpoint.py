@@ -25,7 +25,7 @@ from fledge.eval.prompts import EvalPrompt, conversation, prompt_set_name, read_
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
-from fledge.models.weights import open_draft
+from fledge.models.weights import draft_sha256, open_draft
 from fledge.signals import restoring_signals
 from fledge.targets.compatibility import check_fits
 from fledge.targets.loading import load_target
@@ -303,6 +303,7 @@ def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -
         "template_kwargs": found.decoding.template_kwargs,
         "target": options.target,
         "draft": options.draft[0] if options.draft else None,
+        "draft_sha256": draft_sha256(open_draft(options.draft[0]).tensors) if options.draft else None,
         "endpoint": options.endpoint,
         "server": dataclasses.asdict(found.server) | {"version": found.version},
         "baseline_endpoint": options.baseline_endpoint,

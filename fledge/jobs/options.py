@@ -13,6 +13,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs
+from fledge.methods import MOST_DEPTH, MOST_NODES
 
 if TYPE_CHECKING:
     import torch
@@ -301,10 +302,11 @@ class DecodeOptions(Options):
     )  # fmt: skip
     depth: int | str | None = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
-        "speed, with nothing drafted while that is faster (default: as trained)", None, minimum=1, maximum=64, word=AUTO
+        "speed, with nothing drafted while that is faster (default: as trained)", None, minimum=1,
+        maximum=MOST_DEPTH, word=AUTO,
     )  # fmt: skip
     tree_nodes: int | str = opt(
-        "number of nodes of a draft tree, including the root, or auto", 60, minimum=2, maximum=1024, word=AUTO
+        "number of nodes of a draft tree, including the root, or auto", 60, minimum=2, maximum=MOST_NODES, word=AUTO
     )
     tree_width: int = opt("maximum number of children of a tree node", 10, minimum=1, maximum=64)
     draft_cache: str = opt(

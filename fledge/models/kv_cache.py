@@ -27,6 +27,9 @@ class SlotPool:
     with its last segment. After `make_room`, segments are of one size where that fits, so that what a short request
     leaves free also fits a long one.
 
+    An exception at any moment, as of Ctrl-C, loses slots at most: it never leaves some free that are in use, or that
+    the buffer does not have.
+
     `counters` are those of `tree_attention` for the sequences of the pool, whose passes come one after the other.
     """
 
@@ -42,15 +45,16 @@ class SlotPool:
         return self.buffer.shape[3]
 
     def _set_buffer(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.layers = [layer.unbind() for layer in buffer]  # once, not in each pass
+        layers = [layer.unbind() for layer in buffer]  # once, not in each pass
+        self.buffer, self.layers = buffer, layers
 
     @torch.inference_mode()
     def reserve(self, slots: int) -> None:
         """Grows the pool to at least this number of slots."""
         if (more := slots - self.slots) > 0:
-            self._free = _merged([*self._free, (self.slots, slots)])
+            free = _merged([*self._free, (self.slots, slots)])
             self._set_buffer(F.pad(self.buffer, (0, 0, 0, more)))
+            self._free = free
 
     def make_room(self, segments: int, size: int) -> None:
         """Grows the pool, which has a segment, so that it need not grow while there are at most so many beside those of
@@ -88,10 +92,12 @@ class SlotPool:
 
     def release(self, first: int, size: int) -> None:
         """Makes a segment free again."""
-        self._free = _merged([*self._free, (first, first + size)])
-        if self._free == [(0, self.slots)]:
-            self._set_buffer(self.buffer.new_zeros(self._shape))
+        free = _merged([*self._free, (first, first + size)])
+        if free == [(0, self.slots)]:
             self._free = []
+            self._set_buffer(self.buffer.new_zeros(self._shape))
+        else:
+            self._free = free
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -145,9 +151,10 @@ class KVCache:
     @torch.inference_mode()
     def select(self, sequences: Sequence[int]) -> None:
         """Keeps only the sequences with these indices, in this order, and frees the others' segments."""
-        for b in set(range(len(self.segments))) - set(sequences):
-            self.pool.release(*self.segments[b])
-        self.segments = [self.segments[b] for b in sequences]
+        dropped = [self.segments[b] for b in set(range(len(self.segments))) - set(sequences)]
+        self.segments = [self.segments[b] for b in sequences]  # first, so that an exception makes no segment free twice
+        for segment in dropped:
+            self.pool.release(*segment)
         index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
         self.start_B, self.length_B = self.start_B[index], self.length_B[index]
         if self.known_lengths is not None:

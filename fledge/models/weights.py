@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,19 @@ def template_sha256(tokenizer: Any) -> str | None:
 def target_sha256(embedding_VD: Tensor, head_VD: Tensor, last_layer: Mapping[str, Tensor]) -> str:
     """A hash of a sample of a target's weights: up to SAMPLE values of the embedding, the head, and each weight of the
     last decoder layer, rounded to bfloat16, so that it is the same in each dtype that a target is loaded in."""
+    return _sample_sha256((embedding_VD, head_VD, *(last_layer[name] for name in sorted(last_layer))))
+
+
+def draft_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of a sample of a draft's weights, by the names of its state dict, as `target_sha256`. It is the same for
+    all layouts of the draft's files, which may have a copy of the target's embedding or none."""
+    weights = (x for name, x in sorted(tensors.items()) if name != "embed_tokens.weight" and x.is_floating_point())
+    return _sample_sha256(weights)
+
+
+def _sample_sha256(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
-    for x in (embedding_VD, head_VD, *(last_layer[name] for name in sorted(last_layer))):
+    for x in tensors:
         sample = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLE)].to(torch.bfloat16)
         digest.update(sample.view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()

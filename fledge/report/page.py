@@ -127,7 +127,7 @@ def warnings(r: Record) -> list[str]:
             "Decoding is not lossless here; please report it."
         )
     if (stopped := r.number("stopped")) is not None:
-        found.append(f"{r.label}: interrupted, with {shown(r.number('prompts'), 0)} of {stopped:.0f} answers.")
+        found.append(f"{r.label}: stopped, with {shown(r.number('prompts'), 0)} of {stopped:.0f} answers.")
     tau, speed = r.number("tau"), r.number("speedup")
     if tau and speed and r.number("batch") == 1 and speed > tau:
         found.append(f"{r.label}: a speedup above τ is not possible; something else slowed the baseline down.")

@@ -189,6 +189,10 @@ class Session:
 
     def _fit(self, asked: str, say: Callable[[str], None]) -> list[int]:
         """The token ids of the prompt. Says what was dropped to fit the context, if it was not said before."""
+        try:
+            asked.encode()
+        except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates
+            raise ValueError("this text is not UTF-8; convert it to UTF-8") from e
         before = self.conversation.dropped
         room = min(self.new_tokens, max(1, self.longest // ROOM))
         ids = self.conversation.fit(asked, self._tokens_of, self.longest - room)

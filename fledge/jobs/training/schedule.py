@@ -29,8 +29,14 @@ def make_schedule(
     if rows_per_step % ranks.size:
         idle = "some ranks wait in every step" if rows_per_step > ranks.size else "some ranks have nothing to do"
         say(f"{rows_per_step} rows a step for {ranks.size} ranks: {idle}; --rows-per-step should be a multiple")
+    epoch = len(rows.epoch(0))
+    if requested.rows_per_step and rows_per_step > epoch:
+        say(
+            f"--rows-per-step {rows_per_step}, but an epoch has {epoch} rows: a step takes each of them up to "
+            f"{math.ceil(rows_per_step / epoch)} times; give at most {epoch}"
+        )
     return Schedule(
-        steps=requested.steps or math.ceil(requested.epochs * len(rows.epoch(0)) / rows_per_step),
+        steps=requested.steps or math.ceil(requested.epochs * epoch / rows_per_step),
         lr=requested.lr or 0.5 / width,
         objective=_objective(recipe.objective),
         rows_per_step=rows_per_step,
