@@ -232,8 +232,10 @@ def test_what_could_not_be_answered_is_refused_when_called(engine: api.Engine) -
 def test_a_target_with_a_table_of_positions_keeps_some_for_the_draft(engine: api.Engine, monkeypatch) -> None:
     monkeypatch.setattr(type(engine.target), "rotary", False)
     room = engine.target.context - len(IDS)
-    words = f"a context of {engine.target.context} tokens, the last 3 of which are for drafted tokens; use a smaller"
-    with pytest.raises(ValueError, match=f"{words} depth, shorten the prompt, or generate at most {room - 3} new"):
+    words = f"a context of {engine.target.context} tokens, the last 3 of which are for drafted tokens; shorten the"
+    with pytest.raises(
+        ValueError, match=f"{words} prompt, or generate at most {room - 3} new tokens, or use a smaller"
+    ):
         engine.stream(IDS, max_new_tokens=room)
     engine.stream(IDS, max_new_tokens=room, speculate=False).close()
     engine.stream(IDS, max_new_tokens=room - 3).close()

@@ -52,9 +52,8 @@ class Engine:
     are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
     which the draft was not trained, a `ModeWarning`. Where options keep a GPU from running rounds as CUDA graphs, an
     `EagerWarning` is issued once. Several threads may use an engine, or engines of one target: their rounds take turns.
-    Raises ValueError if draft and target do not belong together, if the target does not
-    support what verification needs, or if options contradict each other; raises TypeError for arguments of a wrong
-    type.
+    Raises ValueError if draft and target do not belong together, if the target does not support what verification
+    needs, or if options contradict each other; raises TypeError for arguments of a wrong type.
     """
 
     def __init__(
@@ -290,11 +289,15 @@ class Engine:
         if new < 1:
             raise ValueError(f"max_new_tokens is {new}; it must be at least 1")
         if prompt + new > limit:
-            fewer = f", or generate at most {limit - prompt} new tokens" if prompt < limit else ""
-            kept = f", the last {context - limit} of which are for drafted tokens; use a smaller depth,"
+            kept, cures = "", ["shorten the prompt"]
+            if prompt < limit:
+                cures.append(f"generate at most {limit - prompt} new tokens")
+            if limit < context:
+                kept = f", the last {context - limit} of which are for drafted tokens"
+                cures.append("use a smaller depth")
             raise ValueError(
                 f"the prompt has {prompt} tokens and {new} are to be generated, but {self.target.name or 'the target'} "
-                f"has a context of {context} tokens{kept if limit < context else ';'} shorten the prompt{fewer}"
+                f"has a context of {context} tokens{kept}; {', or '.join(cures)}"
             )
 
     @property
@@ -309,7 +312,8 @@ class Engine:
     ) -> Generator[list[Request], None, None]:  # fmt: skip
         """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
         others. Between two of these, it has the target, its caches and the draft for itself."""
-        self._warn_if_eager(requests, drafts)
+        if requests:
+            self._warn_if_eager(requests, drafts)
         decoding = self._rounds(deque(requests), batch, drafts)
         try:
             while True:
