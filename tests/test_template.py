@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers, processors
 
 from fledge.data import template as template_module
 from fledge.data.record import Record
-from fledge.data.template import ChatTemplate, _common_prefix_length
+from fledge.data.template import ChatTemplate, TemplateWarning, _common_prefix_length
 from support.targets import CHATML, tiny_tokenizer
 
 STOP = 1  # <|im_end|>
@@ -405,9 +405,9 @@ def test_the_prompt_messages_of_a_conversation_are_not_supervised():
 
 
 def test_a_variable_that_the_template_does_not_read_is_named():
-    with pytest.warns(UserWarning, match="reads no variable enable_thinkng, .*; did you mean enable_thinking"):
+    with pytest.warns(TemplateWarning, match="reads no variable enable_thinkng, .*; did you mean enable_thinking"):
         chats = ChatTemplate(tiny_tokenizer(QWEN), [STOP], {"enable_thinkng": False})
-    with pytest.warns(UserWarning, match="reads no variable a and no b, which has no effect$"):
+    with pytest.warns(TemplateWarning, match="reads no variable a and no b, which has no effect$"):
         ChatTemplate(tiny_tokenizer(CHATML), [STOP], {"a": 1, "b": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

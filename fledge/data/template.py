@@ -26,12 +26,16 @@ RENDER_SECONDS = 10.0  # limit of CPU time for one rendering; the longest chats 
 MANY_TURNS = 16  # chats with at least this many turns try `_find_turns`, which takes linear time, first
 
 
+class TemplateWarning(UserWarning):
+    """A chat template does not read a variable that was given for it."""
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, with fixed keyword arguments such as enable_thinking=False.
 
-    `stop_ids` are the token ids that end a turn. A warning names arguments that the template does not read. Raises
-    ValueError for arguments that `check_template_kwargs` refuses, and for a tokenizer without character offsets (not a
-    "fast" one).
+    `stop_ids` are the token ids that end a turn. A `TemplateWarning` names arguments that the template does not read.
+    Raises ValueError for arguments that `check_template_kwargs` refuses, and for a tokenizer without character offsets
+    (not a "fast" one).
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], kwargs: dict[str, Any] | None = None):
@@ -41,7 +45,7 @@ class ChatTemplate:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
         if problem := _unread(tokenizer.chat_template, self.kwargs):
-            warnings.warn(problem, stacklevel=1)  # the same place for all, so that it is shown once
+            warnings.warn(problem, TemplateWarning, stacklevel=1)  # the same place for all, so that it is shown once
 
     def with_exactly(self, kwargs: dict[str, Any]) -> ChatTemplate:
         """The same template with other arguments, of which data may have more than this template reads."""
