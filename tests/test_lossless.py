@@ -260,7 +260,7 @@ def test_drafts_beyond_learned_positions_are_refused(monkeypatch: pytest.MonkeyP
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
     monkeypatch.setattr(TransformersTarget, "rotary", False)
-    with pytest.raises(ValueError, match="has 512 positions, but"):
+    with pytest.raises(ValueError, match="a context of 512 tokens, the last 6 of which are for drafted tokens"):
         engine.generate(prompt, max_new_tokens=12)
     assert_same(*both(engine, prompt, max_new_tokens=6))
 

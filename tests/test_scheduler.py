@@ -89,7 +89,7 @@ def test_prefills_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     create = engine._request
     monkeypatch.setattr(
-        engine, "_request", lambda p, n, **o: create(p, n, **o | dict(max_new_tokens=6 + asked.index(p) % 9))
+        engine, "_request", lambda p, n, drafts, _, *rest: create(p, n, drafts, 6 + asked.index(p) % 9, *rest)
     )
     done = engine.generate_all(asked, batch=16)
     assert [c.tokens for c in done] == expected

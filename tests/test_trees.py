@@ -37,7 +37,7 @@ from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of,
 SLIDING = dict(sliding_window=8)
 
 
-def engine_of(target: TransformersTarget, draft: Draft | None, **options: Any) -> Engine:
+def engine_of(target: TransformersTarget, draft: Draft, **options: Any) -> Engine:
     return Engine(target, draft, **{"mode": "tree", **options})
 
 
@@ -288,7 +288,7 @@ def test_greedy_is_vanilla_for_every_family(name: str, native: bool) -> None:
     target = tiny_target(dtype=torch.float64, native=native, **KINDS[name])
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256)
     asked = prompts(4, seed=5)
-    fit_head(target, draft, [spoken(engine_of(target, None), p, 30)[0] for p in asked], 3)
+    fit_head(target, draft, [spoken(Engine(target), p, 30)[0] for p in asked], 3)
     engine = engine_of(target, draft, depth=3, nodes=20, width=4)
     accepted = set()
     for prompt in asked:
