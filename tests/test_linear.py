@@ -8,16 +8,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge.kernels import linear as linear_module
-from fledge.kernels.linear import FEW_ROWS, linear
+from fledge.kernels.linear import linear, strided_linear
 from fledge.models.layers import Linear
 from support.targets import tiny_draft, tiny_target
 
 
+@pytest.fixture(params=[0, 8], ids=["Intel", "others"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of an Intel CPU and those of others, whatever this one is."""
+    monkeypatch.setattr(linear_module, "FEW_ROWS", request.param)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "shape", [(1, 8), (2, 8), (FEW_ROWS, 8), (FEW_ROWS + 1, 8), (1, 3, 8), (2, 3, 8), (0, 8), (8,)]
-)
-def test_products_of_few_rows(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("shape", [(1, 8), (2, 8), (8, 8), (9, 8), (1, 3, 8), (2, 3, 8), (0, 8), (8,)])
+def test_products_of_few_rows(shape: tuple[int, ...], bias: bool, few_rows: None) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(shape, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5)
     ours, plain = linear(x, w, b if bias else None), F.linear(x, w, b if bias else None)
@@ -28,6 +32,16 @@ def test_products_of_few_rows(shape: tuple[int, ...], bias: bool) -> None:
         torch.autograd.grad(ours, (x, w), weights), torch.autograd.grad(plain, (x, w), weights), strict=True
     ):
         torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+def test_products_plus_a_residual(rows: int, bias: bool, few_rows: None) -> None:
+    torch.manual_seed(0)
+    x, w, b, residual = torch.randn(rows, 8), torch.randn(5, 8), torch.randn(5), torch.randn(rows, 5)
+    b = b if bias else None
+    torch.testing.assert_close(strided_linear(x, w, b, residual), residual + F.linear(x, w, b))
+    torch.testing.assert_close(strided_linear(x, w, b), F.linear(x, w, b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -42,8 +56,8 @@ def test_target_and_draft_use_this_linear(monkeypatch: pytest.MonkeyPatch) -> No
     theirs, ours = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in (target.model, draft))
     assert theirs and all("forward" in vars(m) for m in theirs)
     assert ours and all(type(m) is Linear for m in ours)
-    monkeypatch.setattr(linear_module, "FEW_ROWS", -1)
-    ids = torch.arange(3, 10)[None]
-    plain = target.model(ids).logits
-    monkeypatch.undo()
-    torch.testing.assert_close(target.model(ids).logits, plain)
+    ids, logits = torch.arange(3, 10)[None], []
+    for rows in (0, 8):
+        monkeypatch.setattr(linear_module, "FEW_ROWS", rows)
+        logits.append(target.model(ids).logits)
+    torch.testing.assert_close(*logits)

@@ -56,13 +56,15 @@ def test_products(rows: int, bias: bool, everything_is_packed) -> None:
             assert found.is_contiguous() and torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_when_copies_are_made_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [3, 4])
+def test_when_copies_are_made_and_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weight, "LEAST_ROWS", least)
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
     assert pack(small) is small
     packed = pack(large)
     assert packed.data_ptr() == large.data_ptr(), "an alias"
     with torch.no_grad():
-        assert packed_copy(packed, 1) is None and packed_copy(packed, 6) is not None
+        assert packed_copy(packed, least - 1) is None and packed_copy(packed, least) is not None
         assert packed_copy(large, 6) is None
     assert packed_copy(packed, 6) is None, "gradients would be lost"
     assert can_pack([small, large]) and not can_pack([small, large.double()])
@@ -129,8 +131,9 @@ def test_a_head_that_is_not_packed_is_the_present_one() -> None:
 def test_a_model_made_in_inference_mode(used: list[int]) -> None:
     with torch.inference_mode():
         target = tiny_target(native=True)
-    expected = target.reference_generate(PROMPT, max_new_tokens=12)
-    assert Engine(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected and used
+    for prompt in (PROMPT, PROMPT * 5):  # of few rows, and of more
+        expected = target.reference_generate(prompt, max_new_tokens=12)
+        assert Engine(target).generate_all([prompt], max_new_tokens=12)[0].tokens == expected and used
 
 
 def test_copies_of_a_target_pack_anew(used: list[int]) -> None:

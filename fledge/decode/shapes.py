@@ -62,7 +62,8 @@ class Chain(Shape):
             tokens.append(token_BS)
             qs.append(q_BSW)
             if self.confidence:
-                chances.append(chance_BS.cumprod(1) * (chances[-1][:, -1:] if chances else 1))
+                chance_BS = chance_BS.cumprod(1) if chance_BS.shape[1] > 1 else chance_BS
+                chances.append(chance_BS * chances[-1][:, -1:] if chances else chance_BS)
                 if source.sequential and bool((chances[-1] < self.confidence).all()):
                     break
             k += token_BS.shape[1]

@@ -15,7 +15,9 @@ def environment(device: str, dtype: str) -> dict[str, Any]:
     import torch
     import transformers
 
-    chip = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    from fledge.kernels.processor import processor_name
+
+    chip = torch.cuda.get_device_name() if device.startswith("cuda") else processor_name()
     return {
         "device": chip,
         "dtype": dtype.removeprefix("torch."),
@@ -49,14 +51,3 @@ def commit() -> str | None:
     if head.returncode:
         return None
     return head.stdout.strip() + ("+" if changed.returncode else "")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()

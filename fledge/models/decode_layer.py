@@ -125,15 +125,13 @@ def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor,
     if hasattr(module, fused):
         return getattr(module, fused).weight, getattr(module, fused).bias
     projections = [getattr(module, name) for name in parts]
-    joined = [_joined([p.weight for p in projections]), None]
-    if projections[0].bias is not None:
-        joined[1] = _joined([p.bias for p in projections])
-    return tuple(joined)
+    return _joined(projections, "weight"), None if projections[0].bias is None else _joined(projections, "bias")
 
 
-def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
-    """The concatenation of parameters along the first axis, of which they become views; the one that they are views of
-    if there is one already."""
+def _joined(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """The concatenation of the modules' parameters of this name along the first axis, of which they become views; the
+    one that they are views of if there is one already."""
+    parts: list[nn.Parameter] = [getattr(module, name) for module in modules]
     first, end = parts[0], parts[0].storage_offset()
     for p in parts:
         same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and p.is_contiguous()
@@ -144,8 +142,11 @@ def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
         rows = sum(p.shape[0] for p in parts)
         return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
     whole = torch.cat([p.detach() for p in parts])
-    for p, view in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
-        p.data = view
+    for module, p, view in zip(modules, parts, whole.split([p.shape[0] for p in parts]), strict=True):
+        if p.is_inference():  # torch cannot make views of such a parameter after its data were set
+            setattr(module, name, nn.Parameter(view, requires_grad=p.requires_grad))
+        else:
+            p.data = view
     return whole
 
 

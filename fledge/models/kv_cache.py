@@ -231,15 +231,15 @@ class TreeRows(CacheRows):
 
     def _read_with_torch(self, layer: int, q_QHd: Tensor, scale: float | None, window: int | None) -> Tensor:
         """`read` by `attend_to_slots`. Masks and views of the slots are made once for all layers, not in each."""
-        cache, (B, S, _) = self.cache, self.visible.shape
         if window not in self._slots:
+            cache = self.cache
             buffer, (H, G) = cache.pool.buffer, (q_QHd.shape[1], cache.pool.buffer.shape[2])
             mask_BSJ, position_BS = self._visible_in(window).mask_BSJ, self.position_BS
             reads = slots_and_masks(cache.start_B, cache.length_B, mask_BSJ, window, position_BS, H // G, q_QHd.dtype)
             both = buffer.flatten(0, 1)[:, None]  # the keys of a layer, then its values
             self._slots[window] = [(both[:, :, :, slots].unbind(), mask) for slots, mask in reads]
         read = [(both[2 * layer], both[2 * layer + 1], mask) for both, mask in self._slots[window]]
-        return attend_to_slots(q_QHd.view(B, S, *q_QHd.shape[1:]), read, scale).flatten(0, 1)
+        return attend_to_slots(q_QHd, read, scale)
 
     def _visible_in(self, window: int | None) -> Visible | VisibleChain:
         """`visible` without the rows before a window, of which there are some only if a path is longer than it. All

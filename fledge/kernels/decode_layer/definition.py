@@ -10,14 +10,22 @@ from torch.nn import functional as F
 
 from fledge.kernels.precision import at_least_float32
 
+# For a few rows on a CPU, each operation costs its call, even a conversion to the dtype that a tensor has. So these
+# functions have the fewest.
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, computed in at least float32, in the dtype of x."""
+    out = _rms_norm(x, weight, eps)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, in at least float32, and not rounded to the dtype of x."""
+    """`rms_norm`, not rounded to the dtype of x."""
     x = at_least_float32(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    # for a few rows on a CPU, each operation costs its call: these are the fewest
     inverse = torch.addcmul(_scalar(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return x * inverse * weight.to(x.dtype)
+    return x * inverse * (weight if weight.dtype == x.dtype else weight.to(x.dtype))
 
 
 @functools.cache
@@ -27,7 +35,7 @@ def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def add_rms_norm(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     sum_ME = x_ME if residual_ME is None else x_ME + residual_ME
-    return _rms_norm(sum_ME, weight_E, eps).to(x_ME.dtype), sum_ME
+    return rms_norm(sum_ME, weight_E, eps), sum_ME
 
 
 def join_embedding(
@@ -35,8 +43,12 @@ def join_embedding(
     eps: float, row_M: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     state_ME = state_ME if row_M is None else state_ME[row_M]
-    parts = (F.embedding(token_M, embedding_VE), token_gain_E), (state_ME, state_gain_E)
-    normed = [x if gain is None else _rms_norm(x, gain, eps).to(x.dtype) for x, gain in parts]
+    embedded_ME = F.embedding(token_M, embedding_VE)
+    if token_gain_E is not None and state_gain_E is not None:
+        both_M2E, gain_2E = torch.stack((embedded_ME, state_ME), 1), torch.stack((token_gain_E, state_gain_E))
+        return rms_norm(both_M2E, gain_2E, eps).flatten(1), state_ME
+    parts = (embedded_ME, token_gain_E), (state_ME, state_gain_E)
+    normed = [x if gain is None else rms_norm(x, gain, eps) for x, gain in parts]
     return torch.cat(normed, -1), state_ME
 
 
@@ -45,15 +57,19 @@ def rope_to_cache(
     q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     M, n, (G, _, d) = qkv_MO.shape[0], cos_nr.shape[0], keys_GPd.shape
-    cos_Mr, sin_Mr = (x if n == M else x.repeat_interleave(M // n, 0) for x in (cos_nr, sin_nr))
+    cos_Mr, sin_Mr = at_least_float32(cos_nr), at_least_float32(sin_nr)
+    if n < M:
+        cos_Mr, sin_Mr = (x.repeat_interleave(M // n, 0) for x in (cos_Mr, sin_Mr))
     qkv_NMd = qkv_MO.view(M, -1, d).transpose(0, 1)  # heads first, as in the cache
     qk_NMd, v_GMd = qkv_NMd.split_with_sizes((heads + G, G))
     qk_NMd = at_least_float32(qk_NMd)
     if q_norm_d is not None or k_norm_d is not None:
         parts = zip(qk_NMd.split_with_sizes((heads, G)), (q_norm_d, k_norm_d), strict=True)
         qk_NMd = torch.cat([x if weight is None else _rms_norm(x, weight, eps) for x, weight in parts])
-    rotated_NMd = _rotated(qk_NMd, at_least_float32(cos_Mr), at_least_float32(sin_Mr))
-    q_HMd, k_GMd = rotated_NMd.to(qkv_MO.dtype).split_with_sizes((heads, G))
+    rotated_NMd = _rotated(qk_NMd, cos_Mr, sin_Mr)
+    if rotated_NMd.dtype != qkv_MO.dtype:
+        rotated_NMd = rotated_NMd.to(qkv_MO.dtype)
+    q_HMd, k_GMd = rotated_NMd.split_with_sizes((heads, G))
     slot_M = slot_M.long()
     keys_GPd.index_copy_(1, slot_M, k_GMd)
     values_GPd.index_copy_(1, slot_M, v_GMd)

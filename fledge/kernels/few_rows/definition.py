@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.kernels.decode_layer import add_rms_norm, silu_mul_fused
+from fledge.kernels.decode_layer import silu_mul_fused
+from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.linear import linear, strided_linear
 
 
 def norm_linear(x_ME: Tensor, gain_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None) -> Tensor:
-    return strided_linear(_norm(x_ME, gain_E, eps), weight_OE, bias_O)
+    return strided_linear(rms_norm(x_ME, gain_E, eps), weight_OE, bias_O)
 
 
 def linear_add(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Tensor | None) -> Tensor:
-    if x_MI.device.type == "cuda" and bias_O is None:
-        return torch.addmm(residual_MO, x_MI, weight_OI.T)
-    return residual_MO + strided_linear(x_MI, weight_OI, bias_O)
+    return strided_linear(x_MI, weight_OI, bias_O, residual_MO)
 
 
 def norm_swiglu(x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, bias_2F: Tensor | None) -> Tensor:
-    gate_up = strided_linear(_norm(x_ME, gain_E, eps), gate_up_2FxE, bias_2F)
-    if x_ME.device.type == "cuda":
+    gate_up = strided_linear(rms_norm(x_ME, gain_E, eps), gate_up_2FxE, bias_2F)
+    if x_ME.is_cuda:
         return silu_mul_fused(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
@@ -30,7 +28,3 @@ def norm_swiglu(x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, 
 
 def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return linear(x_MI, weight_OI, bias_O)
-
-
-def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
-    return add_rms_norm(x_ME, None, gain_E, eps)[0]

@@ -59,7 +59,7 @@ def tree_attention_torch(
     group = q_BSHd.shape[2] // keys_GPd.shape[0]
     reads = slots_and_masks(start_B, length_B, visible_BSJ, window, position_BS, group, q_BSHd.dtype)
     read = [(keys_GPd[None, :, slots], values_GPd[None, :, slots], mask) for slots, mask in reads]
-    return attend_to_slots(q_BSHd, read, scale)
+    return attend_to_slots(q_BSHd.flatten(0, 1), read, scale).view(q_BSHd.shape)
 
 
 def slots_and_masks(
@@ -80,18 +80,18 @@ def slots_and_masks(
 
 
 def attend_to_slots(
-    q_BSHd: Tensor, read: Sequence[tuple[Tensor, Tensor, Tensor | None]], scale: float | None
+    q_MHd: Tensor, read: Sequence[tuple[Tensor, Tensor, Tensor | None]], scale: float | None
 ) -> Tensor:  # fmt: skip
-    """Attention of the rows of each sequence to its keys and values, each [1, G, slots, d], with its mask (see
-    `slots_and_masks`): one call of torch's attention per sequence. `scale` None is d^-1/2.
+    """Attention of equally many rows of each sequence to its keys and values, each [1, G, slots, d], with its mask (see
+    `slots_and_masks`): one call of torch's attention per sequence. Returns [M, H, d], contiguous. `scale` None is
+    d^-1/2.
 
     The query heads that share a key head are laid along the rows, so that no key is repeated for them.
     """
-    (_, S, H, d), out = q_BSHd.shape, []
-    for q_SHd, (k_1GNd, v_1GNd, mask) in zip(q_BSHd.unbind(), read, strict=True):
-        G = k_1GNd.shape[1]
-        q_1GRd = q_SHd.transpose(0, 1).reshape(1, G, -1, d)  # rows R = group x S
+    (M, H, d), out = q_MHd.shape, []
+    parts = (q_MHd,) if len(read) == 1 else q_MHd.split(M // len(read))
+    for q_SHd, (k_1GNd, v_1GNd, mask) in zip(parts, read, strict=True):
+        q_1GRd = q_SHd.transpose(0, 1).reshape(1, k_1GNd.shape[1], -1, d)  # rows R = group x S
         found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
-        out.append(found_1GRd.reshape(H, S, d).transpose(0, 1))
-    # a GPU's result has another layout than a CPU's, of which the reshape is a view
-    return torch.stack(out) if len(out) > 1 else out[0][None].contiguous()
+        out.append(found_1GRd.reshape(H, -1, d).transpose(0, 1))
+    return torch.cat(out) if len(out) > 1 else out[0].contiguous()
