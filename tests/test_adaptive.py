@@ -49,8 +49,8 @@ class Clock:
 
 
 class World:
-    """Requests, one after the other, in a world in which a token is accepted with the probability `rate(token)`, by the
-    number of tokens before it, and a round takes `cost(amount)` seconds with some noise. `answer` are the tokens of a
+    """Requests, one after the other, in a world in which a token is accepted with the probability `rate(tokens)`, by the
+    number of tokens before the request, and a round takes `cost(amount)` seconds with some noise. `answer` are the tokens of a
     request, `reading` the seconds in which the draft reads its prompt, and `probing` those of a guess of an answer."""
 
     def __init__(
@@ -60,7 +60,7 @@ class World:
         self.rate, self.cost, self.answer, self.reading, self.probing = rate, cost, answer, reading, probing
         self.draw, self.clock, self.tokens, self.tries, self.probes = random.Random(seed), Clock(), 0, 0, 0
         self.chooser = AmountChooser(CHAINS, CHAINS[3], False, self.clock)
-        self.current = self.chooser.amounts[1]
+        self.current = self.chooser.start
 
     def run(self, tokens: int) -> float:
         """Decodes so many tokens more, or a few more than that. Returns the tokens per second of them."""
@@ -70,6 +70,13 @@ class World:
                 self._request()
         return (self.tokens - before) / (self.clock.now - began)
 
+    def drafts(self, most: int) -> tuple[int, int]:
+        """The tokens that a round drafts, of at most so many, and those of them that are accepted."""
+        accepted = 0
+        while accepted < most and self.draw.random() < self.rate(self.tokens):
+            accepted += 1
+        return most, accepted
+
     def _request(self) -> None:
         chooser, done, rounds, plain = self.chooser, 0, 0, []
         rests = chooser.rests(1)
@@ -77,7 +84,7 @@ class World:
             self.clock.now += self.reading
             chooser.add_reading(1, self.reading)
             if chooser.trying:
-                self.current, self.tries = chooser.smaller, self.tries + 1
+                self.current, self.tries = chooser.least, self.tries + 1
         while done < self.answer:
             if not rests and rounds % batches.HELD == 0:
                 self.current = chooser.next(1, self.current)
@@ -85,15 +92,14 @@ class World:
                     chooser.gave_up()
                     rests = True
             amount = NOTHING if rests else self.current
-            accepted = 0
-            while accepted < amount.depth and self.draw.random() < self.rate(self.tokens + done):
-                accepted += 1
-            took = self.cost(amount) * self.draw.uniform(0.95, 1.05) * (5 if self.draw.random() < 0.02 else 1)
-            self.clock.now += self.cost(amount)
+            drafted, accepted = self.drafts(amount.depth)
+            cost = self.cost(Amount(drafted, drafted + 1))
+            took = cost * self.draw.uniform(0.95, 1.05) * (5 if self.draw.random() < 0.02 else 1)
+            self.clock.now += cost
             if rests:
                 plain.append(took)
             else:
-                chooser.add(amount, [accepted], took if rounds % batches.HELD >= batches.WARM_UP else None)
+                chooser.add(amount, [accepted], took if rounds % batches.HELD >= batches.WARM_UP else None, drafted)
             done, rounds = done + accepted + 1, rounds + 1
         chooser.add_answer(self.answer)
         self.tokens += self.answer
@@ -123,6 +129,25 @@ def test_the_choice_is_close_to_the_best(rate: float, step: float) -> None:
 
     speed, best = World(lambda n: rate, cost).run(6000), best_speed(rate, cost)
     assert speed > max(0.94 * best, 0.97)
+
+
+@pytest.mark.parametrize("sure", [0.1, 0.3, 0.7])
+def test_chains_that_end_early(sure: float) -> None:
+    """The same where the draft is sure of some tokens and a chain ends with the first one that it is not sure of."""
+    sure_is_right, other_is_right = 0.9, 0.25
+
+    def draw(world: World, most: int) -> tuple[int, int]:
+        drafted = accepted = 0
+        going = True
+        while drafted < most and going:
+            going, drafted = world.draw.random() < sure, drafted + 1
+            right = world.draw.random() < (sure_is_right if going else other_is_right)
+            accepted += right and accepted == drafted - 1
+        return drafted, accepted
+
+    world = World(lambda n: 0.0, lambda amount: 1 + (0.46 + 0.16 * amount.depth if amount.depth else 0))
+    world.drafts = lambda most: draw(world, most)
+    assert world.run(6000) > (0.97 if sure < 0.5 else 1.3)
 
 
 def test_speculation_comes_back() -> None:
@@ -174,7 +199,7 @@ def test_answers_too_short_to_measure() -> None:
     """A try ends after a few requests, though none had enough rounds."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False)
     for rests in (False, True):  # what was measured is measured again before a pause
-        add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+        add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[0]: 2.0})
         assert chooser.rests(1) == rests
     for _ in range(PROBES):
         assert chooser.probes(1)
@@ -185,7 +210,7 @@ def resting_chooser(clock: Clock) -> AmountChooser:
     """A chooser that finds that drafting does not pay, and need not measure that again."""
     chooser = AmountChooser(CHAINS, CHAINS[3], False, clock)
     chooser.checks = CHECKS
-    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[1]: 2.0})
+    add_rounds(chooser, 1, {NOTHING: 1.0, CHAINS[0]: 1.6})
     return chooser
 
 
@@ -202,8 +227,8 @@ def test_a_guess_that_promises_is_followed_by_a_try() -> None:
         assert not chooser.budget.allows and not chooser.rests(1) and chooser.trying
         clock.now += 20
         chooser.checks = CHECKS
-        add_rounds(chooser, 1, {CHAINS[1]: 3.0})
-        chooser.next(1, CHAINS[1])
+        add_rounds(chooser, 1, {CHAINS[0]: 3.0})
+        chooser.next(1, CHAINS[0])
         assert chooser.pausing and chooser.rests(1) and not chooser.trying
         clock.now += 0.9 * 50 / SHARE
         assert chooser.rests(1) and not chooser.probes(1)
@@ -234,7 +259,7 @@ def test_requests_that_end_while_costs_are_measured() -> None:
     """The measurement ends with them, so that the pause after it has guesses."""
     chooser = resting_chooser(Clock())
     chooser.rounds = chooser.again
-    chooser.next(1, CHAINS[1])
+    chooser.next(1, CHAINS[0])
     assert not chooser.budget.allows
     add_rounds(chooser, 1, {NOTHING: 1.0})
     assert chooser.rests(1) and chooser.probes(1)
@@ -246,7 +271,7 @@ def test_running_requests_give_up_and_return() -> None:
     chooser, many = AmountChooser(CHAINS, CHAINS[3], False), 10
     assert not chooser.stops(2)
     for stops in (False, True):
-        add_rounds(chooser, 2, {NOTHING: 1.0, CHAINS[1]: 2.0})
+        add_rounds(chooser, 2, {NOTHING: 1.0, CHAINS[0]: 1.6})
         assert chooser.stops(2) == chooser.pausing == stops
     chooser.gave_up()
     assert not chooser.pausing and chooser.rests(2) and not chooser.returns(2, many)
@@ -277,11 +302,11 @@ def test_delayed_rounds_are_no_reason_to_pause() -> None:
     chooser = AmountChooser(CHAINS, CHAINS[3], False)
     for delayed in (True, False, True, False):
         seconds = 20.0 if delayed else 1.0
-        add_rounds(chooser, 1, {NOTHING: 1.0, chooser.smaller: seconds, chooser.start: seconds})
+        add_rounds(chooser, 1, {NOTHING: 1.0, chooser.least: seconds, chooser.start: seconds})
         for _ in range(500):
             chooser.rates.add(1, [1])
         chooser.rounds = 0  # so that it does not measure again because of their number
-        chooser.next(1, chooser.smaller)
+        chooser.next(1, chooser.least)
         assert not chooser.pausing and not chooser.rests(1) and chooser.checks == delayed
 
 
@@ -303,14 +328,33 @@ def test_costs() -> None:
     costs = RoundCosts()
     for amount, seconds in ((NOTHING, 1.0), (CHAINS[1], 3.0), (CHAINS[3], 6.0)):
         for _ in range(3):
-            costs.add(1, amount, seconds)
+            costs.add(1, amount, seconds, amount.depth)
     assert [costs.seconds(1, a) for a in CHAINS] == pytest.approx([2.0, 3.0, 4.0, 6.0, 8.0, 11.0])
     assert costs.seconds(4, CHAINS[1]) == 3.0
     for _ in range(3):
-        costs.add(3, NOTHING, 2.0)
+        costs.add(3, NOTHING, 2.0, 0)
     assert costs.seconds(4, CHAINS[3]) == 12.0 and costs.seconds(1, CHAINS[3]) == 6.0
     costs.forget_all_but(NOTHING)
     assert not costs.timed(CHAINS[3]) and costs.timed(NOTHING)
+
+
+def test_what_drafting_costs_at_all() -> None:
+    """Between amounts that draft, decoding without drafting says nothing of the costs; with one of them, it does."""
+    costs = RoundCosts()
+    for amount, seconds in ((NOTHING, 1.0), (CHAINS[0], 6.0), (CHAINS[3], 8.0)):
+        for _ in range(3):
+            costs.add(1, amount, seconds, amount.depth)
+        if amount == CHAINS[0]:
+            assert costs.seconds(1, CHAINS[1]) == pytest.approx(11.0)
+    assert [costs.seconds(1, a) for a in CHAINS] == pytest.approx([6.0, 6.5, 7.0, 8.0, 9.0, 10.5])
+
+
+def test_costs_of_chains_that_end_early() -> None:
+    """Rounds that drafted more count, though they take longer; delayed ones do not count."""
+    costs, lengths = RoundCosts(), [1, 1, 5, 1, 2, 1, 5, 1, 3, 1, 4, 1]
+    for n in lengths:
+        costs.add(1, CHAINS[3], 10.0 + n + (50.0 if n == 2 else 0.0), n)
+    assert costs.seconds(1, CHAINS[3]) == pytest.approx(10 + sum(lengths) / len(lengths))
 
 
 def test_amounts_of_drafting() -> None:
@@ -457,7 +501,7 @@ def paused_engine() -> tuple[Engine, list[list[int]]]:
     target, draft, asked = good_pair(native=True)
     engine = Engine(target, draft, depth="auto")
     engine.chooser.checks = CHECKS
-    add_rounds(engine.chooser, 1, {NOTHING: 1.0, engine.chooser.smaller: 9.0})
+    add_rounds(engine.chooser, 1, {NOTHING: 1.0, engine.chooser.least: 9.0})
     return engine, asked
 
 

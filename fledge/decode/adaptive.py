@@ -12,6 +12,7 @@ also depends on what else the draft costs a request: reading its prompt.
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
 import time
 from collections import defaultdict, deque
@@ -97,14 +98,15 @@ class RoundCosts:
     """The seconds of a round by the number of requests and the amount: means of the latest ones."""
 
     def __init__(self) -> None:
-        self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
+        self.times: dict[int, dict[Amount, deque[tuple[int, float]]]] = defaultdict(dict)  # see `_mean_time`
         self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
-    def add(self, requests: int, amount: Amount, seconds: float) -> None:
-        """Adds a round of so many requests."""
+    def add(self, requests: int, amount: Amount, seconds: float, drafted: int) -> None:
+        """Adds a round of so many requests, in which paths of `drafted` tokens were drafted, which may be fewer than
+        the amount's."""
         size = graph_size(requests)
         times = self.times[size].setdefault(amount, deque(maxlen=LATEST))
-        times.append(seconds)
+        times.append((drafted, seconds))
         self._known.clear()
 
     def forget(self) -> None:
@@ -123,11 +125,14 @@ class RoundCosts:
         return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
 
     def seconds(self, requests: int, amount: Amount) -> float:
-        """The seconds of a round, interpolated between other amounts if no such round was timed."""
+        """The seconds of a round, interpolated between other amounts if no such round was timed. Drafting anything also
+        takes what does not depend on how much, so that between two amounts that draft, NOTHING does not count."""
         known = self._known_at(graph_size(requests))
         if amount in known:
             return known[amount]
         places = sorted(known, key=_place)
+        if len(places) > 2:
+            places = [a for a in places if a != NOTHING]
         if len(places) == 1:
             return known[places[0]]
         i = min(max(bisect.bisect([_place(a) for a in places], _place(amount)), 1), len(places) - 1)
@@ -140,7 +145,7 @@ class RoundCosts:
         time at the nearest one, scaled by what both have in common."""
         if size not in self._known:
             means = {
-                of: {a: _mean(times) for a, times in of_size.items() if len(times) >= TIMED}
+                of: {a: _mean_time(times) for a, times in of_size.items() if len(times) >= TIMED}
                 for of, of_size in self.times.items()
             }
             here = means.get(size, {})
@@ -177,8 +182,7 @@ class AmountChooser:
         self.answer: float | None = None  # the tokens of an answer
         self.rounds, self.again = 0, AGAIN  # since the costs were measured; until they will be
         self.nodes = float(start.nodes)  # of the trees that `rates` were measured with
-        smaller = [a for a in self.amounts[1:] if a < start]
-        self.start, self.smaller = start, smaller[len(smaller) // 2] if smaller else start
+        self.start, self.least = start, self.amounts[1]
 
     # -- of running requests ------------------------------------------------------------------------------------
 
@@ -200,6 +204,8 @@ class AmountChooser:
         if speeds[best] < WORTH_DRAFTING * speeds[NOTHING]:
             if self._checked():
                 self._pause(requests)
+            elif current == NOTHING:
+                return self.least  # which tells the acceptance
             return current
         self.checks = 0
         self._end_try()
@@ -298,7 +304,7 @@ class AmountChooser:
 
     @property
     def _measured(self) -> bool:
-        return self.costs.timed(NOTHING) and self.costs.timed(self.smaller)
+        return self.costs.timed(NOTHING) and self.costs.timed(self.least)
 
     def _gain(self, requests: int) -> float:
         """How much faster than without the draft whole answers are decoded with it."""
@@ -309,25 +315,27 @@ class AmountChooser:
     def _untimed(self, requests: int) -> Amount | None:
         """The next amount to time, if the costs of others cannot be interpolated yet; a large one only where drafting
         nearly pays."""
-        for amount in (NOTHING, self.smaller):
+        for amount in (NOTHING, self.least):
             if not self.costs.timed(amount):
                 return amount
-        pays = self._speed(requests, self.smaller) > NEARLY * self._speed(requests, NOTHING)
+        pays = self._speed(requests, self.least) > NEARLY * self._speed(requests, NOTHING)
         return self.start if pays and not self.costs.timed(self.start) else None
 
-    def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None) -> None:
+    def add(
+        self, amount: Amount, accepted: Sequence[int], seconds: float | None, drafted: int | None = None
+    ) -> None:  # fmt: skip
         """Adds a round: the number of accepted tokens of each request, and its seconds, or None if they do not say what
-        such a round takes."""
+        such a round takes. `drafted` are the tokens of the longest path that was drafted; None: the amount's depth."""
         self.rounds += 1
         if seconds is not None:
-            self.costs.add(len(accepted), amount, seconds)
+            self.costs.add(len(accepted), amount, seconds, amount.depth if drafted is None else drafted)
         if amount != NOTHING:
             self.rates.add(amount.depth, accepted)
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
     def add_plain(self, requests: int, seconds: float) -> None:
         """Adds the mean seconds of the rounds of so many requests that rest."""
-        self.costs.add(requests, NOTHING, seconds)
+        self.costs.add(requests, NOTHING, seconds, 0)
 
     def add_reading(self, requests: int, seconds: float) -> None:
         """Adds the seconds in which the draft read the prompts of so many requests, while none was decoded."""
@@ -384,6 +392,14 @@ def _mean(times: Iterable[float]) -> float:
     ordered = sorted(times)
     counted = ordered[: len(ordered) - len(ordered) // 4]
     return sum(counted) / len(counted)
+
+
+def _mean_time(rounds: Sequence[tuple[int, float]]) -> float:
+    """The mean seconds of rounds, given with the tokens that each drafted: without the longest quarter, as `_mean`, but
+    of what remains after the seconds that go with more drafted tokens (by the median slope, Sen 1968)."""
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n]
+    slope = statistics.median(slopes) if slopes else 0.0
+    return _mean([s - slope * n for n, s in rounds]) + slope * statistics.fmean(n for n, _ in rounds)
 
 
 def _place(amount: Amount) -> int:

@@ -393,7 +393,8 @@ class Batch:
             seconds = now - self.committed_at
         self.committed_at = now
         if self.proposer.draft is not None:
-            self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds)
+            drafted = max(row[-1] for row in results)
+            self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds, drafted)
         elif seconds is not None:
             self.plain_rounds += 1
             self.plain_seconds += seconds

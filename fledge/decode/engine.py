@@ -359,7 +359,7 @@ class Engine:
             stack.callback(self.put_back, used)  # also if the consumer stops early
             used.records, used.chooser = drafts, chooser
             if chooser is not None and not rests and chooser.trying:
-                used.use(chooser.smaller)
+                used.use(chooser.least)
             return used
 
         scheduler, beginning = BatchScheduler(batch_of_kind, self.target.pads), Beginning(batch)

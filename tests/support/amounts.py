@@ -18,7 +18,7 @@ class RandomAmounts:
         self.draw, self.amounts, self.rest = random.Random(seed), engine.drafting.amounts, rest
         self.guesses: list[tuple[int, int]] = []
         self.settled = self.pausing = self.trying = False
-        self.smaller, self.budget = engine.chooser.smaller, Budget()
+        self.least, self.budget = engine.chooser.least, Budget()
         self.exchanges = 0
         engine.chooser = self
 
@@ -44,8 +44,8 @@ class RandomAmounts:
     def probes(self, requests: int) -> bool:
         return self.draw.random() < 0.5
 
-    def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None) -> None:
-        pass
+    def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None, drafted: int) -> None:
+        assert max(accepted) <= drafted <= amount.depth
 
     def add_plain(self, requests: int, seconds: float) -> None:
         pass
