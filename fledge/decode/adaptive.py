@@ -397,9 +397,10 @@ def _mean(times: Iterable[float]) -> float:
 def _mean_time(rounds: Sequence[tuple[int, float]]) -> float:
     """The mean seconds of rounds, given with the tokens that each drafted: without the longest quarter, as `_mean`, but
     of what remains after the seconds that go with more drafted tokens (by the median slope, Sen 1968)."""
-    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n]
-    slope = statistics.median(slopes) if slopes else 0.0
-    return _mean([s - slope * n for n, s in rounds]) + slope * statistics.fmean(n for n, _ in rounds)
+    if len({n for n, _ in rounds}) == 1:
+        return _mean(s for _, s in rounds)
+    slope = statistics.median((t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n)
+    return _mean(s - slope * n for n, s in rounds) + slope * statistics.fmean(n for n, _ in rounds)
 
 
 def _place(amount: Amount) -> int:
