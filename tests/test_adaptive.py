@@ -49,9 +49,10 @@ class Clock:
 
 
 class World:
-    """Requests, one after the other, in a world in which a token is accepted with the probability `rate(tokens)`, by the
-    number of tokens before the request, and a round takes `cost(amount)` seconds with some noise. `answer` are the tokens of a
-    request, `reading` the seconds in which the draft reads its prompt, and `probing` those of a guess of an answer."""
+    """Requests, one after the other, in a world in which a token is accepted with the probability `rate(tokens)`, by
+    the number of tokens before the request, and a round takes `cost(amount)` seconds with some noise. `answer` are the
+    tokens of a request, `reading` the seconds in which the draft reads its prompt, and `probing` those of a guess of an
+    answer."""
 
     def __init__(
         self, rate: Callable[[int], float], cost: Callable[[Amount], float], answer: int = 128, reading: float = 0.0,
