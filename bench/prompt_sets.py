@@ -30,7 +30,7 @@ from fledge.types import Sampling
 WAYS: dict[str, dict[str, Any]] = {
     "as trained": {},
     "auto": dict(depth="auto"),
-    "confident auto": dict(depth="auto", confidence=0.12),
+    "confident auto": dict(depth="auto", confidence=0.3),
     "tree auto": dict(mode="tree", depth="auto", nodes="auto"),
 }
 

@@ -25,7 +25,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = at_least_float32(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inverse = torch.addcmul(_scalar(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return x * inverse * (weight if weight.dtype == x.dtype else weight.to(x.dtype))
+    return (x * inverse).mul_(weight if weight.dtype == x.dtype else weight.to(x.dtype))
 
 
 @functools.cache
