@@ -193,7 +193,7 @@ def add_rounds(chooser: AmountChooser, requests: int, costs: dict[Amount, float]
     """Adds rounds of each amount, whose drafts are rejected."""
     for amount, seconds in costs.items():
         for _ in range(EVIDENCE + 10):
-            chooser.add(amount, [0] * requests, seconds)
+            chooser.add(amount, [0] * requests, seconds, amount.depth)
 
 
 def test_answers_too_short_to_measure() -> None:
@@ -295,6 +295,15 @@ def test_a_slower_machine_is_noticed() -> None:
     busy[0] = 1
     world.run(20_000)
     assert world.run(4000) > 0.9 * best_speed(0.8, cost)
+
+
+def test_drafting_goes_on_until_the_acceptance_is_known() -> None:
+    """Not decoding without drafting, which would tell nothing of it."""
+    chooser = AmountChooser(CHAINS, CHAINS[0], False)
+    for amount, seconds in ((CHAINS[0], 2.0), (NOTHING, 1.0)):
+        for _ in range(3):
+            chooser.add(amount, [0], seconds, amount.depth)
+    assert chooser.next(1, NOTHING) == CHAINS[0] and not chooser.pausing
 
 
 def test_delayed_rounds_are_no_reason_to_pause() -> None:

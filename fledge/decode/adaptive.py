@@ -125,8 +125,8 @@ class RoundCosts:
         return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
 
     def seconds(self, requests: int, amount: Amount) -> float:
-        """The seconds of a round, interpolated between other amounts if no such round was timed. Drafting anything also
-        takes what does not depend on how much, so that between two amounts that draft, NOTHING does not count."""
+        """The seconds of a round, interpolated between other amounts if no such round was timed. Drafting has a fixed
+        cost too, so NOTHING is left out if two other amounts were timed."""
         known = self._known_at(graph_size(requests))
         if amount in known:
             return known[amount]
@@ -321,14 +321,12 @@ class AmountChooser:
         pays = self._speed(requests, self.least) > NEARLY * self._speed(requests, NOTHING)
         return self.start if pays and not self.costs.timed(self.start) else None
 
-    def add(
-        self, amount: Amount, accepted: Sequence[int], seconds: float | None, drafted: int | None = None
-    ) -> None:  # fmt: skip
+    def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None, drafted: int) -> None:
         """Adds a round: the number of accepted tokens of each request, and its seconds, or None if they do not say what
-        such a round takes. `drafted` are the tokens of the longest path that was drafted; None: the amount's depth."""
+        such a round takes. `drafted` is the number of tokens of the longest path that was drafted."""
         self.rounds += 1
         if seconds is not None:
-            self.costs.add(len(accepted), amount, seconds, amount.depth if drafted is None else drafted)
+            self.costs.add(len(accepted), amount, seconds, drafted)
         if amount != NOTHING:
             self.rates.add(amount.depth, accepted)
             self.nodes += (amount.nodes - self.nodes) / MEMORY
@@ -395,8 +393,9 @@ def _mean(times: Iterable[float]) -> float:
 
 
 def _mean_time(rounds: Sequence[tuple[int, float]]) -> float:
-    """The mean seconds of rounds, given with the tokens that each drafted: without the longest quarter, as `_mean`, but
-    of what remains after the seconds that go with more drafted tokens (by the median slope, Sen 1968)."""
+    """The mean seconds of rounds, each given with its number of drafted tokens. Leaves out the longest quarter, as
+    `_mean`, but of the rounds' times without the part that is proportional to the drafted tokens: the median slope
+    (Sen 1968) times their number."""
     if len({n for n, _ in rounds}) == 1:
         return _mean(s for _, s in rounds)
     slope = statistics.median((t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n)

@@ -94,4 +94,5 @@ def attend_to_slots(
         q_1GRd = q_SHd.transpose(0, 1).reshape(1, k_1GNd.shape[1], -1, d)  # rows R = group x S
         found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
         out.append(found_1GRd.reshape(H, -1, d).transpose(0, 1))
+    # `found_1GRd` has another layout on a GPU than on a CPU
     return torch.cat(out) if len(out) > 1 else out[0].contiguous()
