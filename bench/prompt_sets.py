@@ -4,8 +4,9 @@
 
 Graphs are captured first. Every way then decodes each set twice without being counted, so that `auto` has its
 measurements. Then the ways with and without the draft take turns, and each goes first as often as the other: one of
-`--repeats` measurements decodes the set several times with each, until `--seconds` have passed. `tokens_per_s` is the
-median, with prefill and host in it. `speedup` is the median over the measurements of the speed with the draft over that
+`--repeats` measurements decodes the set several times with each, until `--seconds` have passed. The way "alone" decodes
+without the draft in both turns, so that its row tells what chance makes of equal work. `tokens_per_s` is the median,
+with prefill and host in it. `speedup` is the median over the measurements of the speed with the draft over that
 without it, `speedup_iqr` its lower and upper quartile, and `passes` how often a measurement decodes the set with each.
 `paused` is the share of rounds that drafted nothing, in all that was measured.
 """
@@ -27,7 +28,9 @@ from fledge.eval.run import first_prompt
 from fledge.targets.loading import load_target
 from fledge.types import Sampling
 
+ALONE = "alone"
 WAYS: dict[str, dict[str, Any]] = {
+    ALONE: {},
     "as trained": {},
     "auto": dict(depth="auto"),
     "confident auto": dict(depth="auto", confidence=0.3),
@@ -61,7 +64,9 @@ def main() -> None:
                     prompts = [first_prompt(p) for p in read_prompts(str(file), options.limit * min(batch, 4))]
                     asked = dict(batch=batch, max_new_tokens=options.new, temperature=temperature)
                     row = {"way": way, "batch": batch, "temperature": temperature, "set": file.stem}
-                    record["rows"].append(row | measure(engine, prompts, asked, options.repeats, options.seconds))
+                    record["rows"].append(
+                        row | measure(engine, prompts, asked, way != ALONE, options.repeats, options.seconds)
+                    )
                     print({k: rounded(v) for k, v in record["rows"][-1].items()}, flush=True)
                     write_record(options.out, record)
 
@@ -74,25 +79,25 @@ def rounded(value: Any) -> Any:
 
 
 def measure(
-    engine: Engine, prompts: list[Any], options: dict[str, Any], repeats: int, seconds: float
+    engine: Engine, prompts: list[Any], options: dict[str, Any], drafts: bool, repeats: int, seconds: float
 ) -> dict[str, Any]:  # fmt: skip
-    """The row of a set of prompts."""
+    """The row of a set of prompts; with `drafts` False, of decoding without the draft beside itself."""
     tokens = max(len(engine.template.prompt_ids(p)) for p in prompts) + options["max_new_tokens"]
     sampling = Sampling(temperature=options["temperature"])
     prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):
-        decode(engine, prompts, options, True)
+        decode(engine, prompts, options, drafts)
     took, _ = decode(engine, prompts, options, False)
     passes = max(1, math.ceil(seconds / (2 * took)))
     fast, plain, traces = [], [], []
     for n in range(repeats):
         times, counts = {True: 0.0, False: 0.0}, {True: 0, False: 0}
         for i in range(passes):
-            for speculate in (True, False) if (n + i) % 2 else (False, True):
-                took, done = decode(engine, prompts, options, speculate)
-                times[speculate] += took
-                counts[speculate] += sum(len(c.tokens) for c in done)
-                traces += [c.trace for c in done if speculate]
+            for measured in (True, False) if (n + i) % 2 else (False, True):
+                took, done = decode(engine, prompts, options, measured and drafts)
+                times[measured] += took
+                counts[measured] += sum(len(c.tokens) for c in done)
+                traces += [c.trace for c in done if measured]
         fast.append(counts[True] / times[True])
         plain.append(counts[False] / times[False])
     ratios = [a / b for a, b in zip(fast, plain, strict=True)]
