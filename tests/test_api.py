@@ -229,6 +229,18 @@ def test_what_could_not_be_answered_is_refused_when_called(engine: api.Engine) -
     assert len(tree.generate(IDS, temperature=1.0, draft="sample", speculate=False, max_new_tokens=2).tokens) == 2
 
 
+def test_a_program_may_end_with_an_open_stream(made: Path) -> None:
+    """Nothing is said of it, though the stream is closed when torch is half gone."""
+    words = f"""
+import fledge
+engine = fledge.load({str(made / "target")!r}, draft={str(made / "draft")!r})
+stream = engine.stream("the young bird", max_new_tokens=30)
+next(stream)
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr and "ignored" not in done.stderr, done.stderr
+
+
 def test_a_target_with_a_table_of_positions_keeps_some_for_the_draft(engine: api.Engine, monkeypatch) -> None:
     monkeypatch.setattr(type(engine.target), "rotary", False)
     room = engine.target.context - len(IDS)
@@ -263,6 +275,8 @@ def test_options_of_drafting_need_a_draft(engine: api.Engine, tmp_path: Path) ->
         with pytest.raises(ValueError, match="depth and mode has no effect without a draft; give draft="):
             make(depth="auto", mode="tree")
     assert api.Engine(engine.target, depth=None, confidence=0.0).draft is None
+    with pytest.raises(ValueError, match="draft_device= has no effect without a draft; give draft="):
+        api.load(tmp_path / "none", draft_device="cpu")
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -286,6 +300,15 @@ def test_a_loaded_model_is_accepted(made: Path) -> None:
     assert given.target.name == "LlamaForCausalLM"
     again = api.load(given.target, draft=str(made / "draft"))
     assert again.target is given.target
+    for options, named in (
+        (dict(dtype=torch.float64), "dtype="),
+        (dict(device="cpu", target_impl="native"), "device= and target_impl="),
+        (dict(tokenizer=tiny_tokenizer(), trust_remote_code=True), "tokenizer= and trust_remote_code="),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^{named} has no effect on a target that is loaded already; leave it out"
+        ):
+            api.load(given.target, draft=str(made / "draft"), **options)
 
 
 def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> None:

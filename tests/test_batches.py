@@ -357,6 +357,22 @@ def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monk
         assert target.pool.slots == 0
 
 
+def test_no_memory_for_the_draft_leaves_nothing_in_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(native=True)
+    engine = Engine(target, tiny_draft(target), depth=4)
+
+    def reserve(real: Callable[..., None], pool: SlotPool, slots: int) -> None:
+        if pool is not target.pool:
+            raise torch.OutOfMemoryError("as on a full GPU")
+        real(pool, slots)
+
+    replace_function(monkeypatch, SlotPool, "reserve", reserve)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate([5, 6, 7], max_new_tokens=40)
+        assert target.pool.slots == 0
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live tensors that were created in this mode, and their peak. Views of `known` tensors, which
     were there before, count nothing."""

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import fledge
 from fledge.config import DraftConfig, llama_names
 from fledge.targets.interface import UNLIMITED
+from fledge.targets.loading import target_of
 from support.chats import tiny_chats
-from support.targets import greedy_by_transformers, tiny_tokenizer
+from support.targets import greedy_by_transformers, tiny_draft, tiny_tokenizer
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -123,6 +124,58 @@ def test_a_family_decodes_trains_a_draft_and_decodes_the_same_with_it(name: str,
     fast = engine.generate(PROMPT, max_new_tokens=40)
     assert fast.tokens == theirs and fast.trace.rounds
     assert engine.generate([PROMPT, PROMPT[:3]], max_new_tokens=40)[0].tokens == theirs
+
+
+WINDOW = 16  # tokens, less than the texts below
+# how a family is given a window of attention, and whether it then decodes several requests, and trees
+WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "GPT-Neo": (dict(window_size=WINDOW), False),  # applies its window itself, by rules that no mask can follow
+    "Llama 4": (dict(attention_chunk_size=WINDOW), True),
+    "StarCoder 2": (dict(sliding_window=WINDOW), True),
+    "Gemma 4": (dict(sliding_window=WINDOW), True),
+    "StableLM": (dict(sliding_window=WINDOW), True),  # ignores it, as Llama does
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_requests_and_trees_see_what_a_request_alone_sees(name: str) -> None:
+    """Of layers with windows, in texts that are longer; or they are refused with the reason."""
+    (family, sizes, _), (given, works) = FAMILIES[name], WINDOWS[name]
+    target = target_of(model_of(family, sizes | given), tiny_tokenizer())
+    texts = [torch.randint(2, 400, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 40, 90)]
+    engine = fledge.Engine(target, tiny_draft(target), depth=3)
+    alone = [engine.generate(t, max_new_tokens=24, speculate=False).tokens for t in texts]
+    ids = list(texts[1])
+    while len(ids) < len(texts[1]) + len(alone[1]):  # without a cache, since that of `generate` may have a window too
+        ids.append(int(target.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert alone[1] == ids[len(texts[1]) :]
+    assert [engine.generate(t, max_new_tokens=24).tokens for t in texts] == alone
+    assert [c.tokens for c in engine.generate_all(texts, max_new_tokens=24)] == alone, "one by one if need be"
+
+    def trees() -> fledge.Engine:
+        return fledge.Engine(target, engine.draft, mode="tree", nodes=12, width=4, depth=3)
+
+    if works:
+        assert [c.tokens for c in engine.generate_all(texts, batch=3, max_new_tokens=24)] == alone
+        assert [trees().generate(t, max_new_tokens=24).tokens for t in texts] == alone
+        return
+    with pytest.raises(ValueError, match="cannot verify several requests together: each request must see only its own"):
+        engine.generate_all(texts, batch=3, max_new_tokens=24)
+    with pytest.raises(ValueError, match="cannot verify trees: each node of a tree must see only its own path"):
+        trees()
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "GPT-J", "CodeGen"])
+def test_a_table_of_positions_ends_with_the_context(name: str) -> None:
+    """The last positions are left to drafted tokens, also where the table is one of rotations."""
+    family, sizes, _ = FAMILIES[name]
+    target = target_of(model_of(family, sizes | dict(n_positions=64)), tiny_tokenizer())
+    engine = fledge.Engine(target, tiny_draft(target), depth=3)
+    assert len(engine.generate([7] * 20, max_new_tokens=44, speculate=False).tokens) == 44
+    with pytest.raises(ValueError, match="a context of 64 tokens, the last 3 of which are for drafted tokens"):
+        engine.generate([7] * 20, max_new_tokens=44)
+    most = [engine.generate([7] * 20, max_new_tokens=41, speculate=s).tokens for s in (True, False)]
+    assert most[0] == most[1] and len(most[0]) == 41
 
 
 def test_a_model_without_a_final_norm_decodes_but_trains_no_draft(tmp_path: Path) -> None:

@@ -294,6 +294,7 @@ def test_a_long_prompt_is_read_in_parts(name: str, monkeypatch: pytest.MonkeyPat
     prompts = [text(n, seed=n) for n in (33, 7, 15, 1)]
     expected = [greedy_by_transformers(model, p, 12) for p in prompts]
     engine = Engine(target, tiny_draft(target, aux_layers=(1, 2, 3)), depth=3)
+    assert not engine._batching_problem  # which is found by running a text that is longer than the window
     counts: list[int] = []
     prefill = target.prefill
     monkeypatch.setattr(target, "prefill", lambda p, *more: counts.extend(map(len, p)) or prefill(p, *more))

@@ -100,11 +100,16 @@ def changed_through_data(model: nn.Module) -> None:
         p.data.copy_(p + torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
 
 
+def one_row_of_a_part(model: nn.Module) -> None:
+    """Of a weight that the target has joined with another, in numbers that no sample of the fingerprint has."""
+    model.model.layers[0].mlp.up_proj.weight[5, 1:3].mul_(400)
+
+
 def another_head(model: nn.Module) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0))
 
 
-@pytest.mark.parametrize("change", [changed_in_place, changed_through_data, another_head])
+@pytest.mark.parametrize("change", [changed_in_place, changed_through_data, one_row_of_a_part, another_head])
 def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
     target = tiny_target(native=True)
     engine = Engine(target)

@@ -74,12 +74,28 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(rounds, "warm_up", lambda work, device: work())
     monkeypatch.setattr(rounds, "capture", torch.inference_mode()(rerun))
     begin = rounds.CapturedRounds.__init__
-    monkeypatch.setattr(
-        rounds.CapturedRounds,
-        "__init__",
-        lambda self, of, size, *given: sizes.append(size) or begin(self, of, size, *given),
-    )
+
+    def captured(self: rounds.CapturedRounds, of: rounds.Rounds, size: int, *given: Any) -> None:
+        sizes.append(size)
+        begin(self, of, size, *given)
+        self.replay_draft, self.verify = (only_with_its_buffers(self, f) for f in (self.replay_draft, self.verify))
+
+    monkeypatch.setattr(rounds.CapturedRounds, "__init__", captured)
     return sizes
+
+
+def only_with_its_buffers(made: rounds.CapturedRounds, replay: Callable[[], None]) -> Callable[[], None]:
+    """A replay that may only run while the caches have the buffers that it was captured with, whose addresses a graph
+    would read."""
+    drafter = made.rounds.drafter
+    pools = [made.rounds.cache.pool, *([] if drafter.draft is None else [drafter.source.pool])]
+    buffers = [pool.buffer for pool in pools]
+
+    def run() -> None:
+        assert all(pool.buffer is x for pool, x in zip(pools, buffers, strict=True)), "the buffer no longer exists"
+        replay()
+
+    return run
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -425,8 +441,45 @@ def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypa
         state = RoundState.first(torch.ones(2).long(), torch.ones(2, len(layers), 32), torch.ones(2).long())
         sampling = BatchSampling.of([Sampling(**options)] * 2, [0, 1], "cpu")
         of = rounds.Rounds(target, proposer, layers, cache, state.rows(proposer.levels + 1), sampling)
-        made = rounds.CapturedRounds(of, 4, spare, None)
+        made = rounds.CapturedRounds(of, 4, spare, None, ())
     assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.shape[0] == 4
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_the_pool_grows_for_a_request_that_does_not_run(
+    speculate: bool, captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ends with its first token makes the pool grow while graphs of the other requests are loaded."""
+    target, draft, (one, two, three, *_) = good_pair(native=True)
+    long = [t % 400 for t in range(2, 222)]
+    first = Engine(target).generate(long, max_new_tokens=1).tokens
+    early = Engine(target).generate(two, max_new_tokens=9).tokens[-1]  # so that `long` begins beside `one`
+    monkeypatch.setattr(type(target), "stop_ids", frozenset([*first, early]))
+    asked = [one, two, long, three]
+    alone = [Engine(target).generate(p, max_new_tokens=40).tokens for p in asked]
+    assert alone[2] == first and len(alone[1]) < len(alone[0])
+    engine = Engine(target, draft, depth=3)
+    done = engine.generate_all(asked, batch=2, max_new_tokens=40, speculate=speculate)
+    assert [c.tokens for c in done] == alone
+
+
+def test_the_pool_grows_between_the_rounds_of_a_stream(captured: list[int]) -> None:
+    """Another stream, of a longer prompt, or a check of the target, begins while the graphs of one are loaded."""
+    target, draft, asked = good_pair(native=True)
+    engine = Engine(target, draft, depth=3)
+    long = [t % 400 for t in range(2, 300)]
+    expected = [engine.generate(p, max_new_tokens=30, speculate=False).text for p in (asked[0], long)]
+    engine = Engine(target, draft, depth=3)
+    one = engine.stream(asked[0], max_new_tokens=30)
+    pieces, before = [next(one) for _ in range(3)], target.pool.slots
+    other = engine.stream(long, max_new_tokens=30)
+    others = [next(other)]
+    assert target.pool.slots > before > 0
+    for _ in range(3):
+        pieces.append(next(one))
+        Engine(target, draft, mode="tree", nodes=6, width=2, depth=3)
+        others.append(next(other))
+    assert "".join([*pieces, *one]) == expected[0] and "".join([*others, *other]) == expected[1]
 
 
 def test_processors_are_called_without_graphs(captured: list[int]) -> None:

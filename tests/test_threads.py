@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fledge.decode.engine import Engine
-from support.targets import BOTH_IMPLEMENTATIONS, tiny_draft, tiny_target
+from fledge.targets.loading import target_of
+from support.targets import BOTH_IMPLEMENTATIONS, tiny_draft, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 200, 77, 31], [9, 8], [3, 141, 59, 26, 53], [12, 34, 56], [7], [90, 80, 70, 60, 50, 40]]
 NEW = 24
@@ -47,6 +48,30 @@ def test_threads_get_the_answers_that_they_would_get_alone(drafting: dict, nativ
     with ThreadPoolExecutor(6) as threads:
         for done in [threads.submit(ask, number) for number in range(36)]:
             done.result(120)
+
+
+@BOTH_IMPLEMENTATIONS
+def test_engines_are_made_while_another_decodes(native: bool) -> None:
+    """Whether a target verifies trees is found by running it, which must not come between the passes of a round."""
+    target = tiny_target(dtype=torch.float64, native=native)
+    engine, draft = Engine(target, tiny_draft(target), depth=3), tiny_draft(target)
+    expected = engine.generate(PROMPTS[0], max_new_tokens=NEW).tokens
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(whole, engine, PROMPTS[0]) for _ in range(8)]
+        made = [threads.submit(Engine, target, draft, mode="tree", nodes=8, width=2, depth=3) for _ in range(40)]
+        assert [done.result(120) for done in asked] == [expected] * 8 and all(m.result(120) for m in made)
+
+
+def test_targets_of_one_model_take_turns() -> None:
+    """Hooks of the model read what its passes compute, whichever target runs it."""
+    model = tiny_target(dtype=torch.float64).model
+    targets = [target_of(model, tiny_tokenizer(), implementation="transformers") for _ in range(2)]
+    engines = [Engine(target, tiny_draft(target), depth=3) for target in targets]
+    expected = engines[0].generate(PROMPTS[0], max_new_tokens=NEW).tokens
+    assert engines[0]._lock is engines[1]._lock is not Engine(tiny_target())._lock
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(whole, engines[i % 2], PROMPTS[0]) for i in range(8)]
+        assert [done.result(120) for done in asked] == [expected] * 8
 
 
 def test_a_stream_that_waits_holds_nobody_up() -> None:

@@ -133,6 +133,9 @@ def test_fixed_trees(name: str) -> None:
         assert paths_of(tree) == [tuple(draft.to_target(torch.tensor(p)).tolist()) for p in paths[1:]]
 
 
+FORK = TreeShape((-1, 0, 0), (0, 0, 1))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -146,6 +149,11 @@ def test_fixed_trees(name: str) -> None:
         (lambda: TreeShape.from_paths([[], [0]]), "an empty path"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
         (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
+        (lambda: engine_of(*good_pair()[:2], shape=FORK, depth=3), "a fixed shape has its own depth; leave depth out"),
+        (
+            lambda: engine_of(*good_pair()[:2], shape=FORK, width=3),
+            "has its own nodes and width; leave nodes and width",
+        ),
         (lambda: engine_of(*good_pair()[:2], mode="forest"), "'forest' is none of chain, tree"),
         (lambda: engine_of(*good_pair()[:2], mode="chain", nodes="auto"), "no effect in a chain; give mode 'tree'"),
         (lambda: engine_of(*good_pair()[:2], mode=None, nodes=60, width=3), "no effect in a chain; give mode 'tree'"),

@@ -334,6 +334,8 @@ class Batch:
     def _replay(self, timer: Timer) -> Tensor:
         """Launches the graphs of a round, which are captured first if this kind of round is new."""
         B = len(self.running)
+        if self.loaded is not None and self.loaded.buffers != self._buffers():
+            self._unload()  # another batch, or a check of the target, made a pool grow
         if self.loaded is None:
             size = graph_size(B)
             if (key := self._graph_key(size)) not in self.graphs:
@@ -348,17 +350,20 @@ class Batch:
     def _graph_key(self, size: int) -> tuple[Any, ...]:
         """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
         and the buffers of the caches."""
-        buffers = self.cache.pool.buffer, *self.proposer.buffers()
-        return size, self.proposer.amount, self.rounds.sampling.flags, tuple((x.data_ptr(), x.shape) for x in buffers)
+        return size, self.proposer.amount, self.rounds.sampling.flags, self._buffers()
+
+    def _buffers(self) -> tuple[Any, ...]:
+        """The addresses and shapes of the buffers of the caches, which are others after a pool has grown."""
+        return tuple((x.data_ptr(), x.shape) for x in (self.cache.pool.buffer, *self.proposer.buffers()))
 
     def _capture(self, size: int) -> None:
         """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""
-        *_, buffers = self._graph_key(size)
+        buffers = self._buffers()
         for old in [key for key in self.graphs if key[-1] != buffers]:
             del self.graphs[old]
         if not self.graphs:  # a memory pool ends with its last graph
             self.memory = graph_memory()
-        self.graphs[self._graph_key(size)] = CapturedRounds(self.rounds, size, self.spare, self.memory)
+        self.graphs[self._graph_key(size)] = CapturedRounds(self.rounds, size, self.spare, self.memory, buffers)
 
     def _unload(self) -> None:
         """Takes the requests' state back from the graphs, before it is changed otherwise."""
@@ -422,8 +427,9 @@ class Joining:
         self.reading: list[Timer] = []  # of the draft's passes
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
         of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
-        self.cache, self.draft_cache = target.new_cache(of_target), proposer.new_cache(of_draft)
+        self.cache, self.draft_cache = target.new_cache(of_target), None
         try:
+            self.draft_cache = proposer.new_cache(of_draft)
             with current_device(target.device):
                 self._prefill(start)
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections import deque
@@ -42,7 +43,8 @@ from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
-_LOCKS: WeakKeyDictionary[DecodingTarget, threading.RLock] = WeakKeyDictionary()  # see `Engine._decode`
+# of each target, or of the transformers model that several targets share: see `Engine._decode`
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 class Engine:
@@ -69,13 +71,14 @@ class Engine:
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
         self.drafting = _drafting(drafting, draft is not None)
         self.target, self.draft = target, draft
-        self._lock = _LOCKS.setdefault(target, threading.RLock())
+        self._lock = _LOCKS.setdefault(getattr(target, "model", target), threading.RLock())
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
-            self.layers = connect_draft(draft, target)
-            target.check_rollback()
-            if self.drafting.tree:
-                target.check_masks()
+            with self._lock:  # these run the target
+                self.layers = connect_draft(draft, target)
+                target.check_rollback()
+                if self.drafting.tree:
+                    target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
@@ -430,6 +433,8 @@ class Engine:
 
     def put_back(self, batch: Batch) -> None:
         """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""
+        if sys.is_finalizing():  # a program ends with an open stream: torch is half gone, and so is all memory soon
+            return
         batch.close()
         if batch.captures:
             self._idle_batches[batch.proposer.draft is not None].append(batch)
@@ -510,11 +515,13 @@ def load(
     target's device. `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. Code in the target's
     files runs only with `trust_remote_code`; a draft has no code. `target_impl` is as `implementation` in
     `fledge.targets.loading.target_of`. `template_kwargs` are arguments of the chat template.
-    `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, or if draft and target do not
-    belong together; raises TypeError for arguments of a wrong type.
+    `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, if draft and target do not belong
+    together, or for options that would have no effect; raises TypeError for arguments of a wrong type.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
     _drafting(drafting, bool(draft))  # raises before a target is loaded
+    if draft_device and not draft:
+        raise ValueError("draft_device= has no effect without a draft; give draft=, or leave it out")
     draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
     config = read_draft_config(draft) if draft else None
     max_length = None if config is None else config.target_max_length
@@ -536,6 +543,12 @@ def load(
         loaded = target_of(target, tokenizer, max_length=max_length, implementation=target_impl)
     else:
         check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
+        given = dict(
+            tokenizer=tokenizer, device=device, dtype=dtype, trust_remote_code=trust_remote_code,
+            target_impl=target_impl,
+        )  # fmt: skip
+        if unused := [f"{n}=" for n, x in given.items() if x != inspect.signature(load).parameters[n].default]:
+            raise ValueError(f"{' and '.join(unused)} has no effect on a target that is loaded already; leave it out")
         loaded = target
     if draft is None or config is None:
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)

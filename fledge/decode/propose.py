@@ -201,6 +201,8 @@ class Drafting:
             )
         if self.shape is not None and not self.tree:
             raise ValueError("a fixed shape needs mode 'tree'")
+        if self.shape is not None and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
+            raise ValueError("a fixed shape has its own nodes and width; leave nodes and width out")
         if not self.tree and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
             raise ValueError("nodes and width have no effect in a chain; give mode 'tree', or leave them out")
         if self.depth not in (None, AUTO) and self.depth < 1:
@@ -222,7 +224,10 @@ class Drafting:
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
-        return cls(**options)
+        drafting = cls(**options)
+        if drafting.shape is not None and drafting.depth is not None:  # later it has the depth of the training
+            raise ValueError("a fixed shape has its own depth; leave depth out")
+        return drafting
 
     @property
     def tree(self) -> bool:

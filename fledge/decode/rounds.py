@@ -280,9 +280,11 @@ class CapturedRounds:
     to the target's device after it, `copied_bytes` in all.
     """
 
-    def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any):
+    def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
         """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
-        is that of the graphs (`graph_memory`)."""
+        is that of the graphs (`graph_memory`). `buffers` identify the caches' buffers, which the graphs read at their
+        addresses of now."""
+        self.buffers = buffers
         target, drafter, device = rounds.target, rounds.drafter.idle(spare[1], size), rounds.state.token_BR.device
         draft_device = device if drafter.draft is None else drafter.draft.device
         cache = spare[0].repeated(size)

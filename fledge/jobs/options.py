@@ -366,11 +366,15 @@ class DecodeOptions(Options):
         from fledge.data.modes import several_modes
         from fledge.decode.engine import load
 
+        loading: dict[str, Any] = {}
+        if target is None:
+            loading = dict(
+                device=self.device, dtype=parse_dtype(self.dtype), trust_remote_code=self.trust_remote_code,
+                target_impl=self.target_impl,
+            )  # fmt: skip
         engine = load(
-            target or self.target, draft, device=self.device, draft_device=self.draft_device,
-            dtype=parse_dtype(self.dtype), **self.drafting(mode),
-            template_kwargs=parse_template_kwargs(self.template_kwargs), trust_remote_code=self.trust_remote_code,
-            target_impl=self.target_impl,
+            target or self.target, draft, draft_device=self.draft_device if draft else None, **loading,
+            **self.drafting(mode), template_kwargs=parse_template_kwargs(self.template_kwargs),
         )  # fmt: skip
         loaded, loaded_draft = engine.target, engine.draft
         chat = loaded.tokenizer.chat_template is not None

@@ -52,13 +52,14 @@ def pack(weight_OI: Tensor) -> Tensor:
     return alias
 
 
-def fingerprint(weights: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
-    """Of those of the weights that `pack` copies: what differs after they have changed. Writes through `.data` are seen
-    if they change one of SAMPLES numbers of a weight that are spread over it."""
+def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
+    """Of those of the weights that `pack` copies: what differs after they have changed. `parameters` are those that the
+    weights consist of, which count their changes in place themselves. Writes through `.data` are seen if they change
+    one of SAMPLES numbers of a weight that are spread over it."""
     copied = [w.detach() for w in weights if w.numel() >= LEAST_ELEMENTS]
     samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in copied]
     numbers = torch.cat(samples).numpy().tobytes() if samples else b""
-    return [w.data_ptr() for w in copied], [_version(w) for w in copied], numbers
+    return [w.data_ptr() for w in copied], [_version(w) for w in (*copied, *parameters)], numbers
 
 
 def _version(weight: Tensor) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fledge.targets.native.target import NativeTarget
     from fledge.targets.transformers import TransformersTarget
 
+MOST_BEHIND = 512  # tokens of windows up to which `check_masks` has texts that are longer
 REMEDY = {1: "draft chains", 2: "decode them one by one, in batches of 1"}
 
 
@@ -91,6 +92,14 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
         cache.select([])
 
 
+def _window_size(target: TransformersTarget) -> int:
+    """The largest size of a window of attention in the config, in tokens; 0 without any, and for those above MOST_BEHIND,
+    with which a check would take long. Some models have windows that fledge does not know, as GPT-Neo's."""
+    names = "sliding_window", "attention_chunk_size", "window_size"
+    sizes = [getattr(target.config, name, None) for name in names]
+    return max((n for n in sizes if isinstance(n, int) and n <= MOST_BEHIND), default=0)
+
+
 def _documents(target: TransformersTarget) -> list[Tensor]:
     """Two documents of 9 tokens and one of 7."""
     generator, vocabulary = torch.Generator().manual_seed(0), target.embedding.shape[0]
@@ -137,13 +146,14 @@ def check_masks(target: TransformersTarget, requests: int) -> None:
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:
         raise ValueError(f"{name} cannot verify {what}: {target.rollback_problem}; {REMEDY[requests]}")
-    why, lengths = "each node of a tree must see only its own path", [4, 7][:requests]
+    long = 7 + _window_size(target)
+    why, lengths = "each node of a tree must see only its own path", [long]
     if requests > 1:
-        why = "each request must see only its own text"
-    tokens = random_tokens(target, requests, 12, seed=2)
+        why, lengths = "each request must see only its own text", [4, long]
+    tokens = random_tokens(target, requests, long + 5, seed=2)
     parents = torch.tensor([-1, 0, 0, 1, 2], device=target.device).expand(requests, -1)
     drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
-    with _temporary_cache(target, [20] * requests) as cache:
+    with _temporary_cache(target, [long + 13] * requests) as cache:
         try:
             target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
             found, _ = target.verify(Tree(drafted, parents, 2), cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -126,7 +127,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     @property
     def rotary(self) -> bool:
-        return any(hasattr(module, "rotary_emb") for module in self.decoder.modules())
+        found = (module.rotary_emb for module in self.decoder.modules() if hasattr(module, "rotary_emb"))
+        return any(not hasattr(rotation, "embed_positions") for rotation in found)  # GPT-J has a table of rotations
 
     @property
     def context(self) -> int:
@@ -324,17 +326,28 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         visible = past.scatter(2, node_BN[:, None].expand(-1, N, -1), ancestors)
         position_BN = node_BN[:, :1] + depth_BN
         key_position = key_position.scatter(1, node_BN, position_BN)
-        window = getattr(self.config, "sliding_window", None)
 
         def mask(kind: str) -> Tensor:
-            in_window = visible
-            if kind == "sliding_attention" and window:
-                in_window = visible & (key_position[:, None] > position_BN[..., None] - window)
-            return to_attention_mask(in_window[:, None], self._heads_per_key, self.dtype)
+            seen, key_B1T, query_BN1 = visible, key_position[:, None], position_BN[..., None]
+            if kind == "sliding_attention" and self._window:
+                seen = visible & (key_B1T > query_BN1 - self._window)
+            elif kind == "chunked_attention":  # Llama 4
+                chunk = self.config.attention_chunk_size
+                seen = visible & (key_B1T // chunk == query_BN1 // chunk)
+            return to_attention_mask(seen[:, None], self._heads_per_key, self.dtype)
 
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention"])
         masks = {kind: mask(kind) for kind in sorted(kinds)}
         return dict(position_ids=position_BN, attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
+
+    @functools.cached_property
+    def _window(self) -> int | None:
+        """The window of layers with sliding-window attention. A config may have one that its model ignores, as Llama's:
+        without types of layers, the model's code must name it."""
+        window = getattr(self.config, "sliding_window", None)
+        if getattr(self.config, "layer_types", None) or window is None:
+            return window
+        return window if "sliding_window" in inspect.getsource(sys.modules[type(self.decoder).__module__]) else None
 
     def reference_generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """See `ReferenceDecoding`. transformers' greedy `generate`."""

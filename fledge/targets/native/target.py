@@ -80,6 +80,11 @@ class NativeTarget(TransformersTarget):
         """See `DecodingTarget.new_cache`."""
         return KVCache(self.pool, sizes)
 
+    @functools.cached_property
+    def _parameters(self) -> list[Tensor]:
+        """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
+        return list(self.model.parameters())
+
     @torch.inference_mode(False)
     def prepare_decoding(self) -> None:
         """See `DecodingTarget.prepare_decoding`. On a CPU, it packs the weights, again if they have changed."""
@@ -87,7 +92,7 @@ class NativeTarget(TransformersTarget):
         if not can_pack(weights):
             self._packed = None
             return
-        now = fingerprint(weights)
+        now = fingerprint(weights, self._parameters)
         if self._packed is None or self._packed.fingerprint != now:
             self._packed = None  # frees the old copies before there are new ones
             self._packed = Packed(self.native.packed(), pack(self.head.weight), now)
