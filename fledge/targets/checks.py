@@ -93,8 +93,8 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
 
 
 def _window_size(target: TransformersTarget) -> int:
-    """The largest size of a window of attention in the config, in tokens; 0 without any, and for those above MOST_BEHIND,
-    with which a check would take long. Some models have windows that fledge does not know, as GPT-Neo's."""
+    """The largest window of attention in the config, in tokens; 0 without any. Those above MOST_BEHIND do not count,
+    since a check of them would take long. Some models have windows that fledge does not know, as GPT-Neo's."""
     names = "sliding_window", "attention_chunk_size", "window_size"
     sizes = [getattr(target.config, name, None) for name in names]
     return max((n for n in sizes if isinstance(n, int) and n <= MOST_BEHIND), default=0)
