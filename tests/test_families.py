@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,6 +165,25 @@ def test_requests_and_trees_see_what_a_request_alone_sees(name: str) -> None:
         engine.generate_all(texts, batch=3, max_new_tokens=24)
     with pytest.raises(ValueError, match="cannot verify trees: each node of a tree must see only its own path"):
         trees()
+
+
+def give_class_of(module: str, decoder: torch.nn.Module) -> None:
+    """Gives a decoder a class that is made of its own, in another module, as FSDP does."""
+    decoder.__class__ = type(f"Made{type(decoder).__name__}", (type(decoder),), {"__module__": module})
+
+
+@pytest.mark.parametrize(("name", "window"), [("StarCoder 2", WINDOW), ("StableLM", None)])
+def test_a_window_is_found_in_the_code_of_the_model(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a sharded one. The config of a model whose code cannot be read is believed."""
+    family, sizes, _ = FAMILIES[name]
+    monkeypatch.setitem(sys.modules, "session", ModuleType("session"))  # as an interactive one, without a file
+    for module, found in ((None, window), ("torch.distributed.fsdp", window), ("session", WINDOW)):
+        target = target_of(model_of(family, sizes | dict(sliding_window=WINDOW)), tiny_tokenizer())
+        if module is not None:
+            give_class_of(module, target.decoder)
+        assert target._window == found
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "GPT-J", "CodeGen"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import inspect
-import sys
 import threading
 import warnings
 from collections import deque
@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,12 +39,14 @@ from fledge.models.weights import load_draft, read_draft_config
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
+from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
 
 
 class Engine:
@@ -71,7 +73,8 @@ class Engine:
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
         self.drafting = _drafting(drafting, draft is not None)
         self.target, self.draft = target, draft
-        self._lock = _LOCKS.setdefault(getattr(target, "model", target), threading.RLock())
+        shared = target.model if isinstance(target, TransformersTarget) else target
+        self._lock = _LOCKS.setdefault(shared, threading.RLock())
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
             with self._lock:  # these run the target
@@ -212,9 +215,11 @@ class Engine:
         """
         drafts = self._drafts(speculate)
         own = _sampling(sampling, sampling_options)
-        return self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into), drafts)
+        stream = self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into), drafts)
+        _STREAMS.add(stream)
+        return stream
 
-    def _text_pieces(self, request: Request, drafts: bool) -> Iterator[str]:
+    def _text_pieces(self, request: Request, drafts: bool) -> Generator[str, None, None]:
         try:
             # closed at once, not when Python gets to it, so that the request's memory is free
             with closing(self._decode([request], 1, drafts)) as decoding:
@@ -433,11 +438,18 @@ class Engine:
 
     def put_back(self, batch: Batch) -> None:
         """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""
-        if sys.is_finalizing():  # a program ends with an open stream: torch is half gone, and so is all memory soon
-            return
         batch.close()
         if batch.captures:
             self._idle_batches[batch.proposer.draft is not None].append(batch)
+
+
+@atexit.register
+def _close_streams() -> None:
+    """Closes the streams that are open when the program ends. Python would close them later, when torch no longer
+    works."""
+    for stream in list(_STREAMS):
+        with suppress(ValueError):  # another thread is running it
+            stream.close()
 
 
 def _drafting(options: dict[str, Any], has_draft: bool) -> Drafting:

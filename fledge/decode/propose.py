@@ -225,7 +225,7 @@ class Drafting:
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
         drafting = cls(**options)
-        if drafting.shape is not None and drafting.depth is not None:  # later it has the depth of the training
+        if drafting.shape is not None and drafting.depth is not None:  # here, since `for_draft` sets a depth
             raise ValueError("a fixed shape has its own depth; leave depth out")
         return drafting
 

@@ -282,8 +282,8 @@ class CapturedRounds:
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
         """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
-        is that of the graphs (`graph_memory`). `buffers` identify the caches' buffers, which the graphs read at their
-        addresses of now."""
+        is that of the graphs (`graph_memory`). `buffers` identify the present buffers of the caches (`Batch._buffers`),
+        which the graphs read by address."""
         self.buffers = buffers
         target, drafter, device = rounds.target, rounds.drafter.idle(spare[1], size), rounds.state.token_BR.device
         draft_device = device if drafter.draft is None else drafter.draft.device

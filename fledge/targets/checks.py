@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fledge.targets.native.target import NativeTarget
     from fledge.targets.transformers import TransformersTarget
 
-MOST_BEHIND = 512  # tokens of windows up to which `check_masks` has texts that are longer
+LONGEST_WINDOW = 512  # tokens; `check_masks` tests windows of attention up to this size
 REMEDY = {1: "draft chains", 2: "decode them one by one, in batches of 1"}
 
 
@@ -93,11 +93,11 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
 
 
 def _window_size(target: TransformersTarget) -> int:
-    """The largest window of attention in the config, in tokens; 0 without any. Those above MOST_BEHIND do not count,
-    since a check of them would take long. Some models have windows that fledge does not know, as GPT-Neo's."""
+    """The largest window of attention in the config, in tokens; 0 without any. Those above LONGEST_WINDOW are left out,
+    because running a text that is longer than them takes long."""
     names = "sliding_window", "attention_chunk_size", "window_size"
     sizes = [getattr(target.config, name, None) for name in names]
-    return max((n for n in sizes if isinstance(n, int) and n <= MOST_BEHIND), default=0)
+    return max((n for n in sizes if isinstance(n, int) and n <= LONGEST_WINDOW), default=0)
 
 
 def _documents(target: TransformersTarget) -> list[Tensor]:
@@ -146,7 +146,7 @@ def check_masks(target: TransformersTarget, requests: int) -> None:
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:
         raise ValueError(f"{name} cannot verify {what}: {target.rollback_problem}; {REMEDY[requests]}")
-    long = 7 + _window_size(target)
+    long = 7 + _window_size(target)  # beyond the window, since a model may have one that fledge's masks cannot follow
     why, lengths = "each node of a tree must see only its own path", [long]
     if requests > 1:
         why, lengths = "each request must see only its own text", [4, long]

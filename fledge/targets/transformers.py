@@ -342,12 +342,19 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     @functools.cached_property
     def _window(self) -> int | None:
-        """The window of layers with sliding-window attention. A config may have one that its model ignores, as Llama's:
-        without types of layers, the model's code must name it."""
+        """The window of the layers with sliding-window attention, in tokens; None without one. A config may name a
+        window that its model ignores, as Llama's does. So, unless the config says which layers have it, the model's
+        code must name it too."""
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "layer_types", None) or window is None:
             return window
-        return window if "sliding_window" in inspect.getsource(sys.modules[type(self.decoder).__module__]) else None
+        # not FSDP's class, which is made of the model's when it is sharded
+        own = next(c for c in type(self.decoder).__mro__ if not c.__module__.startswith("torch."))
+        try:
+            code = inspect.getsource(sys.modules[own.__module__])
+        except (OSError, TypeError):  # a model that was written in an interactive session: its config is believed
+            return window
+        return window if "sliding_window" in code else None
 
     def reference_generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """See `ReferenceDecoding`. transformers' greedy `generate`."""
