@@ -147,9 +147,9 @@ def test_a_target_for_training_alone_does_not_decode(on_disk: OnDisk) -> None:
 
 
 WAYS = {
-    "chain": (dict(), dict()),
-    "sampled": (dict(), dict(temperature=0.8, seed=3, draft="sample")),
-    "tree": (dict(mode="tree", nodes=12, width=3), dict()),
+    "chain": (dict(depth=4), dict()),
+    "sampled": (dict(depth=4), dict(temperature=0.8, seed=3, draft="sample")),
+    "tree": (dict(mode="tree", depth=4, nodes=12, width=3), dict()),
     "fixed tree": (dict(mode="tree", shape=SHAPES["mixed"]), dict()),
 }
 
@@ -162,7 +162,7 @@ def test_a_target_that_runs_elsewhere_decodes(way: str, native: bool) -> None:
     target = exact_target(native)
     found = []
     for each in (target, Relayed(target)):
-        engine = Engine(each, tiny_draft(each), depth=4, **options)
+        engine = Engine(each, tiny_draft(each), **options)
         done = engine.generate_all(prompts(5, seed=2), max_new_tokens=12, batch=3, sampling=Sampling(**sampling))
         done.append(engine.generate([5, 6, 7], max_new_tokens=12, sampling=Sampling(**sampling)))
         found.append([(c.tokens, len(c.trace.rounds)) for c in done])
