@@ -4,7 +4,7 @@ same, and after a pause the draft goes on as if it had read along."""
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -465,9 +465,12 @@ def test_guesses_for_a_complete_answer(options: dict[str, Any]) -> None:
     prober = engine.drafting.proposer(draft)
     for new in (1, 7, 20, 500):
         made = min(new, len(text) - 2)
-        assert probe(target, prober, engine.layers, text, new) == (sum(right[-made:]), made)
+        assert probe(target, prober, engine.layers, [(text, new)]) == (sum(right[-made:]), made)
     assert 0 < sum(right) < len(right) or options
-    assert probe(target, prober, engine.layers, text[:2], 1) == (0, 0)
+    others = [(text[: len(text) - n], new) for n, new in ((0, 7), (3, 20), (9, 2), (len(text) - 2, 5))]
+    alone = [probe(target, prober, engine.layers, [one]) for one in others]
+    assert probe(target, prober, engine.layers, others) == tuple(map(sum, zip(*alone, strict=True)))
+    assert probe(target, prober, engine.layers, [(text[:2], 1)]) == (0, 0)
     assert prober.source.pool.slots == target.pool.slots == 0
 
 
@@ -481,6 +484,18 @@ def test_resting_requests_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [c.tokens for c in done] == [c.tokens for c in plain]
     assert not any(r.drafted for c in done for r in c.trace.rounds) and guesses == [9], "further ones are not paid for"
     assert engine.chooser.budget.spent > 0 and engine.target.pool.slots == 0
+
+
+def test_answers_are_probed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones, as many as the engine keeps, and none twice."""
+    engine, asked = paused_engine()
+    engine._answers = deque(maxlen=3)
+    due, guesses = iter([False] * 4 + [True, False, True]), []
+    monkeypatch.setattr(engine.chooser, "probes", lambda requests: next(due))
+    monkeypatch.setattr(engine.chooser, "add_guesses", lambda right, made, rounds: guesses.append((made, rounds)))
+    for prompt, new in zip(asked[:7], (3, 4, 5, 6, 7, 8, 9), strict=True):
+        engine.generate(prompt, max_new_tokens=new)
+    assert guesses == [(5 + 6 + 7,) * 2, (8 + 9,) * 2]
 
 
 def test_a_pause_needs_the_stable_cache() -> None:

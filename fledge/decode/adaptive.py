@@ -3,8 +3,8 @@
 The best amount is the one with the most tokens per second: the tokens that a round is expected to commit, by the
 acceptance measured lately, divided by the seconds that such a round takes on the host's clock. Nothing at all is one of
 the amounts. Where drafting does not pay, speculation pauses: the running requests give up their draft
-(`Batch.take_over`), and the next ones are decoded as without a draft, to the end. The draft then guesses a complete
-answer now and then (`decode/probe.py`), and requests are decoded with it again when that tells that it would pay, or
+(`Batch.take_over`), and the next ones are decoded as without a draft, to the end. The draft then guesses complete
+answers now and then (`decode/probe.py`), and requests are decoded with it again when that tells that it would pay, or
 after some guesses, to measure what rounds take. All of this is paid for by a `Budget`. Whether the next requests draft
 also depends on what else the draft costs a request: reading its prompt.
 """
@@ -292,7 +292,7 @@ class AmountChooser:
         return self._measured and self._gain(requests) > GAIN_OF_DRAFTING
 
     def probes(self, requests: int) -> bool:
-        """Whether the draft should guess the answer that was completed just now, of a request that rests. Not if a try
+        """Whether the draft should guess the latest answers, one of which was completed just now. Not if a try
         is next, since both are paid for by the same budget."""
         if due := not self.trying and self.budget.allows and not self._wants_try(requests):
             self.probed += 1

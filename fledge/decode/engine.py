@@ -44,6 +44,7 @@ from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
+PROBED = 4  # the most complete answers that are probed together, on a GPU: as long as one, where launches take the time
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 _STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
@@ -86,6 +87,8 @@ class Engine:
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
         self._probed = False  # whether the kernels of `probe` are compiled
+        # the latest answers that were decoded in a pause, with the numbers of their tokens, until they are probed
+        self._answers: deque[tuple[list[int], int]] = deque(maxlen=1 if target.device.type == "cpu" else PROBED)
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -400,19 +403,21 @@ class Engine:
         return self.drafting.proposer(self.draft)
 
     def _probe(self, complete: Request, chooser: AmountChooser, together: int) -> None:
-        """Lets the chooser know, if it asks, how well the draft guesses an answer that was decoded without it, if there
+        """Lets the chooser know, if it asks, how well the draft guesses answers that were decoded without it, if there
         is memory for that beside the running requests."""
+        self._answers.append((complete.prefix, len(complete.done.tokens)))
         if not chooser.probes(together):
             return
         try:
             self.compile_probe()
             chooser.budget.begin()
-            right, made = self._guess(complete.prefix, len(complete.done.tokens))
+            right, made = self._guess(self._answers)
             chooser.add_guesses(right, made, made)
         except torch.OutOfMemoryError:
             pass
         finally:
             chooser.budget.end()
+            self._answers.clear()
 
     def compile_probe(self) -> None:
         """Compiles the kernels with which complete answers are guessed (`--depth auto`), once, if there is memory: that
@@ -421,11 +426,13 @@ class Engine:
             return
         with suppress(torch.OutOfMemoryError):
             for guesses in (7, 12, 24, UNREAD):  # kernels differ by the number of rows, up to 8, 16, 32 and 64
-                self._guess([0] * min(2 * UNREAD, self.target.context - 1), guesses)
+                text = [0] * min(2 * UNREAD, self.target.context - 1), guesses
+                for answers in {1, self._answers.maxlen or 1}:
+                    self._guess([text] * answers)
             self._probed = True
 
-    def _guess(self, text: Sequence[int], new: int) -> tuple[int, int]:
-        return probe(self.target, self._prober, self.layers, text, new)
+    def _guess(self, texts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, int]:
+        return probe(self.target, self._prober, self.layers, texts)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
