@@ -292,8 +292,8 @@ class AmountChooser:
         return self._measured and self._gain(requests) > GAIN_OF_DRAFTING
 
     def probes(self, requests: int) -> bool:
-        """Whether the draft should guess the latest answers, one of which was completed just now. Not if a try
-        is next, since both are paid for by the same budget."""
+        """Whether the draft should guess the latest answers, one of which was completed just now. Not if a try is next,
+        since both are paid for by the same budget."""
         if due := not self.trying and self.budget.allows and not self._wants_try(requests):
             self.probed += 1
             self.guessed = True

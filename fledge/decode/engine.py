@@ -44,7 +44,9 @@ from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
-PROBED = 4  # the most complete answers that are probed together, on a GPU: as long as one, where launches take the time
+# On a GPU, the most complete answers that are probed together. Of a small target, launches take most of a probe's time,
+# so that several answers take hardly longer than one.
+PROBED_TOGETHER = 4
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 _STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
@@ -87,8 +89,10 @@ class Engine:
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
         self._probed = False  # whether the kernels of `probe` are compiled
-        # the latest answers that were decoded in a pause, with the numbers of their tokens, until they are probed
-        self._answers: deque[tuple[list[int], int]] = deque(maxlen=1 if target.device.type == "cpu" else PROBED)
+        # the latest texts, prompt and answer, that were decoded in a pause and have not been probed yet, each with the
+        # number of the answer's tokens
+        kept = 1 if target.device.type == "cpu" else PROBED_TOGETHER
+        self._answers: deque[tuple[list[int], int]] = deque(maxlen=kept)
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
