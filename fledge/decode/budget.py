@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.01  # of the seconds of decoding, the most that go into finding out
+SHARE = 0.005  # of the seconds of decoding, the most that go into finding out
 
 
 class Budget:
