@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.kernels.decode_layer import silu_mul_fused
+from fledge.kernels.decode_layer import add_rms_norm, silu_mul_fused
 from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.linear import linear, strided_linear
 
 
 def norm_linear(x_ME: Tensor, gain_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None) -> Tensor:
-    return strided_linear(rms_norm(x_ME, gain_E, eps), weight_OE, bias_O)
+    return strided_linear(_norm(x_ME, gain_E, eps), weight_OE, bias_O)
 
 
 def linear_add(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -19,7 +19,7 @@ def linear_add(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Ten
 
 
 def norm_swiglu(x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, bias_2F: Tensor | None) -> Tensor:
-    gate_up = strided_linear(rms_norm(x_ME, gain_E, eps), gate_up_2FxE, bias_2F)
+    gate_up = strided_linear(_norm(x_ME, gain_E, eps), gate_up_2FxE, bias_2F)
     if x_ME.is_cuda:
         return silu_mul_fused(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -28,3 +28,9 @@ def norm_swiglu(x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, 
 
 def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return linear(x_MI, weight_OI, bias_O)
+
+
+def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
+    """RMSNorm: on a GPU one kernel, where plain torch launches six; on a CPU without the choice of an implementation,
+    which takes as long as an operation."""
+    return add_rms_norm(x_ME, None, gain_E, eps)[0] if x_ME.is_cuda else rms_norm(x_ME, gain_E, eps)
