@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fledge.kernels.few_rows import FEW_ROWS, MOST_ROWS, linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows import FEW_ROWS, MOST_ROWS, definition, linear_add, norm_linear, norm_swiglu, plain_linear
 from fledge.kernels.few_rows.tiles import Tiles, fit, most_rows, tiles_for
 from support.devices import distance, needs_triton
 
@@ -169,6 +170,24 @@ def test_the_choice(kind: str) -> None:
             assert M == 0 or distance(expected, case.exact()) <= 2 * TOLERANCE[dtype]
     case = Case(kind, 2, 24, 32, torch.float64)
     assert distance(case(impl=None), case.exact()) <= 1e-12
+
+
+def test_the_norm_of_many_rows_on_a_gpu_is_one_kernel(monkeypatch) -> None:
+    """Where the library's products are chosen on a GPU, the norm before them is the fused kernel: plain torch would
+    launch six."""
+    called = []
+
+    def fused(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        called.append(tuple(x_ME.shape))
+        return x_ME, x_ME
+
+    monkeypatch.setattr(definition, "add_rms_norm", fused)
+    monkeypatch.setattr(definition, "silu_mul_fused", lambda gate_up: gate_up.chunk(2, -1)[0])
+    with FakeTensorMode():  # shapes and devices without values: no GPU is needed
+        x, gain, weight = (torch.empty(*shape, device="cuda") for shape in ((128, 32), (32,), (48, 32)))
+        assert norm_linear(x, gain, EPS, weight, impl="definition").shape == (128, 48)
+        assert norm_swiglu(x, gain, EPS, weight, impl="definition").shape == (128, 24)
+    assert called == [(128, 32)] * 2
 
 
 def test_tiles_fit_into_shared_memory() -> None:
