@@ -174,7 +174,7 @@ def test_the_choice(kind: str) -> None:
 
 def test_the_norm_of_many_rows_on_a_gpu_is_one_kernel(monkeypatch) -> None:
     """Where the library's products are chosen on a GPU, the norm before them is the fused kernel: plain torch would
-    launch six."""
+    launch several."""
     called = []
 
     def fused(x_ME: Tensor, residual_ME: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:

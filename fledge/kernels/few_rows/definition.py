@@ -31,6 +31,6 @@ def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
 
 
 def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
-    """RMSNorm: on a GPU one kernel, where plain torch launches six; on a CPU without the choice of an implementation,
-    which takes as long as an operation."""
+    """RMSNorm of rows. On a GPU it is one kernel, where plain torch launches several. A CPU has plain torch only, which
+    is called directly: for a few rows, each further call costs time."""
     return add_rms_norm(x_ME, None, gain_E, eps)[0] if x_ME.is_cuda else rms_norm(x_ME, gain_E, eps)
