@@ -12,13 +12,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fledge.kernels.few_rows import FEW_ROWS, MOST_ROWS, definition, linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows import (
+    FEW_ROWS,
+    MOST_ROWS,
+    definition,
+    linear_add,
+    linear_add_norm,
+    norm_linear,
+    norm_swiglu,
+    plain_linear,
+)
 from fledge.kernels.few_rows.tiles import Tiles, fit, most_rows, tiles_for
 from support.devices import distance, needs_triton
 
 needs_triton()
 
-from fledge.kernels.few_rows.triton import product  # noqa: E402  (needs_triton skips before it)
+from fledge.kernels.few_rows.triton import product, product_norm  # noqa: E402  (needs_triton skips before it)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter neither rounds nor multiplies bfloat16
@@ -143,6 +152,56 @@ def test_a_row_of_many_depends_on_no_other(kind: str) -> None:
             assert torch.equal(case(slice(n)), half[:n])
 
 
+def norm_of(y: Tensor, gain: Tensor) -> Tensor:
+    """RMSNorm in float64."""
+    y = y.double()
+    return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * gain.double()
+
+
+@pytest.mark.parametrize(("M", "O", "I"), [(1, 48, 64), (16, 33, 128), (17, 33, 512), (33, 140, 256), (64, 24, 100)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sum_and_its_norm(M: int, O: int, I: int, bias: bool, uninitialized_memory_is_nan) -> None:
+    """The kernels leave the norm of up to FEW_ROWS rows to the next product. With more, it is that of the sum as it was
+    rounded, whether or not programs share the columns."""
+    for dtype in (torch.float32, HALF):
+        case, gain = Case("add", M, O, I, dtype, bias), torch.linspace(0.5, 1.5, O, device=DEVICE).to(dtype)
+        arguments = (case.x, case.weight, case.residual, gain, EPS, case.bias)
+        for impl in ("triton", "definition"):
+            found, normed = linear_add_norm(*arguments, impl=impl)
+            assert distance(found, case.exact()) <= TOLERANCE[dtype]
+            if impl == "triton":
+                assert torch.equal(found, case())
+                assert (normed is None) == (M <= FEW_ROWS)
+            if normed is not None:
+                assert normed.dtype == dtype and distance(normed, norm_of(found, gain)) <= TOLERANCE[dtype]
+
+
+def test_a_sum_and_its_norm_in_other_tiles(uninitialized_memory_is_nan) -> None:
+    """With shares of the columns and without; rows of the residual may be strided, and those of x are then copied."""
+    case = Case("add", 40, 37, 104, HALF, bias=True)
+    gain = torch.linspace(0.5, 1.5, 37, device=DEVICE).to(HALF)
+    case.residual = torch.cat((case.residual, torch.full_like(case.residual, torch.nan)), 1)[:, :37]
+    case.x = case.x.T.contiguous().T
+    for splits in (1, 2, 3):
+        tiles = Tiles(rows=64, outputs=64, inputs=32, part=32, splits=splits)
+        found, normed = product_norm(case.x, case.weight, case.bias, case.residual, gain, EPS, tiles)
+        assert distance(found, case.exact()) <= TOLERANCE[HALF]
+        assert distance(normed, norm_of(found, gain)) <= TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize("kind", ["norm", "swiglu"])
+def test_rows_that_are_normed_already(kind: str) -> None:
+    """Their product is computed, and nothing else is read."""
+    for M in (3, 40):
+        case = Case(kind, M, 24, 64, HALF)
+        normed = norm_of(case.x, case.gain).to(HALF)
+        unread = torch.full_like(case.x, torch.nan), torch.full_like(case.gain, torch.nan)
+        function = norm_linear if kind == "norm" else norm_swiglu
+        for impl in ("triton", "definition"):
+            found = function(*unread[:1], unread[1], EPS, case.weight, normed_ME=normed, impl=impl)
+            assert distance(found, case.exact()) <= 2 * TOLERANCE[HALF]
+
+
 def test_views() -> None:
     """Strided rows of x and the residual, and a part of the columns of a weight."""
     case = Case("add", 3, 40, 64, torch.float32)
@@ -184,10 +243,12 @@ def test_the_norm_of_many_rows_on_a_gpu_is_one_kernel(monkeypatch) -> None:
     monkeypatch.setattr(definition, "add_rms_norm", fused)
     monkeypatch.setattr(definition, "silu_mul_fused", lambda gate_up: gate_up.chunk(2, -1)[0])
     with FakeTensorMode():  # shapes and devices without values: no GPU is needed
-        x, gain, weight = (torch.empty(*shape, device="cuda") for shape in ((128, 32), (32,), (48, 32)))
+        shapes = (128, 32), (32,), (48, 32), (32, 32)
+        x, gain, weight, square = (torch.empty(*shape, device="cuda") for shape in shapes)
         assert norm_linear(x, gain, EPS, weight, impl="definition").shape == (128, 48)
         assert norm_swiglu(x, gain, EPS, weight, impl="definition").shape == (128, 24)
-    assert called == [(128, 32)] * 2
+        assert linear_add_norm(x, square, x, gain, EPS, impl="definition")[0].shape == (128, 32)
+    assert called == [(128, 32)] * 3
 
 
 def test_tiles_fit_into_shared_memory() -> None:
@@ -216,6 +277,10 @@ def test_refusals() -> None:
         lambda: linear_add(x, weight, torch.ones(2, 8)),
         lambda: norm_linear(x, torch.ones(6), EPS, weight),
         lambda: norm_swiglu(x, gain, EPS, weight, torch.ones(3)),
+        lambda: norm_linear(x, gain, EPS, weight, normed_ME=torch.ones(1, 8)),
+        lambda: norm_swiglu(x, gain, EPS, weight, normed_ME=torch.ones(2, 6)),
+        lambda: linear_add_norm(x, weight, torch.ones(2, 8), torch.ones(6), EPS),
+        lambda: linear_add_norm(x, weight, torch.ones(2, 6), torch.ones(8), EPS),
     ):
         with pytest.raises(ValueError, match=r"rows \(2, 8\) do not belong with a weight"):
             call()
@@ -273,6 +338,45 @@ def test_large_matrices_and_many_rows(kind: str, O: int, I: int) -> None:
             for ahead in (128, 1024):
                 dependent = replace(tiles, dependent=True, ahead=ahead)
                 assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [17, 32, 64, 200])
+def test_a_captured_chain_of_sums_and_norms(M: int) -> None:
+    """Replays of products that read each other's sums and norms at once follow the input of the moment: what a kernel
+    reads before it waits was written before."""
+    D, width, dtype = 4096, 14336, torch.bfloat16
+    up, down = Case("swiglu", M, width, D, dtype), Case("add", M, D, width, dtype, seed=1)
+    gain = torch.linspace(0.5, 1.5, D, device=DEVICE).to(dtype)
+
+    def layers(x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = None
+        for _ in range(3):
+            activated = norm_swiglu(x, gain, EPS, up.weight, normed_ME=normed)
+            x, normed = linear_add_norm(activated, down.weight, x, gain, EPS)
+        return x, normed
+
+    def exact(x: Tensor) -> Tensor:
+        for _ in range(3):
+            gate, value = (norm_of(x, gain).to(dtype).double() @ up.weight.double().T).chunk(2, -1)
+            x = (x.double() + (F.silu(gate) * value).to(dtype).double() @ down.weight.double().T).to(dtype)
+        return x
+
+    x = torch.randn(M, D, device=DEVICE, dtype=dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layers(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, normed = layers(x)
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        found, of_found = out.clone(), normed.clone()
+        assert distance(found, exact(x)) <= 2e-2 and distance(of_found, norm_of(found, gain)) <= 8e-3
+        assert all(torch.equal(a, b) for a, b in zip((found, of_found), layers(x), strict=True))
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ def _plain(asked: Any) -> Any:
     """The same with every tensor, array and sequence as a list."""
     asked = asked.tolist() if hasattr(asked, "tolist") else asked
     if isinstance(asked, Sequence) and not isinstance(asked, str | bytes):
-        return [_plain(x) for x in asked]
+        return [x if type(x) is int else _plain(x) for x in asked]  # most are token ids, of which there may be many
     return asked
 
 

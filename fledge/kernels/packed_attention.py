@@ -20,13 +20,10 @@ SHORT = 64  # rows; sequences of at most so many attend together, whatever their
 @dataclass(frozen=True)
 class _Group:
     """Sequences that attend in one call, as rows of equal length N. int64: `row_BN` are their rows and `slot_BN` the
-    slots of their keys, both padded with a sequence's last; `kept_R` the places of the R rows among B N, and `row_R`
-    the rows."""
+    slots of their keys, both padded with a sequence's last."""
 
     row_BN: Tensor
     slot_BN: Tensor
-    kept_R: Tensor
-    row_R: Tensor
 
 
 class PackedAttention:
@@ -47,17 +44,19 @@ class PackedAttention:
         self.counts, self.lengths, self.starts = list(counts), list(lengths), list(starts)
         self.firsts = [0, *itertools.accumulate(counts)]  # each sequence's first row
         rows = torch.arange(self.firsts.pop())
-        place_B3 = torch.tensor([self.starts, self.lengths, self.firsts]).T
-        # not by repeat_interleave, which starts all cores' threads for a few numbers
-        place_M3 = torch.cat([place_3.expand(n, 3) for place_3, n in zip(place_B3, self.counts, strict=True)])
-        position_M = rows + place_M3[:, 1] - place_M3[:, 2]
         groups = self._groups() if grouped or (grouped is None and device.type != "cpu") else []
-        indices = [position_M, position_M + place_M3[:, 0], *(x for group in groups for x in self._indices(group))]
-        self.position_M, self.slot_M, *indices = to_device(indices, device)
-        self.groups = [_Group(*indices[i : i + 4]) for i in range(0, len(indices), 4)]
         members = {b for group in groups for b in group}
         self.alone = [b for b, count in enumerate(self.counts) if count and b not in members]
         self.longest = max((self.counts[b] for b in members), default=0)
+        place_B4 = torch.tensor([self.starts, self.lengths, self.firsts, self._found_at(groups)]).T
+        # not by repeat_interleave, which starts all cores' threads for a few numbers
+        place_M4 = torch.cat([place_4.expand(n, 4) for place_4, n in zip(place_B4, self.counts, strict=True)])
+        start_M, length_M, first_M, found_M = place_M4.unbind(1)
+        position_M, place_M = rows + length_M - first_M, rows + found_M - first_M
+        self.in_order = torch.equal(place_M, rows)
+        indices = [position_M, position_M + start_M, place_M, *(x for group in groups for x in self._indices(group))]
+        self.position_M, self.slot_M, self.place_M, *indices = to_device(indices, device)
+        self.groups = [_Group(*indices[i : i + 2]) for i in range(0, len(indices), 2)]
 
     def _groups(self) -> list[list[int]]:
         """The sequences of each group of two or more, with at most half of each one's rows as padding where they are
@@ -72,16 +71,24 @@ class PackedAttention:
                 groups.append([b])
         return [group for group in groups if len(group) > 1]
 
+    def _found_at(self, groups: Sequence[Sequence[int]]) -> list[int]:
+        """The place of each sequence's first row among the results: the groups' one after the other, with their
+        padding, then those of the sequences that attend alone."""
+        found, end = [0] * len(self.counts), 0
+        for group in groups:
+            for b in group:
+                found[b], end = end, end + self.counts[group[0]]
+        for b in self.alone:
+            found[b], end = end, end + self.counts[b]
+        return found
+
     def _indices(self, group: Sequence[int]) -> list[Tensor]:
         """The tensors of a `_Group`."""
         count_B1, start_B1, first_B1 = (
             torch.tensor([x[b] for b in group])[:, None] for x in (self.counts, self.starts, self.firsts)
         )
-        place_N = torch.arange(self.counts[group[0]])
-        place_BN = torch.minimum(place_N, count_B1 - 1)
-        kept_BN = place_N < count_B1
-        row_BN = first_B1 + place_BN
-        return [row_BN, start_B1 + place_BN, kept_BN.flatten().nonzero()[:, 0], row_BN[kept_BN]]
+        place_BN = torch.minimum(torch.arange(self.counts[group[0]]), count_B1 - 1)
+        return [first_B1 + place_BN, start_B1 + place_BN]
 
     def __call__(
         self, q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, scale: float | None, window: int | None
@@ -93,15 +100,15 @@ class PackedAttention:
             groups, alone = [], [b for b, count in enumerate(self.counts) if count]
         else:
             groups, alone = self.groups, self.alone
-        out_MHd = torch.empty_like(q_MHd)
-        for group in groups:
-            found_BNHd = _attend(q_MHd, keys_GPd, values_GPd, group, scale)
-            out_MHd[group.row_R] = found_BNHd.flatten(0, 1)[group.kept_R]
+        found = [_attend(q_MHd, keys_GPd, values_GPd, group, scale).flatten(0, 1) for group in groups]
         for b in alone:
             rows = slice(self.firsts[b], self.firsts[b] + self.counts[b])
             slots = slice(self.starts[b], self.starts[b] + self.lengths[b] + self.counts[b])
-            out_MHd[rows] = causal_attention(q_MHd[rows], keys_GPd[:, slots], values_GPd[:, slots], scale, window)
-        return out_MHd
+            found.append(causal_attention(q_MHd[rows], keys_GPd[:, slots], values_GPd[:, slots], scale, window))
+        if not found:
+            return torch.empty_like(q_MHd)
+        whole = torch.cat(found) if len(found) > 1 else found[0]
+        return whole[self.place_M] if groups and not self.in_order else whole
 
 
 def _attend(q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, group: _Group, scale: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.decode_layer import rope_to_cache
 from fledge.kernels.experts import experts, route
-from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows import linear_add, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 from fledge.models.kv_cache import CacheRows
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]: of M rows, or of M / n consecutive ones each
@@ -187,14 +187,20 @@ class CachedRows:
         return x_BnJ.gather(1, self.asked_BS[..., None].expand(-1, -1, x_BnJ.shape[2])).view(B * S, *x_M.shape[1:])
 
 
-def layer_output(attended_MO: Tensor, residual_ME: Tensor, weights: LayerWeights) -> Tensor:
-    """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with its residual."""
-    w = weights
-    x_ME = linear_add(attended_MO, w.out, residual_ME, w.out_bias)
+def layer_output(
+    attended_MO: Tensor, residual_ME: Tensor, weights: LayerWeights, next_norm_E: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with its residual. Also
+    returns its norm with the gain `next_norm_E`, for the next layer's product, where it is faster computed here
+    (`linear_add_norm`)."""
+    w, eps = weights, weights.shape.eps
     if w.experts is not None:
-        return _expert_output(x_ME, w, w.experts)
-    activated = norm_swiglu(x_ME, w.post_norm, w.shape.eps, w.gate_up, w.gate_up_bias)
-    return linear_add(activated, w.down, x_ME, w.down_bias)
+        return _expert_output(linear_add(attended_MO, w.out, residual_ME, w.out_bias), w, w.experts), None
+    x_ME, normed_ME = linear_add_norm(attended_MO, w.out, residual_ME, w.post_norm, eps, w.out_bias)
+    activated = norm_swiglu(x_ME, w.post_norm, eps, w.gate_up, w.gate_up_bias, normed_ME=normed_ME)
+    if next_norm_E is None:
+        return linear_add(activated, w.down, x_ME, w.down_bias), None
+    return linear_add_norm(activated, w.down, x_ME, next_norm_E, eps, w.down_bias)
 
 
 def _expert_output(x_ME: Tensor, w: LayerWeights, e: ExpertWeights) -> Tensor:

@@ -52,14 +52,15 @@ class DraftDecoder:
 
     def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
         """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
-        attend, last = CachedRows(rows), len(self.layers) - 1
+        attend, last, normed_ME = CachedRows(rows), len(self.layers) - 1, None
         for i, w in enumerate(self.layers):
             w = w.without_queries() if i == last else w
-            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME)
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, normed_ME=normed_ME)
             if i == last:
                 attend.write(i, qkv_MO, w, rotation)
             else:
-                state_ME = layer_output(attend(i, qkv_MO, w, rotation), residual_ME, w)
+                attended_MO = attend(i, qkv_MO, w, rotation)
+                state_ME, normed_ME = layer_output(attended_MO, residual_ME, w, self.layers[i + 1].input_norm)
 
     def step(
         self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
@@ -68,11 +69,13 @@ class DraftDecoder:
         """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
         (None: of all rows); the other layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
         any number of states."""
-        last = len(self.layers) - 1
+        last, normed_ME = len(self.layers) - 1, None
         for i, w in enumerate(self.layers):
             at = asked if asked is not None and i == last else attend
-            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, row_M)
-            state_ME = layer_output(at(i, qkv_MO, w, rotation), at.asked(residual_ME), w)
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, row_M, normed_ME)
+            next_norm = None if i == last else self.layers[i + 1].input_norm
+            attended_MO = at(i, qkv_MO, w, rotation)
+            state_ME, normed_ME = layer_output(attended_MO, at.asked(residual_ME), w, next_norm)
         return state_ME
 
     def predict(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +90,14 @@ class DraftDecoder:
         return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, draft.head)
 
     def _project(
-        self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None,
+        normed_ME: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too, and chooses
-        its states by `row_M`."""
+        its states by `row_M`; for the others, `normed_ME` is as in `norm_linear`."""
         if layer:
-            return norm_linear(state_ME, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias), state_ME
+            eps = w.shape.eps
+            return norm_linear(state_ME, w.input_norm, eps, w.qkv, w.qkv_bias, normed_ME=normed_ME), state_ME
         draft, E = self.draft, state_ME.shape[1]
         if draft.family.fuses_embedding:
             joined_M2E, _ = join_embedding(token_M, state_ME, draft.embedding, row_M=row_M)

@@ -23,7 +23,9 @@ from fledge.kernels.few_rows import definition
 from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, most_rows
 from fledge.kernels.implementations import IMPLS, use_triton
 
-__all__ = ["FEW_ROWS", "IMPLS", "MOST_ROWS", "linear_add", "norm_linear", "norm_swiglu", "plain_linear"]
+__all__ = [
+    "FEW_ROWS", "IMPLS", "MOST_ROWS", "linear_add", "linear_add_norm", "norm_linear", "norm_swiglu", "plain_linear",
+]  # fmt: skip
 
 
 def norm_linear(
@@ -33,19 +35,19 @@ def norm_linear(
     weight_OE: Tensor,
     bias_O: Tensor | None = None,
     *,
+    normed_ME: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """(x / rms(x) * gain) Wᵀ + b, [M, O] in the dtype of x, where rms(x)² is the mean of x² plus eps.
 
     The kernel multiplies the weights by x * gain, rounded to the dtype, and divides the products by rms(x). In float16,
-    x * gain must therefore be less than 65,504.
+    x * gain must therefore be less than 65,504. `normed_ME` is x / rms(x) * gain where it is known, as by
+    `linear_add_norm`: its product is computed, and x is not read.
     """
-    _check(x_ME, weight_OE, bias_O, gain_E=gain_E)
+    _check(x_ME, weight_OE, bias_O, gain_E=gain_E, normed_ME=normed_ME)
     if _few(impl, x_ME, weight_OE):
-        from fledge.kernels.few_rows.triton import product
-
-        return product(x_ME, weight_OE, bias_O, gain_I=gain_E, eps=eps)
-    return definition.norm_linear(x_ME, gain_E, eps, weight_OE, bias_O)
+        return _norm_product(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
+    return definition.norm_linear(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
 
 
 def linear_add(
@@ -60,6 +62,27 @@ def linear_add(
     return definition.linear_add(x_MI, weight_OI, residual_MO, bias_O)
 
 
+def linear_add_norm(
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    residual_MO: Tensor,
+    gain_O: Tensor,
+    eps: float,
+    bias_O: Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_add`, and the norm of its result, y / rms(y) * gain, [M, O], for the product that reads both: with many
+    rows, that product would take longer if it computed the norm. None where it would not, which is with up to FEW_ROWS
+    rows in the kernels."""
+    _check(x_MI, weight_OI, bias_O, residual_MO=residual_MO, gain_O=gain_O)
+    if _few(impl, x_MI, weight_OI):
+        from fledge.kernels.few_rows.triton import product_norm
+
+        return product_norm(x_MI, weight_OI, bias_O, residual_MO, gain_O, eps)
+    return definition.linear_add_norm(x_MI, weight_OI, residual_MO, gain_O, eps, bias_O)
+
+
 def norm_swiglu(
     x_ME: Tensor,
     gain_E: Tensor,
@@ -67,20 +90,19 @@ def norm_swiglu(
     gate_up_2FxE: Tensor,
     bias_2F: Tensor | None = None,
     *,
+    normed_ME: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """silu(gate) * up, [M, F], where [gate ; up] is `norm_linear` of the fused weight, which has the gate's rows first.
 
     Raises ValueError if the weight has an odd number of rows.
     """
-    _check(x_ME, gate_up_2FxE, bias_2F, gain_E=gain_E)
+    _check(x_ME, gate_up_2FxE, bias_2F, gain_E=gain_E, normed_ME=normed_ME)
     if gate_up_2FxE.shape[0] % 2:
         raise ValueError(f"gate and up have one width, so theirs cannot be {gate_up_2FxE.shape[0]} in total")
     if _few(impl, x_ME, gate_up_2FxE):
-        from fledge.kernels.few_rows.triton import product
-
-        return product(x_ME, gate_up_2FxE, bias_2F, gain_I=gain_E, eps=eps, gated=True)
-    return definition.norm_swiglu(x_ME, gain_E, eps, gate_up_2FxE, bias_2F)
+        return _norm_product(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME, gated=True)
+    return definition.norm_swiglu(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME)
 
 
 def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -98,18 +120,31 @@ def _few(impl: str | None, x_MI: Tensor, weight_OI: Tensor) -> bool:
     return use_triton(impl, x_MI) and (impl is not None or x_MI.shape[0] <= most_rows(*weight_OI.shape, x_MI.dtype))
 
 
+def _norm_product(
+    x_ME: Tensor, gain_E: Tensor, eps: float, weight_RE: Tensor, bias_R: Tensor | None, normed_ME: Tensor | None,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    from fledge.kernels.few_rows.triton import product
+
+    if normed_ME is not None:
+        return product(normed_ME, weight_RE, bias_R, gated=gated)
+    return product(x_ME, weight_RE, bias_R, gain_I=gain_E, eps=eps, gated=gated)
+
+
 def _check(
     x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gain_E: Tensor | None = None,
-    residual_MO: Tensor | None = None,
+    residual_MO: Tensor | None = None, gain_O: Tensor | None = None, normed_ME: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors have the shapes of their names and one dtype."""
     (M, I), (O, columns) = x_MI.shape, weight_OI.shape
     fits = columns == I and x_MI.dtype == weight_OI.dtype
-    for x, shape in ((bias_O, (O,)), (gain_E, (I,)), (residual_MO, (M, O))):
+    of_input, of_output = ((gain_E, (I,)), (normed_ME, (M, I))), ((gain_O, (O,)), (residual_MO, (M, O)))
+    for x, shape in ((bias_O, (O,)), *of_input, *of_output):
         fits = fits and (x is None or (x.shape == shape and x.dtype == x_MI.dtype))
     if fits:  # what follows would take as long as a small product
         return
-    others = {"bias": (bias_O, (O,)), "gain": (gain_E, (I,)), "residual": (residual_MO, (M, O))}
+    names = "bias", "gain", "normed rows", "gain of the result", "residual"
+    others = dict(zip(names, ((bias_O, (O,)), *of_input, *of_output), strict=True))
     others = {name: (x, shape) for name, (x, shape) in others.items() if x is not None}
     if weight_OI.shape != (O, I) or any(x.shape != torch.Size(shape) for x, shape in others.values()):
         shapes = "".join(f", {name} {tuple(x.shape)}" for name, (x, _) in others.items())

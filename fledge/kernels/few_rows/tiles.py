@@ -43,7 +43,7 @@ def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
     """The number of rows up to which the kernels are chosen for a weight [O, I]; 0 to MOST_ROWS."""
     if dtype == torch.float32:
         return FEW_ROWS
-    return 32 if 4096 < O < 12288 else MOST_ROWS  # cuBLAS is faster there with 64 rows
+    return FEW_ROWS if 4096 < O < 12288 else MOST_ROWS  # with more, cuBLAS is faster there
 
 
 def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
@@ -84,15 +84,14 @@ def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
     """The tiles of more than FEW_ROWS rows.
 
     Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
-    the weights, so that the tiles are wide, and programs share the columns where there would be too few of them.
+    the weights, so that the tiles are wide, and programs share the columns where there would be too few of them. The
+    stages were chosen by the time of whole rounds.
     """
     if O >= 32000:
         return Tiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
     if O >= 12288:
-        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=4)
-    tiles = Tiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=4, dependent=True, ahead=256)
-    if O > 4096 and I <= 4096:
-        tiles = replace(tiles, outputs=128, warps=8)
+        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=3)
+    tiles = Tiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=6, dependent=True, ahead=256)
     return replace(tiles, splits=1 if I % (2 * tiles.inputs) else 2)  # unequal shares need masks in every step
 
 

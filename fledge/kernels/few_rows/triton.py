@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.few_rows.tiles import MOST_ROWS, Tiles, fit, tiles_for
+from fledge.kernels.decode_layer.triton import add_rms_norm_triton
+from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, Tiles, fit, tiles_for
 from fledge.kernels.implementations import can_wait
 
 FINISH = 256  # outputs of a program that adds partial sums
@@ -221,6 +222,37 @@ def _finish(
     _epilogue(acc, square, m, o, bias_ptr, residual_ptr, out_ptr, M, O, sr, eps, I, NORM, GATED, BIAS, RESIDUAL)
 
 
+@triton.jit(do_not_specialize=["M", "O"])
+def _finish_and_norm(
+    part_ptr, bias_ptr, residual_ptr, gain_ptr, out_ptr, normed_ptr, M, O, sr, eps,
+    BO: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of a row, in their order, and the residual; stores the sum and its norm. BO is O or more.
+
+    What the product does not write is read before the wait for it: the product itself has waited for the kernel that
+    wrote the residual before it let this one start.
+    """
+    m, o = tl.program_id(0).to(tl.int64), tl.arange(0, BO)
+    inside = o < O
+    added = tl.load(residual_ptr + m * sr + o, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(gain_ptr + o, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + o, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((BO,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(part_ptr + (split * M + m) * O + o, mask=inside, other=0.0)
+    if BIAS:
+        total += bias
+    out = (total + added).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m * O + o, out, mask=inside)
+    wide = out.to(tl.float32)
+    normed = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / O + eps)) * gain
+    tl.store(normed_ptr + m * O + o, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
 def product(
     x_MI: Tensor,
     weight_RI: Tensor,
@@ -232,19 +264,44 @@ def product(
     gated: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The functions of the package for checked arguments; returns [M, O], with O = R, or R / 2 if `gated`.
+    """The functions of the package for checked arguments, but `linear_add_norm`; returns [M, O], with O = R, or R / 2
+    if `gated`.
 
     `gain_I` and `eps` ask for the norm before the product. `tiles` are those of `tiles_for` unless given. Rows of x may
     be strided, which copies them. Raises ValueError if a row of the weight is not contiguous.
     """
     (M, I), R = x_MI.shape, weight_RI.shape[0]
+    tiles = _tiles(R, I, min(M, MOST_ROWS), x_MI.dtype, x_MI.device) if tiles is None else tiles
+    return _compute(x_MI, weight_RI, bias_R, gain_I, eps, residual_MO, gated, tiles, None)[0]
+
+
+def product_norm(
+    x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_MO: Tensor, gain_O: Tensor, eps: float,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`linear_add_norm` for checked arguments: `product`, and the norm of the result [M, O], which the kernel that adds
+    partial sums computes, or one of its own. None for up to FEW_ROWS rows."""
+    (M, I), O = x_MI.shape, weight_OI.shape[0]
+    tiles = _tiles(O, I, min(M, MOST_ROWS), x_MI.dtype, x_MI.device) if tiles is None else tiles
+    after = None if M <= FEW_ROWS else (gain_O.contiguous(), eps)
+    out_MO, normed_MO = _compute(x_MI, weight_OI, bias_O, None, 0.0, residual_MO, False, tiles, after)
+    if after is not None and normed_MO is None:
+        normed_MO = add_rms_norm_triton(out_MO, None, gain_O, eps)[0]
+    return out_MO, normed_MO
+
+
+def _compute(
+    x_MI: Tensor, weight_RI: Tensor, bias_R: Tensor | None, gain_I: Tensor | None, eps: float,
+    residual_MO: Tensor | None, gated: bool, tiles: Tiles, after: tuple[Tensor, float] | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`product`, and the norm of the result with the gain and epsilon `after`, where partial sums are added."""
+    (M, I), R = x_MI.shape, weight_RI.shape[0]
     if weight_RI.stride(1) != 1 and I > 1:
         raise ValueError("a product of few rows needs a weight whose rows are contiguous")
-    tiles = _tiles(R, I, min(M, MOST_ROWS), x_MI.dtype, x_MI.device) if tiles is None else tiles
     O = R // 2 if gated else R
     out = torch.empty(M, O, dtype=x_MI.dtype, device=x_MI.device)
     if not out.numel():
-        return out
+        return out, None
     x = x_MI.contiguous()
     x = x.clone() if x.data_ptr() % 16 else x
     residual = residual_MO
@@ -266,12 +323,20 @@ def product(
         DEPENDENT=tiles.dependent, LATE=tiles.late, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )  # fmt: skip
-    if S > 1:
+    if S == 1:
+        return out, None
+    if after is None:
         _finish[(M, triton.cdiv(O, FINISH))](
             part, square, bias, residual, out, M, O, sr, eps, I=I, BO=FINISH, SPLITS=S, **flags,
             DEPENDENT=tiles.dependent, num_warps=2, **launch,
         )  # fmt: skip
-    return out
+        return out, None
+    normed, BO = torch.empty_like(out), triton.next_power_of_2(O)
+    _finish_and_norm[(M,)](
+        part, bias, residual, after[0], out, normed, M, O, sr, after[1], BO=BO, SPLITS=S, BIAS=bias is not None,
+        DEPENDENT=tiles.dependent, num_warps=min(max(BO // 256, 4), 16), **launch,
+    )  # fmt: skip
+    return out, normed
 
 
 @functools.cache

@@ -268,6 +268,7 @@ def tree_attention_triton(
     target = min(t.per_processor * _processors(q_BSHd.device), COUNTERS)
     splits = share_count(programs, P, t.slots, target, t.combine_apart)
     combined = splits == 1 or not t.combine_apart
+    at_once = 2 if splits == 2 else t.at_once  # a program would wait for the loads of shares that there are not
     stored = programs * splits * t.rows if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
     if counters is None:
@@ -277,7 +278,7 @@ def tree_attention_triton(
         counters, S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *seen.stride()[:2], 0 if window is None else position.stride(0),
         H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, BM=t.rows, BN=t.slots,
-        APART=t.apart, AT_ONCE=t.at_once, COMBINED=combined, num_warps=t.warps, num_stages=t.stages,
+        APART=t.apart, AT_ONCE=at_once, COMBINED=combined, num_warps=t.warps, num_stages=t.stages,
         **dependent_launch(out.device),
     )  # fmt: skip
     if not combined:

@@ -85,15 +85,18 @@ class NativeDecoder:
         last_rows: Tensor | None,
     ) -> Features:  # fmt: skip
         rotation, aux = self.rotation(position_M), []
-        x_MD = nn.functional.embedding(token_M, self.embedding)
-        for i, w in enumerate(self.layers):
+        x_MD, normed_MD = nn.functional.embedding(token_M, self.embedding), None
+        # each layer's output is normed for what reads it; of the last one's, `last_rows` may be few
+        next_norms = [*(w.input_norm for w in self.layers[1:]), self.norm if last_rows is None else None]
+        for i, (w, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             if i in layers:
                 aux.append(x_MD)
-            qkv_MO = norm_linear(x_MD, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias)
-            x_MD = layer_output(attend(i, qkv_MO, w, rotation), x_MD, w)
+            qkv_MO = norm_linear(x_MD, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias, normed_ME=normed_MD)
+            x_MD, normed_MD = layer_output(attend(i, qkv_MO, w, rotation), x_MD, w, next_norm)
         if len(self.layers) in layers:
             aux.append(x_MD)
-        last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.shape.eps)
+        if (last := normed_MD) is None:
+            last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.shape.eps)
         none = x_MD.new_empty(token_M.numel(), 0, x_MD.shape[1])
         return Features(torch.stack(aux, dim=1) if aux else none, last)
 
