@@ -12,6 +12,18 @@ from fledge.kernels.implementations import dependent_launch
 BLOCK = 8192
 
 
+@triton.jit
+def _block(row_ptr, i, V):
+    return tl.load(row_ptr + i, mask=i < V, other=float("-inf"))
+
+
+@triton.jit
+def _larger(best, at, x, i):
+    """The larger numbers of two blocks, and their indices; of equal numbers, those of the first block."""
+    larger = x.to(tl.float32) > best
+    return tl.where(larger, x.to(tl.float32), best), tl.where(larger, i, at)
+
+
 @triton.jit(do_not_specialize=["V"])
 def _argmax(x_ptr, ids_ptr, out_ptr, sx, V, BLOCK: tl.constexpr, IDS: tl.constexpr, DEPENDENT: tl.constexpr):
     if DEPENDENT:
@@ -19,10 +31,15 @@ def _argmax(x_ptr, ids_ptr, out_ptr, sx, V, BLOCK: tl.constexpr, IDS: tl.constex
         tl.extra.cuda.gdc_launch_dependents()
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     best, at = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, V, BLOCK):
-        x = tl.load(x_ptr + row * sx + begin + i, mask=begin + i < V, other=float("-inf")).to(tl.float32)
-        larger = x > best
-        best, at = tl.where(larger, x, best), tl.where(larger, begin + i, at)
+    row_ptr = x_ptr + row * sx
+    for _ in range(0, V, 4 * BLOCK):  # four blocks at a time, whose loads are under way together
+        j, k, l = i + BLOCK, i + 2 * BLOCK, i + 3 * BLOCK
+        a, b, c, d = _block(row_ptr, i, V), _block(row_ptr, j, V), _block(row_ptr, k, V), _block(row_ptr, l, V)
+        best, at = _larger(best, at, a, i)
+        best, at = _larger(best, at, b, j)
+        best, at = _larger(best, at, c, k)
+        best, at = _larger(best, at, d, l)
+        i += 4 * BLOCK
     # of equal numbers, the first; a place with no number above -inf keeps index 0
     first = tl.min(tl.where(best == tl.max(best, 0), at, 2147483647), 0)
     tl.store(out_ptr + row, tl.load(ids_ptr + first) if IDS else first.to(tl.int64))

@@ -167,6 +167,7 @@ class CachedRows:
 
     def __init__(self, rows: CacheRows, asked_BS: Tensor | None = None):
         self.rows, self.asked_BS = rows, asked_BS
+        self._asked_Q: Tensor | None = None  # the rows of all sequences' queries
 
     def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
         """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
@@ -182,9 +183,11 @@ class CachedRows:
         """The queries' rows of a tensor [M, ..]."""
         if self.asked_BS is None:
             return x_M
-        B, S = self.asked_BS.shape
-        x_BnJ = x_M.reshape(B, x_M.shape[0] // B, -1)
-        return x_BnJ.gather(1, self.asked_BS[..., None].expand(-1, -1, x_BnJ.shape[2])).view(B * S, *x_M.shape[1:])
+        if self._asked_Q is None:
+            B, M = self.asked_BS.shape[0], x_M.shape[0]
+            first_B1 = torch.arange(0, M, M // B, device=x_M.device)[:, None]
+            self._asked_Q = (self.asked_BS + first_B1 if B > 1 else self.asked_BS).flatten()
+        return x_M[self._asked_Q]
 
 
 def layer_output(
