@@ -7,13 +7,15 @@
 Each time is of one of several calls in a CUDA graph, which read different weights, 512 MB of them or more, as the
 layers of a network do. `us` is that of the product with what is fused into it, `definition_us` that of the definition
 (the same work by several kernels), and `linear_us` that of F.linear alone. `gb_per_s` counts the bytes of the weights.
-Where a sum is fused, `sum_apart_us` is F.linear and a sum. On a CPU, only the definitions run, without a graph.
+A norm is fused into the product that reads it for up to FEW_ROWS rows, and with more into the product before it, after
+the sum. Where a sum is fused, `sum_apart_us` is F.linear and a sum. On a CPU, only the definitions run, without a
+graph.
 
 `--sweep` times each matrix with many tile sizes, and the best of them again with smaller parts and as dependent
 launches. Processes compile the kernels to Triton's cache first. It prints the best three of each matrix and number of
-rows, and records all; of the best three, `norm_apart_us` is the time with the norm as a kernel of its own. `same_bits`
-tells whether the result equals that of the tiles of fledge/kernels/few_rows/tiles.py. A sweep that reaches `--seconds`
-leaves out the rest; `left_out` counts the tile sizes that were not timed.
+rows, and records all; of the best three with a norm inside, `norm_apart_us` is the time with the norm as a kernel of
+its own. `same_bits` tells whether the result equals that of the tiles of fledge/kernels/few_rows/tiles.py. A sweep that
+reaches `--seconds` leaves out the rest; `left_out` counts the tile sizes that were not timed.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from torch.nn import functional as F
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm
-from fledge.kernels.few_rows import linear_add, norm_linear, norm_swiglu, plain_linear
+from fledge.kernels.few_rows import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 from fledge.kernels.few_rows.tiles import Tiles, tiles_for
 
 PARTS_ROWS = 8  # the most rows of the sweep for which programs have 8 rows and the columns of a step are in parts
@@ -131,29 +133,36 @@ def random_weights(matrix: Matrix, device: str) -> list[Tensor]:
 
 
 def arguments(matrix: Matrix, M: int) -> dict[str, Tensor]:
-    """Random rows, a gain of the norm, and a residual."""
+    """Random rows, gains of the norms before and after the product, and a residual."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     x, residual = torch.randn(M, matrix.I, generator=generator), torch.randn(M, matrix.O, generator=generator)
-    return {"x": x, "gain": torch.ones(matrix.I), "residual": residual}
+    return {"x": x, "gain": torch.ones(matrix.I), "next_gain": torch.ones(matrix.O), "residual": residual}
+
+
+def norm_inside(matrix: Matrix, M: int) -> bool:
+    """Whether the product computes the norm of its rows."""
+    return matrix.kind in ("norm", "swiglu") and M <= FEW_ROWS
 
 
 def fused(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, impl: str | None = None) -> Tensor:
+    normed = None if norm_inside(matrix, len(a["x"])) else a["x"]
     if matrix.kind == "norm":
-        return norm_linear(a["x"], a["gain"], EPS, weight, impl=impl)
+        return norm_linear(a["x"], a["gain"], EPS, weight, normed_ME=normed, impl=impl)
     if matrix.kind == "swiglu":
-        return norm_swiglu(a["x"], a["gain"], EPS, weight, impl=impl)
+        return norm_swiglu(a["x"], a["gain"], EPS, weight, normed_ME=normed, impl=impl)
     if matrix.kind == "add":
-        return linear_add(a["x"], weight, a["residual"], impl=impl)
+        return linear_add_norm(a["x"], weight, a["residual"], a["next_gain"], EPS, impl=impl)[0]
     return plain_linear(a["x"], weight, impl=impl)
 
 
 def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: Tiles) -> Tensor:
     """`fused` with these tiles."""
-    from fledge.kernels.few_rows.triton import product
+    from fledge.kernels.few_rows.triton import product, product_norm
 
-    norm = {"gain_I": a["gain"], "eps": EPS} if matrix.kind in ("norm", "swiglu") else {}
-    residual = a["residual"] if matrix.kind == "add" else None
-    return product(a["x"], weight, residual_MO=residual, gated=matrix.kind == "swiglu", tiles=tiles, **norm)
+    if matrix.kind == "add":
+        return product_norm(a["x"], weight, None, a["residual"], a["next_gain"], EPS, tiles)[0]
+    norm = {"gain_I": a["gain"], "eps": EPS} if norm_inside(matrix, len(a["x"])) else {}
+    return product(a["x"], weight, gated=matrix.kind == "swiglu", tiles=tiles, **norm)
 
 
 def tiled_after_norm(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: Tiles) -> Tensor:
@@ -234,7 +243,8 @@ def candidates_of_many(matrix: Matrix, rows: int) -> list[Tiles]:
     with the most programs that run at the same time."""
     blocks = [  # outputs, inputs, warps, stages
         (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4),
-        (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 4), (256, 64, 8, 4), (256, 64, 8, 5),
+        (64, 64, 4, 8), (64, 128, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 4),
+        (256, 64, 8, 4), (256, 64, 8, 5),
     ]  # fmt: skip
     tiles = [Tiles(rows=rows, outputs=o, inputs=i, part=i, warps=w, stages=s) for o, i, w, s in blocks]
     if rows <= 32:
@@ -351,7 +361,7 @@ def sweep_one(
         rate = bytes_of(matrix) / us / 1e3
         row = {"us": us, "gb_per_s": rate, "tiles": asdict(tiles)}
         texts.append(f"{us:.2f} us {rate:.0f} GB/s {name(tiles)}")
-        if matrix.kind in ("norm", "swiglu"):
+        if norm_inside(matrix, M):
             apart = call_us(matrix, weights, M, options, lambda m, a, w, t=tiles: tiled_after_norm(m, a, w, t))
             row["norm_apart_us"] = apart
             texts[-1] += f" (norm apart {apart:.2f})"

@@ -418,8 +418,10 @@ def keep_a_node_too_many(keep: Any, cache: TargetCache | KVCache, path_BR: Tenso
     keep(cache, path_BR, count_B if path_BR is None else count_B + 1)  # a path ends with its last node again
 
 
-def go_on_from_the_first_nodes_states(after: Any, state: RoundState, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
-    right = after(state, verdict, aux_BNAD)
+def go_on_from_the_first_nodes_states(
+    after: Any, state: RoundState, verdict: Verdict, aux_BNAD: Tensor, **how: bool
+) -> RoundState:
+    right = after(state, verdict, aux_BNAD, **how)
     return replace(right, aux_BRAD=aux_BNAD[:, : right.aux_BRAD.shape[1]])
 
 

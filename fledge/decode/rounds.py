@@ -186,7 +186,10 @@ class Rounds:
         else:
             aux_BNAD = draft.select_states(features).unflatten(0, tree.token_BN.shape)
         unread = draft is not None and not tree.levels  # the draft has not read the state
-        self.state = state.append(verdict, aux_BNAD) if unread else state.after(verdict, aux_BNAD)
+        if unread:
+            self.state = state.append(verdict, aux_BNAD)
+        else:
+            self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
         return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
 

@@ -33,11 +33,13 @@ class RoundState:
         token_B1, one_B = token_B[:, None], torch.ones_like(token_B)
         return cls(token_B1, aux_BAD[:, None], one_B, torch.zeros_like(token_B1), length_B)
 
-    def after(self, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
-        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes."""
-        index_BR11 = verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:])
-        aux_BRAD, length_B = aux_BNAD.gather(1, index_BR11), self.length_B + verdict.count_B
-        return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, length_B)
+    def after(self, verdict: Verdict, aux_BNAD: Tensor, chains: bool) -> RoundState:
+        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. In `chains`, the
+        valid ones are the first already."""
+        aux_BRAD = aux_BNAD
+        if not chains:
+            aux_BRAD = aux_BNAD.gather(1, verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]))
+        return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, self.length_B + verdict.count_B)
 
     def append(self, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
         """The state after a verification that committed one token each and whose predecessor the draft has not read.

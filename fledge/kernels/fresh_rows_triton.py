@@ -31,7 +31,7 @@ def _fresh_rows(
     tl.store(asked_ptr + b * S + i, last + i, mask=i < S)
     tl.store(root_ptr + b, tl.load(token_ptr + b * st + last))
     tl.store(slot_ptr + b * n + i, start + length + i, mask=i < n)
-    tl.store(next_ptr + b * J + i, start + length + count + i, mask=i < J)
+    tl.store(next_ptr + i * B + b, start + length + count + i, mask=i < J)
     tl.store(position_ptr + b * n + i, length + i, mask=i < n)
     tl.store(position_ptr + (n + i) * B + b, length + count + i, mask=i < L)
 
@@ -45,7 +45,8 @@ def fresh_rows_triton(
     (B, R), n, S, whole = token.shape, token.shape[1] + masked, masked + 1, dict(dtype=torch.int64, device=token.device)
     row_token, state = torch.empty(2, B, n, **whole) if masked else (token, None)
     slot, asked = torch.empty(B, n, **whole), torch.empty(B, S, **whole)
-    following, root = torch.empty(B, expanded, **whole), torch.empty(B, **whole)
+    # node by node, so that those of a level of chains, one of each request, are read without a copy
+    following, root = torch.empty(expanded, B, **whole).T, torch.empty(B, **whole)
     position = torch.empty(B * (n + levels), **whole)
     if B:
         _fresh_rows[(B,)](
