@@ -45,3 +45,5 @@ def test_what_rows_are(impl: str) -> None:
     assert rows.asked_BS.tolist() == [[1], [0]] and rows.root_B.tolist() == [101, 102]
     assert rows.slot_BJ.tolist() == [[5, 6, 7, 8], [1011, 1012, 1013, 1014]]
     assert rows.position_M.tolist() == [3, 4, 10, 11, 5, 11, 6, 12, 7, 13]  # of rows, then of levels
+    if impl == "triton":  # without a copy
+        assert rows.slot_BJ[:, 1:2].flatten().data_ptr() == rows.slot_BJ[:, 1:].data_ptr()

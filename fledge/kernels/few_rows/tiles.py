@@ -53,7 +53,8 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
     the numbers of rows that have the same tiles.
 
     `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
-    the best for 1 and 8 rows on an H200, bench/results/many_rows_sweep.json those for 32 and 64.
+    the best for 1 and 8 rows on an H200, bench/results/many_rows_sweep.json those for 32 and 64, where the products
+    still computed the norm.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
