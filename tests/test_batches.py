@@ -506,9 +506,9 @@ def see_everything(placed: Any, *given: Any) -> dict[str, Any]:
 
 
 def go_on_from_the_first_requests_states(
-    after: Any, state: RoundState, verdict: Verdict, aux_BNAD: Tensor
+    after: Any, state: RoundState, verdict: Verdict, aux_BNAD: Tensor, **how: bool
 ) -> RoundState:  # fmt: skip
-    return after(state, verdict, aux_BNAD[:1].expand_as(aux_BNAD))
+    return after(state, verdict, aux_BNAD[:1].expand_as(aux_BNAD), **how)
 
 
 def write_at_one_place(begin: Any, rows: TreeRows, cache: KVCache, n: int, *given: Any, **options: Any) -> None:
