@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
         ([1, 70, 64, 3, 0, 9], [0] * 6, [2, 3]),  # rows of at most SHORT tokens, and longer ones
         ([4, 70, 5, 100, 36], [0, 6, 2, 0, 0], [2]),  # two that continue, one alone, and two of similar lengths
         ([200, 90, 99, 101], [0] * 4, [2, 2]),
+        ([70, 70, 40], [0] * 3, [3]),  # in order, with padding behind the last one only
+        ([80, 80], [0] * 2, [2]),
         ([0, 0], [3, 0], []),
     ],
 )

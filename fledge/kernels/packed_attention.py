@@ -108,7 +108,9 @@ class PackedAttention:
         if not found:
             return torch.empty_like(q_MHd)
         whole = torch.cat(found) if len(found) > 1 else found[0]
-        return whole[self.place_M] if groups and not self.in_order else whole
+        if not groups or self.in_order:
+            return whole[: len(q_MHd)]  # without the padding of the last sequence
+        return whole[self.place_M]
 
 
 def _attend(q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, group: _Group, scale: float | None) -> Tensor:
