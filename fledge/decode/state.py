@@ -34,8 +34,8 @@ class RoundState:
         return cls(token_B1, aux_BAD[:, None], one_B, torch.zeros_like(token_B1), length_B)
 
     def after(self, verdict: Verdict, aux_BNAD: Tensor, chains: bool) -> RoundState:
-        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. In `chains`, the
-        valid ones are the first already."""
+        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. `chains` tells that
+        all trees are chains, whose accepted nodes are their first ones, so that nothing need be gathered."""
         aux_BRAD = aux_BNAD
         if not chains:
             aux_BRAD = aux_BNAD.gather(1, verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]))

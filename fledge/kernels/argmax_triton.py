@@ -14,6 +14,7 @@ BLOCK = 8192
 
 @triton.jit
 def _block(row_ptr, i, V):
+    """The numbers at indices i of a row of V; -inf beyond its end."""
     return tl.load(row_ptr + i, mask=i < V, other=float("-inf"))
 
 

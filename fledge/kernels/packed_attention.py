@@ -31,7 +31,8 @@ class PackedAttention:
     sequence up to their own.
 
     Sequence b has the slots from `starts[b]` on. `slot_M` are those of the rows, and `position_M` their places in their
-    sequences, int64 on the device. By definition each sequence attends by itself (`causal_attention`). With `grouped`,
+    sequences, int64 on the device. `place_M` are the rows' places among the results of all calls, one after the other,
+    which are `in_order` if only the last one has padding. By definition each sequence attends by itself (`causal_attention`). With `grouped`,
     those without earlier tokens attend in groups of similar lengths, with one call of torch's attention for each: they
     are padded at the end, which no other row sees, so that no mask is needed. None: on a GPU, where a call takes as
     long as its launch; a CPU computes the padding too.

@@ -3,7 +3,8 @@
 With a few rows, a product takes as long as its weights are read. The kernels read each weight once, and neither the
 norm before a product nor the activation or sum after it has a launch of its own. With more than FEW_ROWS rows, where
 each program would spend time on the norm of all rows, the product before it computes the norm (`linear_add_norm`). For
-more rows and on a CPU, the definitions apply: the fused small operations and the products of the platform's library.
+more than `tiles.most_rows` rows and on a CPU, the definitions apply: the fused small operations and the products of the
+platform's library.
 
 `impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows, but fast for few only) or None:
 "triton" on a GPU for up to `tiles.most_rows` rows of up to 32 bits, else "definition". Other names raise ValueError,
