@@ -32,10 +32,10 @@ class PackedAttention:
 
     Sequence b has the slots from `starts[b]` on. `slot_M` are those of the rows, and `position_M` their places in their
     sequences, int64 on the device. `place_M` are the rows' places among the results of all calls, one after the other,
-    which are `in_order` if only the last one has padding. By definition each sequence attends by itself (`causal_attention`). With `grouped`,
-    those without earlier tokens attend in groups of similar lengths, with one call of torch's attention for each: they
-    are padded at the end, which no other row sees, so that no mask is needed. None: on a GPU, where a call takes as
-    long as its launch; a CPU computes the padding too.
+    which are `in_order` if only the last one has padding. By definition each sequence attends by itself
+    (`causal_attention`). With `grouped`, those without earlier tokens attend in groups of similar lengths, with one
+    call of torch's attention for each: they are padded at the end, which no other row sees, so that no mask is needed.
+    None: on a GPU, where a call takes as long as its launch; a CPU computes the padding too.
     """
 
     def __init__(
