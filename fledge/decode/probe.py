@@ -29,7 +29,7 @@ def probe(
     given = [(text, min(new + 1, UNREAD, len(text) - 1)) for text, new in ends if min(new, len(text) - 2) > 0]
     if not given:
         return 0, 0
-    cache, draft_cache = target.new_cache([len(text) for text, _ in given]), None
+    cache, draft_cache = target.separate_cache([len(text) for text, _ in given]), None
     try:
         draft_cache = proposer.new_cache([len(text) + proposer.scratch for text, _ in given])
         with current_device(target.device):

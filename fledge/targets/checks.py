@@ -85,7 +85,7 @@ def native_problem(target: NativeTarget) -> str:
 @contextmanager
 def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[Cache]:
     """A new cache whose memory is freed after the block."""
-    cache = target.new_cache(sizes)
+    cache = target.separate_cache(sizes)
     try:
         yield cache
     finally:

@@ -142,6 +142,10 @@ class DecodingTarget(Target):
     def new_cache(self, sizes: Sequence[int]) -> Cache:
         """A cache of empty sequences, each for at most this number of tokens, nodes of trees included."""
 
+    def separate_cache(self, sizes: Sequence[int]) -> Cache:
+        """The same, with memory of its own: no other cache grows to make room for it."""
+        return self.new_cache(sizes)
+
     @abstractmethod
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None

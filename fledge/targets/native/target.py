@@ -72,13 +72,21 @@ class NativeTarget(TransformersTarget):
 
     @functools.cached_property
     def pool(self) -> SlotPool:
-        """The slots of all caches."""
+        """The slots of all caches but separate ones."""
+        return self._new_pool()
+
+    def _new_pool(self) -> SlotPool:
         n = self.native
         return SlotPool(len(n.layers), n.shape.kv_heads, n.shape.head_dim, self.device, self.dtype)
 
     def new_cache(self, sizes: Sequence[int] = ()) -> KVCache:
         """See `DecodingTarget.new_cache`."""
         return KVCache(self.pool, sizes)
+
+    def separate_cache(self, sizes: Sequence[int]) -> KVCache:
+        """See `DecodingTarget.separate_cache`. CUDA graphs read the buffer of `pool`, so that they must be captured
+        again when it grows."""
+        return KVCache(self._new_pool(), sizes)
 
     @functools.cached_property
     def _parameters(self) -> list[Tensor]:
