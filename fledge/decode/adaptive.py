@@ -95,58 +95,76 @@ class AcceptanceRates:
 
 
 class RoundCosts:
-    """The seconds of a round by the number of requests and the amount: means of the latest ones."""
+    """The seconds of a round by the number of requests and the amount: means of the latest ones.
 
-    def __init__(self) -> None:
-        self.times: dict[int, dict[Amount, deque[tuple[int, float]]]] = defaultdict(dict)  # see `_mean_time`
+    With `ends_early`, what a round takes depends on how long its chain became, not on how long it could become. A line
+    through the latest rounds then tells it for all lengths (`_line`), as the rounds of each length are few.
+    """
+
+    def __init__(self, ends_early: bool = False) -> None:
+        self.ends_early = ends_early
+        self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
+        self.chains: dict[int, deque[tuple[int, float]]] = {}  # of chains that end early: (length, seconds)
         self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float, drafted: int) -> None:
-        """Adds a round of so many requests, in which paths of `drafted` tokens were drafted, which may be fewer than
-        the amount's."""
+        """Adds a round of so many requests, whose longest path had `drafted` tokens."""
         size = graph_size(requests)
-        times = self.times[size].setdefault(amount, deque(maxlen=LATEST))
-        times.append((drafted, seconds))
+        if self.ends_early and amount != NOTHING:
+            self.chains.setdefault(size, deque(maxlen=2 * LATEST)).append((drafted, seconds))
+        else:
+            self.times[size].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
         self._known.clear()
 
     def forget(self) -> None:
         """Forgets all rounds."""
         self.times.clear()
+        self.chains.clear()
         self._known.clear()
 
     def forget_all_but(self, amount: Amount) -> None:
-        """Forgets the rounds of all other amounts."""
+        """Forgets the rounds of all other amounts; of chains that end early, only those of NOTHING or all others."""
         for size, of_size in self.times.items():
             self.times[size] = {a: times for a, times in of_size.items() if a == amount}
+        if amount == NOTHING:
+            self.chains.clear()
         self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
-        """Whether enough rounds of this amount were timed, for any number of requests."""
-        return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
+        """Whether enough rounds of this amount were timed, for any number of requests; of chains that end early, rounds
+        of different lengths, or of none that is longer."""
+        if not self.ends_early or amount == NOTHING:
+            return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
+        enough = [{n for n, _ in chains} for chains in self.chains.values() if len(chains) >= TIMED]
+        return any(len(lengths) > 1 or max(lengths) <= amount.depth for lengths in enough)
 
-    def seconds(self, requests: int, amount: Amount) -> float:
-        """The seconds of a round, interpolated between other amounts if no such round was timed. Drafting has a fixed
-        cost too, so NOTHING is left out if two other amounts were timed."""
+    def seconds(self, requests: int, amount: Amount, drafted: float | None = None) -> float:
+        """The seconds of a round, interpolated between other amounts if no such round was timed; with `drafted`, those
+        of a chain that ends early after so many tokens in the mean. Drafting has a fixed cost too, so NOTHING is left
+        out if two other amounts were timed."""
         known = self._known_at(graph_size(requests))
-        if amount in known:
+        if drafted is None and amount in known:
             return known[amount]
         places = sorted(known, key=_place)
         if len(places) > 2:
             places = [a for a in places if a != NOTHING]
         if len(places) == 1:
             return known[places[0]]
-        i = min(max(bisect.bisect([_place(a) for a in places], _place(amount)), 1), len(places) - 1)
+        at = _place(amount) if drafted is None else 2 * drafted + 1
+        i = min(max(bisect.bisect([_place(a) for a in places], at), 1), len(places) - 1)
         low, high = places[i - 1], places[i]
         slope = (known[high] - known[low]) / (_place(high) - _place(low))
-        return known[high] + max(slope, 0.0) * (_place(amount) - _place(high))
+        return known[high] + max(slope, 0.0) * (at - _place(high))
 
     def _known_at(self, size: int) -> dict[Amount, float]:
         """The mean seconds of amounts at a number of requests. Amounts that were timed only at other numbers have the
         time at the nearest one, scaled by what both have in common."""
         if size not in self._known:
+            longest = max((n for chains in self.chains.values() for n, _ in chains), default=0)
             means = {
-                of: {a: _mean_time(times) for a, times in of_size.items() if len(times) >= TIMED}
-                for of, of_size in self.times.items()
+                of: {a: _mean(times) for a, times in self.times.get(of, {}).items() if len(times) >= TIMED}
+                | _line(self.chains.get(of, ()), longest)
+                for of in self.times.keys() | self.chains.keys()
             }
             here = means.get(size, {})
             for other in sorted(means, key=lambda s: abs(s - size)):
@@ -162,13 +180,17 @@ class AmountChooser:
     """Chooses how much is drafted, for all batches of an engine."""
 
     def __init__(
-        self, amounts: Sequence[Amount], start: Amount, tree: bool, clock: Callable[[], float] = time.perf_counter
-    ):
-        """`amounts` are the choices beside NOTHING, of which `start` is tried first. `clock` returns seconds."""
+        self, amounts: Sequence[Amount], start: Amount, *, tree: bool = False, ends_early: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):  # fmt: skip
+        """`amounts` are the choices beside NOTHING, of which `start` is tried first. With `ends_early`, they are chains
+        of which each pass of the draft tells whether there is another. `clock` returns seconds."""
         self.amounts = (NOTHING, *sorted(amounts))
         self.tree = tree
         self.rates = AcceptanceRates(max(a.depth for a in amounts))
-        self.costs = RoundCosts()
+        self.ends_early = ends_early
+        self.lengths = AcceptanceRates(max(a.depth for a in amounts))  # of chains that end early, see `_seconds`
+        self.costs = RoundCosts(ends_early)
         self.budget = Budget(clock)
         self.settled = False  # whether the costs that the choice depends on were measured when it was made last
         self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
@@ -329,6 +351,8 @@ class AmountChooser:
             self.costs.add(len(accepted), amount, seconds, drafted)
         if amount != NOTHING:
             self.rates.add(amount.depth, accepted)
+            if self.ends_early:
+                self.lengths.add(amount.depth - 1, [drafted - 1])
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
     def add_plain(self, requests: int, seconds: float) -> None:
@@ -352,9 +376,16 @@ class AmountChooser:
         more = self.rates.tokens(amount.depth) - 1
         return 1 + more * (amount.nodes / self.nodes) ** GROWTH if self.tree else 1 + more
 
+    def _seconds(self, requests: int, amount: Amount) -> float:
+        """The seconds that a round is expected to take. Where chains end early, that is what one of the expected length
+        takes: whether a chain goes on is known as whether a drafted token is accepted is."""
+        if not self.ends_early or amount == NOTHING:
+            return self.costs.seconds(requests, amount)
+        return self.costs.seconds(requests, amount, self.lengths.tokens(amount.depth - 1))
+
     def _speed(self, requests: int, amount: Amount) -> float:
         """The tokens per second of each request's rounds."""
-        return self.tokens(amount) / self.costs.seconds(requests, amount)
+        return self.tokens(amount) / self._seconds(requests, amount)
 
     def _answer_speed(self, requests: int, amount: Amount) -> float:
         """The same for a request of the mean length, which waits while the draft reads its prompt and those of all that
@@ -363,7 +394,7 @@ class AmountChooser:
             return self._speed(requests, amount)
         rounds = self.answer / self.tokens(amount) + LAST
         reading = 0.0 if amount == NOTHING else requests * self._reading
-        return self.answer / (rounds * self.costs.seconds(requests, amount) + reading)
+        return self.answer / (rounds * self._seconds(requests, amount) + reading)
 
     @property
     def _reading(self) -> float:
@@ -377,7 +408,7 @@ class AmountChooser:
     def _comparison(self, requests: int) -> str:
         """The cost and the tokens of a round with the best amount, beside those of a round without drafting."""
         rival = max(self.amounts[1:], key=lambda a: self._answer_speed(requests, a))
-        cost = self.costs.seconds(requests, rival) / self.costs.seconds(requests, NOTHING)
+        cost = self._seconds(requests, rival) / self._seconds(requests, NOTHING)
         reading = f"; it also reads each prompt, in {1e3 * self._reading:.1f} ms" if self._reading else ""
         return (
             f"a round that drafts {rival.depth} token{'s' * (rival.depth > 1)} takes {cost:.2f} times as long as one "
@@ -392,14 +423,16 @@ def _mean(times: Iterable[float]) -> float:
     return sum(counted) / len(counted)
 
 
-def _mean_time(rounds: Sequence[tuple[int, float]]) -> float:
-    """The mean seconds of rounds, each given with its number of drafted tokens. Leaves out the longest quarter, as
-    `_mean`, but of the rounds' times without the part that is proportional to the drafted tokens: the median slope
-    (Sen 1968) times their number."""
-    if len({n for n, _ in rounds}) == 1:
-        return _mean(s for _, s in rounds)
-    slope = statistics.median((t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n)
-    return _mean(s - slope * n for n, s in rounds) + slope * statistics.fmean(n for n, _ in rounds)
+def _line(chains: Sequence[tuple[int, float]], longest: int) -> dict[Amount, float]:
+    """The seconds of chains of one token and of `longest` tokens, on a line through chains, given with their lengths.
+    Its slope is the median of all pairs' (Sen 1968), and it passes through the mean of what is left (`_mean`). Of
+    chains of one length only, the seconds of that length; of fewer than TIMED chains, nothing."""
+    if len(chains) < TIMED:
+        return {}
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(chains, 2) if m != n]
+    slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
+    fixed = _mean(s - slope * n for n, s in chains)
+    return {Amount(n, n + 1): fixed + slope * n for n in ((1, longest) if slopes else {n for n, _ in chains})}
 
 
 def _place(amount: Amount) -> int:

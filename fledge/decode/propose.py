@@ -310,7 +310,10 @@ class Drafting:
 
     def chooser(self) -> AmountChooser | None:
         """What chooses among the amounts, of resolved drafting; None if there is one."""
-        return AmountChooser(self.amounts, self.amounts[0], self.tree) if self.automatic else None
+        if not self.automatic:
+            return None
+        ends_early = self.mode == "chain" and self.confidence > 0
+        return AmountChooser(self.amounts, self.amounts[0], tree=self.tree, ends_early=ends_early)
 
     def _shape(self, draft: Draft, amount: Amount) -> Shape:
         if not self.tree:

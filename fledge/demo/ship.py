@@ -74,6 +74,7 @@ def mean(values):
 '''
 PROMPTS, NEW_TOKENS = 8, 32  # prompts that are decoded for the probe, and the tokens of each answer
 CONTINUED = {"greedy": 0, "sampled": 1}  # temperatures at which the target continues prompts
+SHAPE = "--aux-layers 2,6,11 --fc-norm --norm-output".split()  # as that of the draft that the demo trains
 STEPS = "--depth 5 --max-length 512 --row-length 8192 --save-every 500".split()
 
 
@@ -82,19 +83,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("fledge/demo/draft"), help="output directory (default: fledge/demo/draft)"
     )
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps on source text (default: 3000)")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps on source text (default: 1500)")
     parser.add_argument(
-        "--own-steps", type=int, default=2000, help="optimizer steps on the target's own text (default: 2000)"
+        "--own-steps", type=int, default=5000, help="optimizer steps on the target's own text (default: 5000)"
     )
     parser.add_argument(
-        "--own-records", type=int, default=12_000, help="number of continuations by the target (default: 12000)"
+        "--own-records", type=int, default=30_000, help="number of continuations by the target (default: 30000)"
     )
     parser.add_argument(
-        "--draft-vocab", type=int, default=3072, help="tokens that the draft is trained to propose (default: 3072)"
+        "--draft-vocab", type=int, default=3840, help="tokens that the draft is trained to propose (default: 3840)"
     )
     parser.add_argument("--keep", type=int, default=2048, help="of them, those that are kept (default: 2048)")
     parser.add_argument(
-        "--megabytes", type=float, default=60, help="megabytes of package source to train on (default: 60)"
+        "--megabytes", type=float, default=40, help="megabytes of package source to train on (default: 40)"
     )
     parser.add_argument("--probe-only", action="store_true", help="write only the probe of the draft in --out")
     options = parser.parse_args()
@@ -107,7 +108,7 @@ def main() -> None:
     WORK.mkdir(parents=True)
     write_texts(options.megabytes, options.own_records)
     first = ["--data", WORK / "text.jsonl", "--out", WORK / "first", "--steps", options.steps, "--lr", "2e-3"]
-    first += ["--draft-vocab", options.draft_vocab]
+    first += ["--draft-vocab", options.draft_vocab, *SHAPE]
     with ThreadPoolExecutor() as threads:
         continued = threads.submit(continue_prompts)
         fledge("train", "--target", TARGET, *first, *STEPS)
