@@ -14,7 +14,7 @@ from fledge.decode.engine import Engine
 from fledge.kernels import linear as linear_module
 from fledge.kernels import packed_weight
 from fledge.kernels.linear import linear, strided_linear
-from fledge.kernels.packed_weight import can_pack, has_packed_products, pack, packed_copy
+from fledge.kernels.packed_weight import MANY_ROWS, can_pack, has_packed_products, pack, packed_copy
 from support.targets import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.skipif(not has_packed_products(), reason="needs oneDNN's packed products and an x86 CPU")
@@ -57,16 +57,16 @@ def test_products(rows: int, bias: bool, everything_is_packed) -> None:
 
 
 @pytest.mark.parametrize("least", [3, 4])
-def test_when_copies_are_made_and_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_copies_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", least)
+    for weight, first in ((torch.zeros(8, 8), MANY_ROWS), (torch.zeros(512, 512), least)):
+        packed = pack(weight)
+        assert packed.data_ptr() == weight.data_ptr(), "an alias"
+        with torch.no_grad():
+            assert packed_copy(packed, first - 1) is None and packed_copy(packed, first) is not None
+            assert packed_copy(weight, first) is None
+        assert packed_copy(packed, first) is None, "gradients would be lost"
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
-    assert pack(small) is small
-    packed = pack(large)
-    assert packed.data_ptr() == large.data_ptr(), "an alias"
-    with torch.no_grad():
-        assert packed_copy(packed, least - 1) is None and packed_copy(packed, least) is not None
-        assert packed_copy(large, 6) is None
-    assert packed_copy(packed, 6) is None, "gradients would be lost"
     assert can_pack([small, large]) and not can_pack([small, large.double()])
     assert not can_pack([torch.zeros(8, 8, device="meta")])
     monkeypatch.setattr(packed_weight, "MOST_BYTES", 4 * 512 * 512)

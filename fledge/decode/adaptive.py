@@ -28,7 +28,7 @@ MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 WORTH_DRAFTING = 1.03  # how much faster than without it drafting must be to go on, as costs are not known exactly
-EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause
+EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause or a choice for long
 CHECKS = 1  # how often the costs are measured again before a pause, since something else may have delayed rounds
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
 PROBES = 8  # guesses of complete answers in a pause, until drafting is tried whatever they tell
@@ -192,7 +192,7 @@ class AmountChooser:
         self.lengths = AcceptanceRates(max(a.depth for a in amounts))  # of chains that end early, see `_seconds`
         self.costs = RoundCosts(ends_early)
         self.budget = Budget(clock)
-        self.settled = False  # whether the costs that the choice depends on were measured when it was made last
+        self.settled = False  # whether what the choice depends on was known when it was made last
         self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
         self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
         self.last_reason = ""  # why speculation paused, the last time that it did
@@ -220,7 +220,7 @@ class AmountChooser:
             return current
         if untimed := self._untimed(requests):
             return untimed
-        self.settled = True
+        self.settled = self.rates.tried[0] >= EVIDENCE
         speeds = {a: self._speed(requests, a) for a in self.amounts}
         best = max(self.amounts[1:], key=speeds.get)
         if speeds[best] < WORTH_DRAFTING * speeds[NOTHING]:

@@ -238,6 +238,11 @@ class Drafting:
         """Whether it is chosen while decoding how much is drafted."""
         return self.depth == AUTO or (self.tree and self.nodes == AUTO)
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether each pass of the draft tells whether there is another, of resolved drafting (`for_draft`)."""
+        return self.mode == "chain" and self.confidence > 0
+
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError where drafted tokens are to be drawn and the shape is a tree."""
         if self.tree and sampling.samples_draft:
@@ -267,7 +272,9 @@ class Drafting:
         most = trained if one_pass else max(2 * trained, FAR)
         depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
         if not self.tree:
-            amounts, start = [Amount(d, d + 1) for d in depths], Amount(min(trained, depths[-1]), 0)
+            # chains that end early are begun with the largest limit, with which the rounds tell most
+            first = depths[-1] if self.ends_early else min(trained, depths[-1])
+            amounts, start = [Amount(d, d + 1) for d in depths], Amount(first, 0)
         elif self.nodes != AUTO:
             amounts, start = [Amount(d, self.nodes) for d in depths], Amount(min(trained, depths[-1]), 0)
         elif self.depth != AUTO:
@@ -312,8 +319,7 @@ class Drafting:
         """What chooses among the amounts, of resolved drafting; None if there is one."""
         if not self.automatic:
             return None
-        ends_early = self.mode == "chain" and self.confidence > 0
-        return AmountChooser(self.amounts, self.amounts[0], tree=self.tree, ends_early=ends_early)
+        return AmountChooser(self.amounts, self.amounts[0], tree=self.tree, ends_early=self.ends_early)
 
     def _shape(self, draft: Draft, amount: Amount) -> Shape:
         if not self.tree:

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-vocab", type=int, default=3840, help="tokens that the draft is trained to propose (default: 3840)"
     )
-    parser.add_argument("--keep", type=int, default=2048, help="of them, those that are kept (default: 2048)")
+    parser.add_argument("--keep", type=int, default=2560, help="of them, those that are kept (default: 2560)")
     parser.add_argument(
         "--megabytes", type=float, default=40, help="megabytes of package source to train on (default: 40)"
     )
@@ -147,7 +147,7 @@ def most_frequent(whole: Draft, size: int) -> Draft:
     counts, known = torch.bincount(torch.tensor(ids), minlength=whole.config.vocab_size), whole.target_ids()
     kept = counts[known].topk(size).indices.sort().values
     coverage = float(counts[known[kept]].sum() / counts.sum())
-    draft = Draft(replace(whole.config, draft_vocab_size=size).with_provenance(coverage=coverage))
+    draft = Draft(replace(whole.config, draft_vocab_size=size).with_provenance(coverage=coverage, target=TARGET))
     draft.load_state_dict(whole.state_dict() | {n: whole.state_dict()[n][kept] for n in ("lm_head.weight", "d2t")})
     draft.set_vocabulary(known[kept])
     return draft

@@ -1,7 +1,9 @@
-"""Copies of weights in the layout of oneDNN's products, for verifying drafts in float32 on an x86 CPU.
+"""Copies of weights in the layout of oneDNN's products, for verifying drafts and reading prompts in float32 on an x86
+CPU.
 
 A product of a few rows with a weight in PyTorch's layout takes much longer than reading the weight; with a packed copy
-it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one.
+it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one. Of
+the many rows of a prompt, oneDNN's products are twice as fast as those of torch's BLAS library on AMD's CPUs.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from torch import Tensor
 from fledge.kernels.processor import is_intel, is_x86
 
 MOST_BYTES = 2 << 30  # of the copies of a model's weights
-# Compromises, chosen by the times of whole rounds too: with smaller weights, calling the product takes about as long as
-# it saves, and one and two rows are about as fast without the copy; on Intel's CPUs three rows too.
+# Compromises, chosen by the times of whole rounds too. Few rows of smaller weights are not much faster with the copy,
+# and where passes of one row and of a few alternate, both copies would compete for the CPU's caches. One and two rows
+# are about as fast without the copy, on Intel's CPUs three rows too.
 LEAST_ELEMENTS = 1 << 18
 LEAST_ROWS = 4 if is_intel() else 3
+MANY_ROWS = 9  # from which on smaller weights are faster with the copy too
 ROWS = 8  # for which the layout is chosen
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
 
@@ -43,20 +47,17 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
 
 
 def pack(weight_OI: Tensor) -> Tensor:
-    """An alias of a weight that has the packed copy; the weight itself if it is small. The copy does not follow later
-    changes of the weight."""
-    if weight_OI.numel() < LEAST_ELEMENTS:
-        return weight_OI
+    """An alias of a weight that has the packed copy. The copy does not follow later changes of the weight."""
     alias = weight_OI.detach()
     alias.packed_copy = torch.ops.mkldnn._reorder_linear_weight(alias.contiguous(), ROWS)
     return alias
 
 
 def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
-    """Of those of the weights that `pack` copies: what differs after they have changed. `parameters` are those that the
-    weights consist of, which count their changes in place themselves. Writes through `.data` are seen if they change
-    one of SAMPLES numbers of a weight that are spread over it."""
-    copied = [w.detach() for w in weights if w.numel() >= LEAST_ELEMENTS]
+    """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
+    changes in place themselves. Writes through `.data` are seen if they change one of SAMPLES numbers of a weight that
+    are spread over it."""
+    copied = [w.detach() for w in weights]
     samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in copied]
     numbers = torch.cat(samples).numpy().tobytes() if samples else b""
     return [w.data_ptr() for w in copied], [_version(w) for w in (*copied, *parameters)], numbers
@@ -74,9 +75,10 @@ def _version(weight: Tensor) -> int:
 def packed_copy(weight_OI: Tensor, rows: int) -> Tensor | None:
     """The packed copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster
     without, and if gradients are asked for."""
-    if rows < LEAST_ROWS or (copy := getattr(weight_OI, "packed_copy", None)) is None or torch.is_grad_enabled():
+    if rows < (LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS):
         return None
-    return copy
+    copy = getattr(weight_OI, "packed_copy", None)
+    return None if copy is None or torch.is_grad_enabled() else copy
 
 
 def packed_linear(x: Tensor, copy: Tensor, bias_O: Tensor | None) -> Tensor:

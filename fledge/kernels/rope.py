@@ -105,8 +105,11 @@ def cos_sin(
 
         return cos_sin_triton(position_S, frequency_F, scale, dtype)
     angle = position_S[:, None].float() * frequency_F
-    angle = torch.cat((angle, angle), dim=-1)
-    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+    halves = angle.cos(), angle.sin()
+    if scale != 1.0:
+        halves = tuple(half * scale for half in halves)
+    cos, sin = (torch.cat((half, half), dim=-1).to(dtype) for half in halves)
+    return cos, sin
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

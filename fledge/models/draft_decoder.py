@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fledge.kernels.decode_layer import add_rms_norm, join_embedding
+from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.few_rows import norm_linear, plain_linear
 from fledge.kernels.implementations import best_impl
 from fledge.kernels.rope import cos_sin
@@ -42,8 +44,12 @@ class DraftDecoder:
         return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
-        """See `Draft.fuse`."""
-        return self.draft.fuse(aux_TAD, self.compute)
+        """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""
+        draft, config = self.draft, self.draft.config
+        if aux_TAD.is_cpu and draft.family.reads_layers and config.fc_norm and not config.norm_before_fc:
+            gain_AD = torch.stack([norm.weight for norm in draft.fc_norm])
+            return plain_linear(rms_norm(aux_TAD, gain_AD, config.rms_norm_eps).flatten(1), draft.fc.weight)
+        return draft.fuse(aux_TAD, self.compute)
 
     def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32."""
