@@ -15,7 +15,17 @@ from torch import Tensor
 from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
 from fledge.decode.propose import UNREAD, Proposer
 from fledge.decode.request import Request
-from fledge.decode.rounds import CapturedRounds, Drafter, Rounds, Timer, can_capture, graph_memory, graph_size
+from fledge.decode.rounds import (
+    CapturedRounds,
+    Drafter,
+    Rounds,
+    Timer,
+    can_capture,
+    copy_to_host,
+    graph_memory,
+    graph_size,
+    wait_for_copies,
+)
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
@@ -326,9 +336,7 @@ class Batch:
             tree = self.rounds.draft_trees(rows)
             timer.mark()
             results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
-        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
-        host.copy_(results, non_blocking=True)
-        timer.mark()
+        host = copy_to_host(results, timer)
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
 
     def _replay(self, timer: Timer) -> Tensor:
@@ -344,6 +352,7 @@ class Batch:
             self.loaded.load(self.rounds)
         self.loaded.draft()
         timer.mark()
+        wait_for_copies(self.target.device)  # of the results of the round before
         self.loaded.verify()
         return self.loaded.results[:B]
 

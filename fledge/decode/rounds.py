@@ -99,6 +99,35 @@ class Timer:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
 
 
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU on which results are copied to the host, while the next round runs."""
+    return torch.cuda.Stream(device)
+
+
+def copy_to_host(results: Tensor, timer: Timer) -> Tensor:
+    """A copy of a round's results in the host's memory, which is complete when the mark is reached that this adds to
+    the timer. The device's current stream does not wait for it."""
+    host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
+    if not results.is_cuda:
+        host.copy_(results)
+        timer.mark()
+        return host
+    stream = copy_stream(results.device)
+    stream.wait_stream(torch.cuda.current_stream(results.device))
+    results.record_stream(stream)
+    with torch.cuda.stream(stream):
+        host.copy_(results, non_blocking=True)
+        timer.mark()
+    return host
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Lets a GPU's current stream wait until all results are copied to the host, before some are overwritten."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(copy_stream(device))
+
+
 def apart(draft: Draft | None, device: torch.device) -> bool:
     """Whether there is a draft and it is on another device."""
     return draft is not None and draft.device != device
@@ -167,13 +196,15 @@ class Rounds:
         return tree.to(device)
 
     @torch.inference_mode()
-    def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
+    def verify_trees(
+        self, tree: Tree, processing: Sequence[Processing | None] = (), into: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, R + 2]: R tokens to commit, the
-        number of valid ones, and the number of drafted ones."""
+        number of valid ones, and the number of drafted ones. They are written to `into` if it is given."""
         with current_device(self.state.token_BR.device):
-            return self._verify(tree, processing)
+            return self._verify(tree, processing, into)
 
-    def _verify(self, tree: Tree, processing: Sequence[Processing | None]) -> Tensor:
+    def _verify(self, tree: Tree, processing: Sequence[Processing | None], into: Tensor | None) -> Tensor:
         draft, state = self.drafter.draft, self.state
         logits_BNV, features = self.target.verify(tree, self.cache, self.layers)
         ids_W = None if tree.q_BKW is None else self.target_ids_W
@@ -191,7 +222,7 @@ class Rounds:
         else:
             self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
-        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
+        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1, out=into)
 
 
 def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
@@ -266,12 +297,12 @@ class Places:
 
     def keep(self, changed: Sequence[Tensor]) -> None:
         """Takes the values of tensors that a round made in place of these. Places without a request start again."""
-        for mine, x in zip(self.tensors, changed, strict=True):
-            if x is not mine:
-                mine.copy_(x)
-        if self.size > 1:
-            for length_B in self.lengths:
-                length_B *= self.active_B
+        other = [(mine, x) for mine, x in zip(self.tensors, changed, strict=True) if x is not mine]
+        for dtype in {mine.dtype for mine, _ in other}:  # one kernel for all tensors of a dtype
+            mine, theirs = zip(*(pair for pair in other if pair[0].dtype == dtype), strict=True)
+            torch._foreach_copy_(mine, theirs)
+        if self.size > 1 and self.lengths:
+            torch._foreach_mul_(self.lengths, [self.active_B] * len(self.lengths))
 
 
 class CapturedRounds:
@@ -302,6 +333,8 @@ class CapturedRounds:
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
         own = drawing.tensors() if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
+        # not in the graphs' memory, where the next drafting could overwrite them before they are copied to the host
+        self.results = torch.empty(size, drafter.levels + 3, dtype=torch.int64, device=device)
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -309,10 +342,10 @@ class CapturedRounds:
         if drafter.levels:
             self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
             self.tree = self._to_target(self.drafted)
-            self.verify, self.results = capture(lambda: self._verify(self.tree), memory, device)
+            self.verify, _ = capture(lambda: self._verify(self.tree), memory, device)
         else:
             self.replay_draft = lambda: None
-            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory, device)
+            self.verify, _ = capture(lambda: self._verify(self._draft()), memory, device)
         self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
 
     @torch.inference_mode()
@@ -338,7 +371,7 @@ class CapturedRounds:
     @torch.inference_mode()
     def _verify(self, tree: Tree) -> Tensor:
         rounds = self.rounds
-        results = rounds.verify_trees(tree)
+        results = rounds.verify_trees(tree, into=self.results)
         self.verifying.keep(rounds.tensors())
         rounds.state = RoundState(*self.verifying.tensors[: len(vars(rounds.state))])
         return results
