@@ -14,7 +14,7 @@ from fledge.decode.engine import Engine
 from fledge.kernels import linear as linear_module
 from fledge.kernels import packed_weight
 from fledge.kernels.linear import linear, strided_linear
-from fledge.kernels.packed_weight import MANY_ROWS, can_pack, has_packed_products, pack, packed_copy
+from fledge.kernels.packed_weight import can_pack, has_packed_products, pack, packed_copy
 from support.targets import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.skipif(not has_packed_products(), reason="needs oneDNN's packed products and an x86 CPU")
@@ -59,7 +59,8 @@ def test_products(rows: int, bias: bool, everything_is_packed) -> None:
 @pytest.mark.parametrize("least", [3, 4])
 def test_when_copies_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", least)
-    for weight, first in ((torch.zeros(8, 8), MANY_ROWS), (torch.zeros(512, 512), least)):
+    monkeypatch.setattr(packed_weight, "MANY_ROWS", 9)
+    for weight, first in ((torch.zeros(8, 8), 9), (torch.zeros(512, 512), least)):
         packed = pack(weight)
         assert packed.data_ptr() == weight.data_ptr(), "an alias"
         with torch.no_grad():
@@ -67,6 +68,8 @@ def test_when_copies_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert packed_copy(weight, first) is None
         assert packed_copy(packed, first) is None, "gradients would be lost"
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
+    monkeypatch.setattr(packed_weight, "MANY_ROWS", None)
+    assert pack(small) is small and pack(large) is not large
     assert can_pack([small, large]) and not can_pack([small, large.double()])
     assert not can_pack([torch.zeros(8, 8, device="meta")])
     monkeypatch.setattr(packed_weight, "MOST_BYTES", 4 * 512 * 512)

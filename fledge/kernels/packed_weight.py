@@ -2,8 +2,8 @@
 CPU.
 
 A product of a few rows with a weight in PyTorch's layout takes much longer than reading the weight; with a packed copy
-it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one. Of
-the many rows of a prompt, oneDNN's products are twice as fast as those of torch's BLAS library on AMD's CPUs.
+it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one. On
+AMD's CPUs, the many rows of a prompt are faster with the copy too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_BYTES = 2 << 30  # of the copies of a model's weights
 # are about as fast without the copy, on Intel's CPUs three rows too.
 LEAST_ELEMENTS = 1 << 18
 LEAST_ROWS = 4 if is_intel() else 3
-MANY_ROWS = 9  # from which on smaller weights are faster with the copy too
+MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
 ROWS = 8  # for which the layout is chosen
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
 
@@ -46,18 +46,26 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
     return sum(w.numel() * w.element_size() for w in weights) <= MOST_BYTES
 
 
+def least_rows(weight_OI: Tensor) -> int | None:
+    """The number of rows from which on the product with a weight is faster with a packed copy; None: it never is."""
+    return LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS
+
+
 def pack(weight_OI: Tensor) -> Tensor:
-    """An alias of a weight that has the packed copy. The copy does not follow later changes of the weight."""
+    """An alias of a weight that has the packed copy; the weight itself if the copy would not be used. The copy does not
+    follow later changes of the weight."""
+    if least_rows(weight_OI) is None:
+        return weight_OI
     alias = weight_OI.detach()
     alias.packed_copy = torch.ops.mkldnn._reorder_linear_weight(alias.contiguous(), ROWS)
     return alias
 
 
 def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
-    """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
-    changes in place themselves. Writes through `.data` are seen if they change one of SAMPLES numbers of a weight that
-    are spread over it."""
-    copied = [w.detach() for w in weights]
+    """Of those of the weights that `pack` copies: what differs after they have changed. `parameters` are those that the
+    weights consist of, which count their changes in place themselves. Writes through `.data` are seen if they change
+    one of SAMPLES numbers of a weight that are spread over it."""
+    copied = [w.detach() for w in weights if least_rows(w) is not None]
     samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in copied]
     numbers = torch.cat(samples).numpy().tobytes() if samples else b""
     return [w.data_ptr() for w in copied], [_version(w) for w in (*copied, *parameters)], numbers
@@ -75,10 +83,10 @@ def _version(weight: Tensor) -> int:
 def packed_copy(weight_OI: Tensor, rows: int) -> Tensor | None:
     """The packed copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster
     without, and if gradients are asked for."""
-    if rows < (LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS):
+    least = least_rows(weight_OI)
+    if least is None or rows < least or torch.is_grad_enabled():
         return None
-    copy = getattr(weight_OI, "packed_copy", None)
-    return None if copy is None or torch.is_grad_enabled() else copy
+    return getattr(weight_OI, "packed_copy", None)
 
 
 def packed_linear(x: Tensor, copy: Tensor, bias_O: Tensor | None) -> Tensor:
