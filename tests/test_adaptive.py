@@ -409,12 +409,15 @@ def test_costs_of_chains_that_end_early() -> None:
 
 
 def test_amounts_of_drafting() -> None:
-    """Chains may be deeper than those trained, and the trained depth comes first."""
+    """Chains may be deeper than those trained. The trained depth comes first; the deepest, where chains end early."""
     draft = tiny_draft(tiny_target())
     trained = draft.config.provenance.depth or 5
     resolved = Drafting(depth="auto").for_draft(draft.config)
     assert resolved.amounts[0] == Amount(trained, trained + 1)
     assert {a.depth for a in resolved.amounts} == {trained, *(d for d in DEPTHS if d <= max(2 * trained, FAR))}
+    confident = Drafting(depth="auto", confidence=0.3).for_draft(draft.config)
+    assert confident.amounts[0] == max(confident.amounts) and set(confident.amounts) == set(resolved.amounts)
+    assert confident.chooser().ends_early and not resolved.chooser().ends_early
     trees = Drafting(mode="tree", nodes="auto", depth=4).for_draft(draft.config)
     assert sorted(a.nodes for a in trees.amounts) == sorted(NODES) and trees.verified == max(NODES)
     assert Drafting(depth=3).for_draft(draft.config).amounts == (Amount(3, 4),)

@@ -273,8 +273,8 @@ class Drafting:
         depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
         if not self.tree:
             # chains that end early are begun with the largest limit, with which the rounds tell most
-            first = depths[-1] if self.ends_early else min(trained, depths[-1])
-            amounts, start = [Amount(d, d + 1) for d in depths], Amount(first, 0)
+            depth = depths[-1] if self.ends_early else min(trained, depths[-1])
+            amounts, start = [Amount(d, d + 1) for d in depths], Amount(depth, 0)
         elif self.nodes != AUTO:
             amounts, start = [Amount(d, self.nodes) for d in depths], Amount(min(trained, depths[-1]), 0)
         elif self.depth != AUTO:
