@@ -138,8 +138,9 @@ class SureWorld(World):
 
     def __init__(self, sure: Callable[[int], float], **options: Any):
         super().__init__(
-            lambda n: 0.0, lambda a: 1 + (0.46 + 0.16 * a.depth if a.depth else 0), ends_early=True, **options
-        )
+            lambda n: 0.25 + 0.65 * sure(n), lambda a: 1 + (0.46 + 0.16 * a.depth if a.depth else 0), ends_early=True,
+            **options,
+        )  # fmt: skip
         self.sure = sure
 
     def drafts(self, most: int) -> tuple[int, int]:
@@ -150,6 +151,18 @@ class SureWorld(World):
             right = self.draw.random() < (0.9 if going else 0.25)
             accepted += right and accepted == drafted - 1
         return drafted, accepted
+
+
+def test_sure_chains_after_a_pause() -> None:
+    """A try, which drafts one token at first, finds that longer chains pay where the draft has become sure of them."""
+    world = SureWorld(lambda n: 0.05 if n < 6_000 else 0.9, probing=1.0)
+    world.run(5_900)
+    assert world.chooser.paused
+    world.run(6_000)
+    always = SureWorld(lambda n: 0.9)
+    always.current, always.chooser.next = CHAINS[-1], lambda requests, current: current
+    always.chooser.rests = lambda requests: False
+    assert world.run(6_000) > 0.95 * always.run(6_000)
 
 
 @pytest.mark.parametrize("sure", [0.1, 0.3, 0.7])
@@ -386,26 +399,42 @@ def test_what_drafting_costs_at_all() -> None:
 
 def test_costs_of_chains_that_end_early() -> None:
     """They lie on a line, which delayed rounds do not move, whatever the chains were limited to. It is known from
-    chains of any two lengths, and scaled from other numbers of requests."""
+    chains of two lengths, however long ago they were, and scaled from other numbers of requests."""
     costs, most = RoundCosts(ends_early=True), CHAINS[5]
     for _ in range(3):
-        assert not costs.timed(CHAINS[3])
-        costs.add(1, CHAINS[3], 15.0, 5)
-    assert costs.timed(CHAINS[3]) and costs.timed(most) and not costs.timed(CHAINS[0])
-    assert costs.seconds(1, most, 7.0) == 15
+        assert not costs.timed(CHAINS[0])
+        costs.add(1, CHAINS[0], 11.0, 1)
+    assert costs.timed(CHAINS[0]) and not costs.timed(most), "none could have been longer"
+    costs.forget()
+    for _ in range(3):
+        costs.add(1, most, 15.0, 5)
+    assert costs.timed(most) and costs.seconds(1, most, 5.0) == 15
     for i, n in enumerate((1, 2, 1, 3, 1, 2, 4, 1, 5)):
         costs.add(1, CHAINS[i % 2 + 3], 10.0 + n + (50.0 if n == 4 else 0.0), n)
-    assert costs.timed(CHAINS[0])
+    for _ in range(40):
+        costs.add(1, CHAINS[0], 11.0, 1)
     for n in (1, 2.5, 5, 8):
         assert costs.seconds(1, most, n) == pytest.approx(10 + n)
     for _ in range(3):
         costs.add(1, NOTHING, 4.0, 0)
         costs.add(4, NOTHING, 8.0, 0)
     assert costs.seconds(4, most, 2.5) == pytest.approx(2 * 12.5)
-    costs.forget_all_but(most)
-    assert costs.timed(CHAINS[0]) and not costs.timed(NOTHING)
+    costs.forget_all_but(CHAINS[2])
+    assert costs.seconds(1, most, 5.0) == pytest.approx(15) and not costs.timed(NOTHING)
+    costs.forget_all_but(CHAINS[0])
+    assert costs.timed(CHAINS[0]) and not costs.timed(most)
     costs.forget_all_but(NOTHING)
     assert not costs.timed(CHAINS[0])
+
+
+def test_lengths_of_chains_by_the_number_of_requests() -> None:
+    """The longest chain of many requests is longer than that of one."""
+    chooser = AmountChooser(CHAINS, CHAINS[5], ends_early=True)
+    for _ in range(200):
+        for requests, drafted in ((1, 2), (8, 9)):
+            chooser.add(CHAINS[5], [0] * requests, 1.0 + drafted, drafted)
+    found = [chooser._seconds(requests, CHAINS[5]) for requests in (1, 2, 8)]
+    assert found == pytest.approx([3, 3, 10], rel=0.05)
 
 
 def test_amounts_of_drafting() -> None:

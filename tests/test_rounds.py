@@ -197,14 +197,18 @@ def test_nothing_is_captured_after_preparing(
     assert pools_of(engine) != before, "the caches have grown"
 
 
-def test_guesses_end_no_graphs(captured: list[int]) -> None:
-    """The guesses of an engine that rests (`auto`) are made in caches of their own, of any size: the buffers that were
-    prepared, whose addresses the graphs read, do not grow."""
+def test_guesses_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guesses of an engine that rests (`auto`) and checks of its target have caches of their own, so that the
+    buffers that were prepared, whose addresses the graphs read, do not grow for them."""
     target, draft, asked = good_pair(native=True)
     engine = Engine(target, draft, depth="auto")
     engine.prepare(1, tokens=20)
     before = pools_of(engine)
-    assert target.pool.slots < 4 * 100
+
+    def refuse(sizes: Any) -> None:
+        raise AssertionError("slots of the prepared buffer were asked for")
+
+    monkeypatch.setattr(target.pool, "allocate", refuse)
     _, made = engine._guess([((asked[0] * 100)[:100], 30)] * 4)
     target.check_masks(requests=2)
     assert made == 4 * 30 and pools_of(engine) == before

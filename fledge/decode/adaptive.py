@@ -15,8 +15,8 @@ import bisect
 import itertools
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fledge.decode.budget import Budget
@@ -24,6 +24,7 @@ from fledge.decode.rounds import graph_size
 
 TIMED = 3  # the fewest rounds that the cost of an amount is known from
 LATEST = 16  # the most
+LATEST_OF_LENGTH = 4  # the most of each length of chains that end early
 MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
@@ -98,20 +99,23 @@ class RoundCosts:
     """The seconds of a round by the number of requests and the amount: means of the latest ones.
 
     With `ends_early`, what a round takes depends on how long its chain became, not on how long it could become. A line
-    through the latest rounds then tells it for all lengths (`_line`), as the rounds of each length are few.
+    through the latest rounds of each length then tells it for all lengths (`_line`), as some lengths are rare.
     """
 
     def __init__(self, ends_early: bool = False) -> None:
         self.ends_early = ends_early
         self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
-        self.chains: dict[int, deque[tuple[int, float]]] = {}  # of chains that end early: (length, seconds)
+        # of chains that end early: the seconds by their length, and the number of rounds by the amount's depth
+        self.chains: dict[int, dict[int, deque[float]]] = defaultdict(dict)
+        self.limits: dict[int, Counter[int]] = defaultdict(Counter)
         self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float, drafted: int) -> None:
         """Adds a round of so many requests, whose longest path had `drafted` tokens."""
         size = graph_size(requests)
         if self.ends_early and amount != NOTHING:
-            self.chains.setdefault(size, deque(maxlen=2 * LATEST)).append((drafted, seconds))
+            self.chains[size].setdefault(drafted, deque(maxlen=LATEST_OF_LENGTH)).append(seconds)
+            self.limits[size][amount.depth] += 1
         else:
             self.times[size].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
         self._known.clear()
@@ -120,28 +124,36 @@ class RoundCosts:
         """Forgets all rounds."""
         self.times.clear()
         self.chains.clear()
+        self.limits.clear()
         self._known.clear()
 
     def forget_all_but(self, amount: Amount) -> None:
-        """Forgets the rounds of all other amounts; of chains that end early, only those of NOTHING or all others."""
+        """Forgets the rounds of all other amounts. Where chains end early, the lengths that this amount can have are
+        kept."""
         for size, of_size in self.times.items():
             self.times[size] = {a: times for a, times in of_size.items() if a == amount}
-        if amount == NOTHING:
-            self.chains.clear()
+        for size, lengths in self.chains.items():
+            self.chains[size] = {n: times for n, times in lengths.items() if n <= amount.depth}
+            limits, self.limits[size] = self.limits[size], Counter()
+            for depth, rounds in limits.items() if amount.depth else ():
+                self.limits[size][min(depth, amount.depth)] += rounds
         self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
-        """Whether enough rounds of this amount were timed, for any number of requests; of chains that end early, rounds
-        of different lengths, or of none that is longer."""
+        """Whether enough rounds of this amount were timed, for any number of requests. Where chains end early, rounds
+        of two lengths are enough, as they tell what each token takes, and so are rounds that could have been as long.
+        """
         if not self.ends_early or amount == NOTHING:
             return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
-        enough = [{n for n, _ in chains} for chains in self.chains.values() if len(chains) >= TIMED]
-        return any(len(lengths) > 1 or max(lengths) <= amount.depth for lengths in enough)
+        return any(
+            limits.total() >= TIMED and (len(self.chains[size]) > 1 or max(limits) >= amount.depth)
+            for size, limits in self.limits.items()
+        )
 
     def seconds(self, requests: int, amount: Amount, drafted: float | None = None) -> float:
-        """The seconds of a round, interpolated between other amounts if no such round was timed; with `drafted`, those
-        of a chain that ends early after so many tokens in the mean. Drafting has a fixed cost too, so NOTHING is left
-        out if two other amounts were timed."""
+        """The seconds of a round, interpolated between other amounts if no such round was timed. With `drafted`, they
+        are those of a chain of that length, which may be a mean, whatever the amount is. Drafting has a fixed cost too,
+        so NOTHING is left out if two other amounts were timed."""
         known = self._known_at(graph_size(requests))
         if drafted is None and amount in known:
             return known[amount]
@@ -160,10 +172,10 @@ class RoundCosts:
         """The mean seconds of amounts at a number of requests. Amounts that were timed only at other numbers have the
         time at the nearest one, scaled by what both have in common."""
         if size not in self._known:
-            longest = max((n for chains in self.chains.values() for n, _ in chains), default=0)
+            longest = max(itertools.chain.from_iterable(self.chains.values()), default=0)
             means = {
                 of: {a: _mean(times) for a, times in self.times.get(of, {}).items() if len(times) >= TIMED}
-                | _line(self.chains.get(of, ()), longest)
+                | _line(self.chains.get(of, {}), longest)
                 for of in self.times.keys() | self.chains.keys()
             }
             here = means.get(size, {})
@@ -189,7 +201,7 @@ class AmountChooser:
         self.tree = tree
         self.rates = AcceptanceRates(max(a.depth for a in amounts))
         self.ends_early = ends_early
-        self.lengths = AcceptanceRates(max(a.depth for a in amounts))  # of chains that end early, see `_seconds`
+        self.lengths: dict[int, AcceptanceRates] = {}  # of chains that end early, by `graph_size`, see `_drafted`
         self.costs = RoundCosts(ends_early)
         self.budget = Budget(clock)
         self.settled = False  # whether what the choice depends on was known when it was made last
@@ -352,7 +364,9 @@ class AmountChooser:
         if amount != NOTHING:
             self.rates.add(amount.depth, accepted)
             if self.ends_early:
-                self.lengths.add(amount.depth - 1, [drafted - 1])
+                size = graph_size(len(accepted))
+                lengths = self.lengths.setdefault(size, AcceptanceRates(self.amounts[-1].depth))
+                lengths.add(amount.depth - 1, [drafted - 1])
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
     def add_plain(self, requests: int, seconds: float) -> None:
@@ -377,11 +391,17 @@ class AmountChooser:
         return 1 + more * (amount.nodes / self.nodes) ** GROWTH if self.tree else 1 + more
 
     def _seconds(self, requests: int, amount: Amount) -> float:
-        """The seconds that a round is expected to take. Where chains end early, that is what one of the expected length
-        takes: whether a chain goes on is known as whether a drafted token is accepted is."""
-        if not self.ends_early or amount == NOTHING:
-            return self.costs.seconds(requests, amount)
-        return self.costs.seconds(requests, amount, self.lengths.tokens(amount.depth - 1))
+        """The seconds that a round is expected to take."""
+        return self.costs.seconds(requests, amount, self._drafted(requests, amount))
+
+    def _drafted(self, requests: int, amount: Amount) -> float | None:
+        """The expected length of the longest chain of a round, where chains end early; else None. `lengths` count how
+        often one goes on after each token, as `rates` count how often a token is accepted. Where none was drafted by so
+        many requests, the nearest number tells."""
+        if not self.ends_early or amount == NOTHING or not self.lengths:
+            return None
+        nearest = min(self.lengths, key=lambda size: abs(size - graph_size(requests)))
+        return self.lengths[nearest].tokens(amount.depth - 1)
 
     def _speed(self, requests: int, amount: Amount) -> float:
         """The tokens per second of each request's rounds."""
@@ -423,16 +443,17 @@ def _mean(times: Iterable[float]) -> float:
     return sum(counted) / len(counted)
 
 
-def _line(chains: Sequence[tuple[int, float]], longest: int) -> dict[Amount, float]:
-    """The seconds of chains of one token and of `longest` tokens, on a line through chains, given with their lengths.
+def _line(chains: Mapping[int, Sequence[float]], longest: int) -> dict[Amount, float]:
+    """The seconds of chains of one token and of `longest` tokens, on a line through the seconds of chains by length.
     Its slope is the median of all pairs' (Sen 1968), and it passes through the mean of what is left (`_mean`). Of
     chains of one length only, the seconds of that length; of fewer than TIMED chains, nothing."""
-    if len(chains) < TIMED:
+    rounds = [(n, s) for n, times in chains.items() for s in times]
+    if len(rounds) < TIMED:
         return {}
-    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(chains, 2) if m != n]
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n]
     slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
-    fixed = _mean(s - slope * n for n, s in chains)
-    return {Amount(n, n + 1): fixed + slope * n for n in ((1, longest) if slopes else {n for n, _ in chains})}
+    fixed = _mean(s - slope * n for n, s in rounds)
+    return {Amount(n, n + 1): fixed + slope * n for n in ((1, longest) if slopes else chains)}
 
 
 def _place(amount: Amount) -> int:

@@ -75,7 +75,8 @@ class Drafter(Protocol):
 class Timer:
     """Measures the seconds from its creation to the first `mark`, and from each to the next, with events of the current
     stream of a GPU. Of a round, on the target's device, these are drafting and verification. Drafting on another device
-    includes the copies to that device and back."""
+    includes the copies to that device and back. Verification includes the copy of the results to the host, which takes
+    microseconds and may overlap with the next drafting (`copy_to_host`)."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
