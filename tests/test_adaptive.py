@@ -422,7 +422,9 @@ def test_costs_of_chains_that_end_early() -> None:
     costs.forget_all_but(CHAINS[2])
     assert costs.seconds(1, most, 5.0) == pytest.approx(15) and not costs.timed(NOTHING)
     costs.forget_all_but(CHAINS[0])
-    assert costs.timed(CHAINS[0]) and not costs.timed(most)
+    assert costs.timed(CHAINS[0]) and not costs.timed(CHAINS[1])
+    costs.add(1, CHAINS[1], 11.0, 1)
+    assert costs.timed(CHAINS[1]) and not costs.timed(most)
     costs.forget_all_but(NOTHING)
     assert not costs.timed(CHAINS[0])
 

@@ -15,7 +15,7 @@ import bisect
 import itertools
 import statistics
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -105,9 +105,9 @@ class RoundCosts:
     def __init__(self, ends_early: bool = False) -> None:
         self.ends_early = ends_early
         self.times: dict[int, dict[Amount, deque[float]]] = defaultdict(dict)
-        # of chains that end early: the seconds by their length, and the number of rounds by the amount's depth
+        # of chains that end early: the seconds by their length, and the longest that they could have become
         self.chains: dict[int, dict[int, deque[float]]] = defaultdict(dict)
-        self.limits: dict[int, Counter[int]] = defaultdict(Counter)
+        self.limits: dict[int, int] = defaultdict(int)
         self._known: dict[int, dict[Amount, float]] = {}  # see `_known_at`
 
     def add(self, requests: int, amount: Amount, seconds: float, drafted: int) -> None:
@@ -115,7 +115,7 @@ class RoundCosts:
         size = graph_size(requests)
         if self.ends_early and amount != NOTHING:
             self.chains[size].setdefault(drafted, deque(maxlen=LATEST_OF_LENGTH)).append(seconds)
-            self.limits[size][amount.depth] += 1
+            self.limits[size] = max(self.limits[size], amount.depth)
         else:
             self.times[size].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
         self._known.clear()
@@ -134,9 +134,7 @@ class RoundCosts:
             self.times[size] = {a: times for a, times in of_size.items() if a == amount}
         for size, lengths in self.chains.items():
             self.chains[size] = {n: times for n, times in lengths.items() if n <= amount.depth}
-            limits, self.limits[size] = self.limits[size], Counter()
-            for depth, rounds in limits.items() if amount.depth else ():
-                self.limits[size][min(depth, amount.depth)] += rounds
+            self.limits[size] = min(self.limits[size], amount.depth)
         self._known.clear()
 
     def timed(self, amount: Amount) -> bool:
@@ -146,8 +144,8 @@ class RoundCosts:
         if not self.ends_early or amount == NOTHING:
             return any(len(of_size.get(amount, ())) >= TIMED for of_size in self.times.values())
         return any(
-            limits.total() >= TIMED and (len(self.chains[size]) > 1 or max(limits) >= amount.depth)
-            for size, limits in self.limits.items()
+            sum(map(len, chains.values())) >= TIMED and (len(chains) > 1 or self.limits[size] >= amount.depth)
+            for size, chains in self.chains.items()
         )
 
     def seconds(self, requests: int, amount: Amount, drafted: float | None = None) -> float:
