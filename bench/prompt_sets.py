@@ -12,6 +12,7 @@ without it, `speedup_iqr` its lower and upper quartile, and `passes` how often a
 """
 
 import argparse
+import gc
 import math
 import statistics
 import time
@@ -87,6 +88,8 @@ def measure(
     prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):
         decode(engine, prompts, options, drafts)
+    gc.collect()
+    gc.freeze()  # else each full collection reads all objects of the libraries, which takes as long as many rounds
     took, _ = decode(engine, prompts, options, False)
     passes = max(1, math.ceil(seconds / (2 * took)))
     fast, plain, traces = [], [], []

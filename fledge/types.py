@@ -361,7 +361,7 @@ class TreeShape:
         return [[n for n, depth in enumerate(level) if depth == l] for l in range(max(level) + 1)]
 
 
-@dataclass
+@dataclass(slots=True)  # faster to make: there is one for each round
 class Round:
     """One round of drafting and verification.
 

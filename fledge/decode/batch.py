@@ -101,7 +101,9 @@ class Batch:
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.records = proposer.draft is not None
         self.committed_at: float | None = None  # the time of the last results, if the round after them is next
-        self.plain_rounds, self.plain_seconds = 0, 0.0  # of these requests without a draft, not reported yet
+        # rounds of these requests without a draft that were not reported yet, and the time of the results before them
+        self.plain_rounds = 0
+        self.plain_since: float | None = None
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
@@ -161,8 +163,7 @@ class Batch:
         if requests:
             updated = self._finish_launched()
             self._dismiss()
-            self._report_rounds()
-            self.committed_at = None
+            self.interrupt()
             yield updated
         while requests:
             count = self._prefill_count(requests)
@@ -191,6 +192,11 @@ class Batch:
         states = [joining.state] if self.rounds is None else [self.rounds.state, joining.state]
         self.running += [joining.requests[i] for i in going]
         self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
+
+    def interrupt(self) -> None:
+        """Called before something else than a round takes time, which is then not counted as a round's."""
+        self._report_rounds()
+        self.committed_at = self.plain_since = None
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
@@ -252,8 +258,8 @@ class Batch:
 
     def close(self) -> None:
         """Removes all requests, complete or not."""
-        self.launched, self.loaded, self.committed_at, self.unread = [], None, None, 1
-        self.plain_rounds, self.plain_seconds = 0, 0.0
+        self.launched, self.loaded, self.unread = [], None, 1
+        self.committed_at, self.plain_since, self.plain_rounds = None, None, 0
         if self.running:
             self._select([])
 
@@ -387,37 +393,42 @@ class Batch:
         results = launched.results.tolist()
         if self.chooser is not None:
             self._note_round(launched, results)
-        updated, rounds = [], {}  # requests that draft and accept as much share a record
+        # requests that draft and accept as much share a record: all of them, where nothing is drafted
+        records, plain = {}, None if launched.amount.depth else Round(0, 0, *times, launched.copied_bytes)
+        updated = []
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:
                 continue
             count, drafted = row[-2:]
             request.commit(row[:count])
             if self.records:
-                if (key := (drafted, count)) not in rounds:
-                    rounds[key] = Round(drafted, count - 1, *times, launched.copied_bytes)
-                request.done.trace.rounds.append(rounds[key])
+                if (record := plain or records.get((drafted, count))) is None:
+                    record = records[drafted, count] = Round(drafted, count - 1, *times, launched.copied_bytes)
+                request.done.trace.rounds.append(record)
             updated.append(request)
         return updated
 
     def _note_round(self, launched: Launched, results: Sequence[Sequence[int]]) -> None:
-        """Lets the chooser know what a round brought and how long it took."""
+        """Lets the chooser know what a round brought and how long it took. Without a draft, rounds are counted only."""
+        if self.proposer.draft is None:
+            if launched.typical and self.plain_since is not None:
+                self.plain_rounds += 1
+            else:
+                self.plain_rounds, self.plain_since = 0, time.perf_counter()
+            return
         now, seconds = time.perf_counter(), None
         if launched.typical and self.committed_at is not None:  # nothing but this round was between
             seconds = now - self.committed_at
         self.committed_at = now
-        if self.proposer.draft is not None:
-            drafted = max(row[-1] for row in results)
-            self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds, drafted)
-        elif seconds is not None:
-            self.plain_rounds += 1
-            self.plain_seconds += seconds
+        drafted = max(row[-1] for row in results)
+        self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds, drafted)
 
     def _report_rounds(self) -> None:
         """Lets the chooser know the mean time of rounds without a draft, before the running requests change."""
         if self.plain_rounds:
-            self.chooser.add_plain(len(self.running), self.plain_seconds / self.plain_rounds)
-            self.plain_rounds, self.plain_seconds = 0, 0.0
+            now = time.perf_counter()
+            self.chooser.add_plain(len(self.running), (now - self.plain_since) / self.plain_rounds)
+            self.plain_rounds, self.plain_since = 0, now
 
     def _finish_launched(self) -> list[Request]:
         """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""

@@ -398,7 +398,7 @@ class Engine:
                 for updated in scheduler.round():
                     yield updated
                     if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
-                        self._probe(complete, chooser, together)
+                        self._probe(complete, chooser, scheduler, together)
 
     @functools.cached_property
     def _prober(self) -> Proposer:
@@ -406,12 +406,16 @@ class Engine:
         assert self.draft is not None  # probes follow rests, of which only a draft's chooser knows
         return self.drafting.proposer(self.draft)
 
-    def _probe(self, complete: Request, chooser: AmountChooser, together: int) -> None:
+    def _probe(
+        self, complete: Request, chooser: AmountChooser, scheduler: BatchScheduler, together: int
+    ) -> None:  # fmt: skip
         """Lets the chooser know, if it asks, how well the draft guesses answers that were decoded without it, if there
         is memory for that beside the running requests."""
         self._answers.append((complete.prefix, len(complete.done.tokens)))
         if not chooser.probes(together):
             return
+        for batch in scheduler.batches:
+            batch.interrupt()
         try:
             self.compile_probe()
             chooser.budget.begin()

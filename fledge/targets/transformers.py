@@ -125,12 +125,12 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         """The final norm, whose output is the head's input."""
         return layers_and_norm(self.decoder, self.config.num_hidden_layers)[1]
 
-    @property
+    @functools.cached_property  # asked for each request
     def rotary(self) -> bool:
         found = (module.rotary_emb for module in self.decoder.modules() if hasattr(module, "rotary_emb"))
         return any(not hasattr(rotation, "embed_positions") for rotation in found)  # GPT-J has a table of rotations
 
-    @property
+    @functools.cached_property  # likewise
     def context(self) -> int:
         """The config's number of positions; with longrope's short factors, the original number that they are for."""
         rope = RopeConfig.from_hf(self.shape).for_length(self.max_length)
