@@ -133,7 +133,7 @@ def test_a_device_has_no_effect_on_files(made, fledge):
 
 
 def without_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fledge.targets.size.free_bytes", lambda device: 1000)
+    patch.setattr("fledge.kernels.memory.free_bytes", lambda device: 1000)
 
 
 def out_of_room(patch: pytest.MonkeyPatch) -> None:

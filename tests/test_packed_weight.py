@@ -1,4 +1,4 @@
-"""Packed weights on a CPU: their products, and decoding with them."""
+"""Copies of weights on a CPU: their products, and decoding with them."""
 
 from __future__ import annotations
 
@@ -14,40 +14,57 @@ from fledge.decode.engine import Engine
 from fledge.kernels import linear as linear_module
 from fledge.kernels import packed_weight
 from fledge.kernels.linear import linear, strided_linear
-from fledge.kernels.packed_weight import can_pack, has_packed_products, pack, packed_copy
+from fledge.kernels.packed_weight import can_pack, fits_half, has_half_products, has_onednn_products, pack, packed_copy
+from fledge.targets.native.target import NativeTarget
 from support.targets import tiny_draft, tiny_target
 
-pytestmark = pytest.mark.skipif(not has_packed_products(), reason="needs oneDNN's packed products and an x86 CPU")
+HALF_ONLY = pytest.mark.skipif(not has_half_products(), reason="needs FBGEMM's products, and an x86 CPU")
+WHOLE_ONLY = pytest.mark.skipif(not has_onednn_products(), reason="needs oneDNN's products, and an x86 CPU")
 PROMPT = [5, 6, 7]
 
 
-@pytest.fixture
-def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small weights too, for any number of rows."""
+@pytest.fixture(params=[pytest.param(True, marks=HALF_ONLY), pytest.param(False, marks=WHOLE_ONLY)])
+def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether weights are copied in 16 bits, or else in oneDNN's layout; small ones too, for any number of rows."""
     monkeypatch.setattr(packed_weight, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", 1)
+    if not request.param:
+        monkeypatch.setattr(packed_weight, "has_half_products", lambda: False)
+    return request.param
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch, everything_is_packed) -> list[int]:
-    """The numbers of outputs of the packed products."""
+def used(monkeypatch: pytest.MonkeyPatch, half: bool) -> list[int]:
+    """The numbers of outputs of the products with such copies."""
     outputs = []
 
     def counted(x, copy, bias):
-        outputs.append(copy.shape[0])
-        return packed_weight.packed_linear(x, copy, bias)
+        found = packed_weight.packed_linear(x, copy, bias)
+        if half != isinstance(copy, torch.Tensor):
+            outputs.append(found.shape[-1])
+        return found
 
     monkeypatch.setattr(linear_module, "packed_linear", counted)
     return outputs
 
 
+def target_of_16_bits(**options) -> NativeTarget:
+    """A native target in float32 whose weights are those of a bfloat16 checkpoint."""
+    target = tiny_target(native=True, **options)
+    with torch.no_grad():
+        for p in target.model.parameters():
+            p.copy_(p.bfloat16())
+    return target
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(rows: int, bias: bool, everything_is_packed) -> None:
+def test_products(rows: int, bias: bool, half: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 40, generator=generator), torch.randn(24, 40, generator=generator)
+    x, weight = torch.randn(rows, 40, generator=generator), torch.randn(24, 40, generator=generator).bfloat16().float()
     b = torch.randn(48, generator=generator)[::2] if bias else None
-    exact, packed = F.linear(x.double(), weight.double(), b if b is None else b.double()), pack(weight)
+    exact, (packed,) = F.linear(x.double(), weight.double(), b if b is None else b.double()), pack([weight])
+    assert packed_weight.fits_half(weight) and isinstance(packed.packed_copy, torch.Tensor) != half
     with torch.no_grad():
         for found in (
             linear(x, packed, b), strided_linear(x, packed, b), linear(x[None], packed, b)[0],
@@ -56,12 +73,14 @@ def test_products(rows: int, bias: bool, everything_is_packed) -> None:
             assert found.is_contiguous() and torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@WHOLE_ONLY
 @pytest.mark.parametrize("least", [3, 4])
-def test_when_copies_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_copies_in_the_layout_of_onednn_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weight, "has_half_products", lambda: False)
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", least)
     monkeypatch.setattr(packed_weight, "MANY_ROWS", 9)
     for weight, first in ((torch.zeros(8, 8), 9), (torch.zeros(512, 512), least)):
-        packed = pack(weight)
+        (packed,) = pack([weight])
         assert packed.data_ptr() == weight.data_ptr(), "an alias"
         with torch.no_grad():
             assert packed_copy(packed, first - 1) is None and packed_copy(packed, first) is not None
@@ -69,28 +88,65 @@ def test_when_copies_are_used(least: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert packed_copy(packed, first) is None, "gradients would be lost"
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
     monkeypatch.setattr(packed_weight, "MANY_ROWS", None)
-    assert pack(small) is small and pack(large) is not large
-    assert can_pack([small, large]) and not can_pack([small, large.double()])
-    assert not can_pack([torch.zeros(8, 8, device="meta")])
-    monkeypatch.setattr(packed_weight, "MOST_BYTES", 4 * 512 * 512)
-    assert can_pack([large]) and not can_pack([small, large])
+    assert pack([small, large])[0] is small and pack([small, large])[1] is not large
+    monkeypatch.setattr(packed_weight, "free_bytes", lambda device: 2 * 4 * 512 * 512 - 1)
+    assert pack([large])[0] is large
+
+
+def test_what_can_have_copies() -> None:
+    weight = torch.zeros(8, 8)
+    assert can_pack([weight]) == (has_half_products() or has_onednn_products())
+    assert not can_pack([weight, weight.double()]) and not can_pack([torch.zeros(8, 8, device="meta")])
+
+
+@HALF_ONLY
+def test_which_weights_have_copies_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of which rounding to float16 takes less than float32's own rounding."""
+    monkeypatch.setattr(packed_weight, "CHECKED", 1000)
+    exact = 0.02 * torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
+    exact[0, 0] = 2**-18 * (1 + 2**-7)  # a bfloat16, but no float16
+    of_bfloat16, of_float16 = exact.bfloat16().float(), exact.half().float()
+    assert fits_half(of_bfloat16) and not torch.equal(of_bfloat16.half().float(), of_bfloat16)
+    assert fits_half(of_float16) and fits_half(torch.zeros(3, 3)) and not fits_half(exact)
+    for value in (1e5, float("inf"), float("nan")):
+        assert not fits_half(torch.cat((of_float16.flatten(), torch.tensor([value]))))
+    assert not fits_half(of_bfloat16 * 1e-4), "smaller than float16 has with all its digits"
+    monkeypatch.setattr(packed_weight, "free_bytes", lambda device: 2 * 2 * of_float16.numel())
+    (packed,) = pack([of_float16])
+    with torch.no_grad():
+        assert packed_copy(packed, 1) is not None
+    assert packed_copy(packed, 1) is None, "gradients would be lost"
+    assert pack([of_float16, of_float16])[0] is of_float16, "too much memory"
+
+
+@HALF_ONLY
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """So verification computes what decoding token by token does, bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(70, 300, generator=generator), torch.randn(130, 300, generator=generator).half().float()
+    (packed,) = pack([weight])
+    with torch.no_grad():
+        alone = torch.cat([linear(row[None], packed) for row in x])
+        assert all(torch.equal(linear(x[:n], packed), alone[:n]) for n in (2, 3, 6, 7, 33, 70))
 
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
 def test_decoding(family: str, tree: bool, used: list[int]) -> None:
     """The tokens of transformers' own decoding, for one request and for several."""
-    target = tiny_target(family, native=True, tie_word_embeddings=family == "llama")
+    target = target_of_16_bits(family=family, tie_word_embeddings=family == "llama")
     options = dict(mode="tree", nodes=8, width=3) if tree else {}
-    engine = Engine(target, tiny_draft(target), depth=3, **options)
+    draft = tiny_draft(target, draft_vocab_size=100).bfloat16().float()
+    engine = Engine(target, draft, depth=3, **options)
     prompts = [PROMPT, [9], [3, 4, 5, 6, 7, 8]]
     expected = [target.reference_generate(p, max_new_tokens=12) for p in prompts]
     for batch in (1, 3):
         used.clear()
         found = engine.generate_all(prompts, batch=batch, max_new_tokens=12)
         assert [d.tokens for d in found] == expected
-        passes = used.count(400)  # each has one product with the head
-        assert passes >= 4 and len(used) >= passes * (1 + 2 * 8), "every layer's projections"
+        passes, drafting = used.count(400), used.count(100)  # each has one product with the head
+        assert passes >= 4 and len(used) >= passes * (1 + 2 * 8) + drafting * 5, "every layer's projections"
+        assert drafting >= 8
 
 
 def changed_in_place(model: nn.Module) -> None:
@@ -114,7 +170,7 @@ def another_head(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [changed_in_place, changed_through_data, one_row_of_a_part, another_head])
 def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
-    target = tiny_target(native=True)
+    target = target_of_16_bits()
     engine = Engine(target)
     engine.generate_all([PROMPT], max_new_tokens=4)
     before = target._packed
@@ -138,14 +194,14 @@ def test_a_head_that_is_not_packed_is_the_present_one() -> None:
 
 def test_a_model_made_in_inference_mode(used: list[int]) -> None:
     with torch.inference_mode():
-        target = tiny_target(native=True)
+        target = target_of_16_bits()
     for prompt in (PROMPT, PROMPT * 5):  # of few rows, and of more
         expected = target.reference_generate(prompt, max_new_tokens=12)
         assert Engine(target).generate_all([prompt], max_new_tokens=12)[0].tokens == expected and used
 
 
 def test_copies_of_a_target_pack_anew(used: list[int]) -> None:
-    target = tiny_target(native=True)
+    target = target_of_16_bits()
     expected = Engine(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens
     for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         used.clear()

@@ -132,8 +132,9 @@ def _too_large(options: CheckOptions, reason: str) -> str:
 def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarget:
     """The target; with --files-only without weights."""
     from fledge.decode.engine import resolve_device
+    from fledge.kernels.memory import free_bytes
     from fledge.targets.loading import load_target
-    from fledge.targets.size import free_bytes, model_bytes
+    from fledge.targets.size import model_bytes
 
     device = resolve_device(options.device)
     load = functools.partial(

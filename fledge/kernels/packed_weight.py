@@ -1,34 +1,46 @@
-"""Copies of weights in the layout of oneDNN's products, for verifying drafts and reading prompts in float32 on an x86
-CPU.
+"""Copies of float32 weights that products on an x86 CPU read in less time.
 
-A product of a few rows with a weight in PyTorch's layout takes much longer than reading the weight; with a packed copy
-it takes about as long (bench/small_rows.py). Verification multiplies a few rows, decoding without a draft only one. On
-AMD's CPUs, the many rows of a prompt are faster with the copy too.
+A product of a few rows takes as long as its weight is read. Most checkpoints have 16 bits a number. Their weights are
+copied in 16 bits, as float16: half the bytes, for FBGEMM's products, which convert them to float32 and compute in it.
+float16 has more digits than bfloat16 and fewer exponents, so that some of the smallest numbers of a bfloat16 checkpoint
+are rounded; a copy is made only where that is less than float32's own rounding. Other weights are copied in the layout
+of oneDNN's products: with PyTorch's layout, a product of a few rows takes much longer than reading the weight.
+`bench/small_rows.py` times both.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from fledge.kernels.memory import free_bytes
 from fledge.kernels.processor import is_intel, is_x86
 
-MOST_BYTES = 2 << 30  # of the copies of a model's weights
-# Compromises, chosen by the times of whole rounds too. Few rows of smaller weights are not much faster with the copy,
-# and where passes of one row and of a few alternate, both copies would compete for the CPU's caches. One and two rows
-# are about as fast without the copy, on Intel's CPUs three rows too.
+Made = TypeVar("Made")
+
+SHARE = 0.5  # of the free memory, the most that the copies of a model's weights take
+FREE = 4 << 30  # bytes, taken to be free where that is not known
+# A copy in 16 bits is used for any number of rows. In oneDNN's layout, the limits are compromises, chosen by the times
+# of whole rounds too: one and two rows are about as fast without the copy, on Intel's CPUs three rows too; few rows of
+# smaller weights are not much faster with it, and where passes of one row and of a few alternate, weight and copy would
+# compete for the CPU's caches.
 LEAST_ELEMENTS = 1 << 18
 LEAST_ROWS = 4 if is_intel() else 3
 MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
-ROWS = 8  # for which the layout is chosen
+ROWS = 8  # for which oneDNN's layout is chosen
+ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
+CHECKED = 1 << 22  # numbers of a weight that are compared with their copies at a time
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
+_MADE: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # by owner: a fingerprint, and what was made of it
 
 
 @functools.cache
-def has_packed_products() -> bool:
+def has_onednn_products() -> bool:
     """Whether this build of PyTorch has oneDNN's products with packed weights, and the CPU is one that they suit."""
     return (
         is_x86()
@@ -38,37 +50,88 @@ def has_packed_products() -> bool:
     )
 
 
+def has_half_products() -> bool:
+    """Whether this build of PyTorch has FBGEMM's products with float16 weights, for this CPU."""
+    return (
+        is_x86()
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+        and hasattr(torch.ops.quantized, "linear_prepack_fp16")
+        and hasattr(torch.ops.quantized, "linear_dynamic_fp16")
+    )
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether rounding a weight to float16 changes it by less than float32's rounding, relative to its norm."""
+    error = norm = 0.0
+    for part in weight.detach().reshape(-1).split(CHECKED):
+        error += float((part.half().float() - part).square().sum())
+        norm += float(part.square().sum())
+    return error <= ROUNDING**2 * norm  # False for numbers that are not finite, or not in float16
+
+
 def can_pack(weights: Iterable[Tensor]) -> bool:
-    """Whether all of these weights can be packed, and their copies take little memory."""
-    weights = list(weights)
-    if not has_packed_products() or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
-        return False
-    return sum(w.numel() * w.element_size() for w in weights) <= MOST_BYTES
+    """Whether weights can have copies: all are float32 on a CPU that has the products."""
+    return (has_onednn_products() or has_half_products()) and all(
+        w.device.type == "cpu" and w.dtype == torch.float32 for w in weights
+    )
+
+
+def pack(weights: Sequence[Tensor]) -> list[Tensor]:
+    """An alias of each weight, which has the copy if there is one; the weights themselves if the copies would take more
+    than SHARE of the free memory. Copies do not follow later changes of their weights."""
+    most = SHARE * (free_bytes("cpu") or FREE)
+    if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
+        return list(weights)
+    halves = [has_half_products() and fits_half(w) for w in weights]
+    least = [1 if half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
+    given = [*zip(weights, halves, least, strict=True)]
+    if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:
+        return list(weights)
+    return [w if rows is None else _packed(w, half, rows) for w, half, rows in given]
 
 
 def least_rows(weight_OI: Tensor) -> int | None:
-    """The number of rows from which on the product with a weight is faster with a packed copy; None: it never is."""
+    """The number of rows from which on the product with a weight is faster with a copy in oneDNN's layout; None: it
+    never is."""
+    if not has_onednn_products():
+        return None
     return LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS
 
 
-def pack(weight_OI: Tensor) -> Tensor:
-    """An alias of a weight that has the packed copy; the weight itself if the copy would not be used. The copy does not
-    follow later changes of the weight."""
-    if least_rows(weight_OI) is None:
-        return weight_OI
-    alias = weight_OI.detach()
-    alias.packed_copy = torch.ops.mkldnn._reorder_linear_weight(alias.contiguous(), ROWS)
+def _packed(weight_OI: Tensor, half: bool, rows: int) -> Tensor:
+    alias, plain_OI = weight_OI.detach(), weight_OI.detach().contiguous()
+    alias.copied_from = rows
+    if half:
+        alias.packed_copy = torch.ops.quantized.linear_prepack_fp16(plain_OI, None)
+    else:
+        alias.packed_copy = torch.ops.mkldnn._reorder_linear_weight(plain_OI, ROWS)
     return alias
 
 
+@torch.inference_mode(False)
+def packed_model(
+    owner: Any, weights: Sequence[Tensor], parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Made]
+) -> Made | None:
+    """What `make` makes of the aliases that `pack` returns for an owner's weights. It is kept until the owner ends or
+    its weights have changed; `parameters` are those that the weights consist of. None if they cannot have copies."""
+    if not can_pack(weights):
+        _MADE.pop(owner, None)
+        return None
+    now = fingerprint(weights, parameters)
+    if owner not in _MADE or _MADE[owner][0] != now:
+        _MADE.pop(owner, None)  # frees the old copies before there are new ones
+        _MADE[owner] = now, make(pack(weights))
+    return _MADE[owner][1]
+
+
 def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
-    """Of those of the weights that `pack` copies: what differs after they have changed. `parameters` are those that the
-    weights consist of, which count their changes in place themselves. Writes through `.data` are seen if they change
-    one of SAMPLES numbers of a weight that are spread over it."""
-    copied = [w.detach() for w in weights if least_rows(w) is not None]
-    samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in copied]
-    numbers = torch.cat(samples).numpy().tobytes() if samples else b""
-    return [w.data_ptr() for w in copied], [_version(w) for w in (*copied, *parameters)], numbers
+    """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
+    changes in place themselves. Writes through `.data` are seen if they change one of SAMPLES numbers of a weight that
+    are spread over it."""
+    weights = [w.detach() for w in weights]
+    samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in weights]
+    numbers = torch.cat(samples).numpy().tobytes()
+    return [w.data_ptr() for w in weights], [_version(w) for w in (*weights, *parameters)], numbers
 
 
 def _version(weight: Tensor) -> int:
@@ -80,16 +143,17 @@ def _version(weight: Tensor) -> int:
         return 0
 
 
-def packed_copy(weight_OI: Tensor, rows: int) -> Tensor | None:
-    """The packed copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster
-    without, and if gradients are asked for."""
-    least = least_rows(weight_OI)
-    if least is None or rows < least or torch.is_grad_enabled():
-        return None
-    return getattr(weight_OI, "packed_copy", None)
+def packed_copy(weight_OI: Tensor, rows: int) -> Any | None:
+    """The copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster without,
+    and if gradients are asked for."""
+    least = getattr(weight_OI, "copied_from", None)
+    return None if least is None or rows < least or torch.is_grad_enabled() else weight_OI.packed_copy
 
 
-def packed_linear(x: Tensor, copy: Tensor, bias_O: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, copy: Any, bias_O: Tensor | None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous."""
-    bias = None if bias_O is None else bias_O.contiguous()  # the operation ignores strides
-    return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")
+    if isinstance(copy, Tensor):  # in oneDNN's layout
+        bias = None if bias_O is None else bias_O.contiguous()  # the operation ignores strides
+        return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")
+    out = torch.ops.quantized.linear_dynamic_fp16.default(x, copy)
+    return out if bias_O is None else out.add_(bias_O)

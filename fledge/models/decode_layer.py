@@ -6,7 +6,7 @@ the attention (`CachedRows`), and `layer_output`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,6 +66,15 @@ class LayerWeights:
     down_bias: Tensor | None
     window: int | None
     experts: ExpertWeights | None = None
+
+    def matrices(self) -> list[Tensor]:
+        """The weights of the layer's products, but those of experts."""
+        return [m for m in (self.qkv, self.out, self.gate_up, self.down) if m is not None]
+
+    def with_matrices(self, matrices: Iterator[Tensor]) -> LayerWeights:
+        """The same with the next of these weights instead of `matrices`."""
+        names = ("qkv", "out", "gate_up", "down")
+        return replace(self, **{name: next(matrices) for name in names if getattr(self, name) is not None})
 
     def without_queries(self) -> LayerWeights:
         """The same with a projection to keys and values only."""

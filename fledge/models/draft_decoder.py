@@ -12,6 +12,7 @@ from fledge.kernels.decode_layer import add_rms_norm, join_embedding
 from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.few_rows import norm_linear, plain_linear
 from fledge.kernels.implementations import best_impl
+from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.rope import cos_sin
 from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.models.draft import Draft
@@ -23,7 +24,8 @@ class DraftDecoder:
     """The forward pass of a draft with a key-value cache. All its functions are without gradients.
 
     It has the draft's own parameters: those of the projections become views of joined matrices (`layer_weights`), so
-    that the draft can be trained between passes. A draft that was moved to another device or dtype needs a new one.
+    that the draft can be trained between passes. On a CPU, it also has copies of them (`kernels/packed_weight.py`), so
+    that a draft that was trained on needs a new decoder, as does one that was moved to another device or dtype.
     """
 
     def __init__(self, draft: Draft):
@@ -35,7 +37,13 @@ class DraftDecoder:
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        self.layers = [layer_weights(block, self.shape) for block in draft.blocks]
+        layers = [layer_weights(block, self.shape) for block in draft.blocks]
+        reading = layers[-1].without_queries()
+        matrices = [m for w in (*layers, reading) for m in w.matrices()]
+        weights = [*matrices, draft.fc.weight, draft.head]
+        *matrices, self.fc, self.head = packed_model(draft, weights, draft.parameters(), list) or weights
+        rest = iter(matrices)
+        *self.layers, self.reading = (w.with_matrices(rest) for w in (*layers, reading))  # `reading`: see `read`
         self.target_id_W = draft.target_ids()
         self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
 
@@ -46,10 +54,15 @@ class DraftDecoder:
     def fuse(self, aux_TAD: Tensor) -> Tensor:
         """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""
         draft, config = self.draft, self.draft.config
-        if aux_TAD.is_cpu and draft.family.reads_layers and config.fc_norm and not config.norm_before_fc:
+        if not (aux_TAD.is_cpu and draft.family.reads_layers):
+            return draft.fuse(aux_TAD, self.compute)
+        if config.fc_norm:
             gain_AD = torch.stack([norm.weight for norm in draft.fc_norm])
-            return plain_linear(rms_norm(aux_TAD, gain_AD, config.rms_norm_eps).flatten(1), draft.fc.weight)
-        return draft.fuse(aux_TAD, self.compute)
+            aux_TAD = rms_norm(aux_TAD, gain_AD, config.rms_norm_eps)
+        flat = aux_TAD.flatten(1)
+        if config.norm_before_fc:
+            flat = rms_norm(flat, draft.input_norm.weight, draft.input_norm.eps)
+        return plain_linear(flat, self.fc)
 
     def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32."""
@@ -60,7 +73,7 @@ class DraftDecoder:
         """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
         attend, last, normed_ME = CachedRows(rows), len(self.layers) - 1, None
         for i, w in enumerate(self.layers):
-            w = w.without_queries() if i == last else w
+            w = self.reading if i == last else w
             qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, normed_ME=normed_ME)
             if i == last:
                 attend.write(i, qkv_MO, w, rotation)
@@ -89,11 +102,11 @@ class DraftDecoder:
         `Draft.split_output` and `Draft.logits`."""
         draft = self.draft
         if draft.family.borrows_head:
-            return out_SE, plain_linear(out_SE, draft.head)
+            return out_SE, plain_linear(out_SE, self.head)
         if draft.config.norm_output:
             normed_SE, _ = add_rms_norm(out_SE, None, draft.norm.weight, draft.norm.eps)
-            return normed_SE, plain_linear(normed_SE, draft.head)
-        return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, draft.head)
+            return normed_SE, plain_linear(normed_SE, self.head)
+        return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, self.head)
 
     def _project(
         self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None,
@@ -107,7 +120,7 @@ class DraftDecoder:
         draft, E = self.draft, state_ME.shape[1]
         if draft.family.fuses_embedding:
             joined_M2E, _ = join_embedding(token_M, state_ME, draft.embedding, row_M=row_M)
-            x_ME = plain_linear(joined_M2E, draft.fc.weight, draft.fc.bias)
+            x_ME = plain_linear(joined_M2E, self.fc, draft.fc.bias)
             return plain_linear(x_ME, w.qkv, w.qkv_bias), x_ME
         state_norm = draft.midlayer.hidden_norm.weight
         gains = w.input_norm, state_norm, w.shape.eps

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -47,17 +44,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and any(w in str(error) for w in words):
         return True
     return error.__cause__ is not None and out_of_memory(error.__cause__)
-
-
-def free_bytes(device: str | torch.device) -> int | None:
-    """The bytes that are free on a GPU, or in the machine's memory; None where that is not known."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, ValueError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
-        return 1024 * int(found[1]) if found else None
-    return None
 
 
 def model_bytes(module: nn.Module) -> int:

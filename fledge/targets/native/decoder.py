@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from fledge.kernels.decode_layer import add_rms_norm
 from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.implementations import current_device
-from fledge.kernels.packed_weight import pack
 from fledge.kernels.rope import cos_sin
 from fledge.models.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.types import Features
@@ -51,18 +49,12 @@ class NativeDecoder:
 
     def matrices(self) -> list[Tensor]:
         """The weights of the layers' products, but those of experts."""
-        return [m for w in self.layers for m in (w.qkv, w.out, w.gate_up, w.down) if m is not None]
+        return [m for w in self.layers for m in w.matrices()]
 
-    def packed(self) -> NativeDecoder:
-        """The same, with `matrices` packed."""
+    def with_matrices(self, matrices: Iterator[Tensor]) -> NativeDecoder:
+        """The same with other weights instead of `matrices`."""
         other = copy.copy(self)
-        other.layers = [
-            replace(
-                w, qkv=pack(w.qkv), out=pack(w.out), gate_up=None if w.gate_up is None else pack(w.gate_up),
-                down=None if w.down is None else pack(w.down),
-            )
-            for w in self.layers
-        ]  # fmt: skip
+        other.layers = [w.with_matrices(matrices) for w in self.layers]
         return other
 
     def rotation(self, position_M: Tensor) -> Rotation:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
-from fledge.kernels.packed_weight import can_pack, fingerprint, pack
+from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
@@ -27,11 +27,10 @@ from fledge.types import Features, Tree
 
 @dataclass(frozen=True)
 class Packed:
-    """What decoding on a CPU computes with, and the `fingerprint` of the weights that it was made of."""
+    """What decoding on a CPU computes with: weights that have copies."""
 
     decoder: NativeDecoder
     head: Tensor
-    fingerprint: Any
 
 
 class NativeTarget(TransformersTarget):
@@ -93,17 +92,14 @@ class NativeTarget(TransformersTarget):
         """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
         return list(self.model.parameters())
 
-    @torch.inference_mode(False)
     def prepare_decoding(self) -> None:
-        """See `DecodingTarget.prepare_decoding`. On a CPU, it packs the weights, again if they have changed."""
-        weights = [*self.native.matrices(), self.head.weight]
-        if not can_pack(weights):
-            self._packed = None
-            return
-        now = fingerprint(weights, self._parameters)
-        if self._packed is None or self._packed.fingerprint != now:
-            self._packed = None  # frees the old copies before there are new ones
-            self._packed = Packed(self.native.packed(), pack(self.head.weight), now)
+        """See `DecodingTarget.prepare_decoding`. On a CPU, it copies the weights, again if they have changed."""
+        weights, self._packed = [*self.native.matrices(), self.head.weight], None  # frees copies of changed weights
+        self._packed = packed_model(self, weights, self._parameters, self._with_copies)
+
+    def _with_copies(self, aliases: Sequence[Tensor]) -> Packed:
+        *matrices, head = aliases
+        return Packed(self.native.with_matrices(iter(matrices)), head)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without packed copies, which can be neither copied nor pickled."""
