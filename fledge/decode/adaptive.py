@@ -26,6 +26,7 @@ TIMED = 3  # the fewest rounds that the cost of an amount is known from
 LATEST = 16  # the most
 LATEST_OF_LENGTH = 4  # the most of each length of chains that end early
 MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
+LARGE = 1e9  # a weight from which on all sums are divided by it
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 WORTH_DRAFTING = 1.03  # how much faster than without it drafting must be to go on, as costs are not known exactly
@@ -56,40 +57,49 @@ NOTHING = Amount(0, 1)
 
 class AcceptanceRates:
     """How often a token at each depth is accepted where those above it were, over the latest rounds. A token that was
-    not drafted, because its chain had ended (`confidence`), counts as not accepted."""
+    not drafted, because its chain had ended (`confidence`), counts as not accepted.
+
+    Older rounds count less and less. Instead of making all sums smaller with each round, each round has a larger weight
+    than the one before.
+    """
 
     def __init__(self, depth: int):
-        self.tried, self.accepted = [0.0] * depth, [0.0] * depth
+        self._tried, self._accepted = [0.0] * depth, [0.0] * depth  # times `_weight`
+        self._weight = 1.0  # of the latest round
 
     def add(self, depth: int, accepted: Sequence[int]) -> None:
         """Adds the numbers of accepted tokens of one round of each request, of at most `depth` drafted ones."""
-        self._fade()
-        ended = [0] * (depth + 1)  # requests by accepted tokens
+        self._begin_rounds(1)
         for n in accepted:
-            ended[n] += 1
-        reached = len(accepted)
-        for k in range(depth):
-            self.tried[k] += reached
-            reached -= ended[k]
-            self.accepted[k] += reached
+            for k in range(n):
+                self._accepted[k] += self._weight
+            for k in range(min(n + 1, depth)):
+                self._tried[k] += self._weight
 
     def add_first(self, right: int, guesses: int, rounds: int) -> None:
         """Adds guesses of a first token, made in as many rounds, of which some were right."""
-        for _ in range(rounds):
-            self._fade()
-        self.tried[0] += guesses
-        self.accepted[0] += right
+        self._begin_rounds(rounds)
+        self._tried[0] += self._weight * guesses
+        self._accepted[0] += self._weight * right
 
-    def _fade(self) -> None:
-        keep = 1 - 1 / MEMORY
-        self.tried, self.accepted = [x * keep for x in self.tried], [x * keep for x in self.accepted]
+    def _begin_rounds(self, rounds: int) -> None:
+        self._weight *= (1 - 1 / MEMORY) ** -rounds
+        if self._weight > LARGE:
+            for sums in (self._tried, self._accepted):
+                sums[:] = [x / self._weight for x in sums]
+            self._weight = 1.0
+
+    @property
+    def known(self) -> float:
+        """The number of drafted first tokens whose acceptance is known."""
+        return self._tried[0] / self._weight
 
     def tokens(self, depth: int) -> float:
         """The tokens that a round of drafting `depth` tokens is expected to commit, the target's own included."""
         total = survives = 1.0
-        rate = PRIOR / FALL
-        for tried, accepted in zip(self.tried[:depth], self.accepted[:depth], strict=True):
-            rate = (accepted + PRIOR_ROUNDS * FALL * rate) / (tried + PRIOR_ROUNDS)
+        rate, prior = PRIOR / FALL, PRIOR_ROUNDS * self._weight
+        for tried, accepted in zip(self._tried[:depth], self._accepted[:depth], strict=True):
+            rate = (accepted + prior * FALL * rate) / (tried + prior)
             survives *= rate
             total += survives
         return total
@@ -113,11 +123,15 @@ class RoundCosts:
     def add(self, requests: int, amount: Amount, seconds: float, drafted: int) -> None:
         """Adds a round of so many requests, whose longest path had `drafted` tokens."""
         size = graph_size(requests)
-        if self.ends_early and amount != NOTHING:
-            self.chains[size].setdefault(drafted, deque(maxlen=LATEST_OF_LENGTH)).append(seconds)
+        if self.ends_early and amount.depth:
+            if drafted not in (lengths := self.chains[size]):
+                lengths[drafted] = deque(maxlen=LATEST_OF_LENGTH)
+            lengths[drafted].append(seconds)
             self.limits[size] = max(self.limits[size], amount.depth)
         else:
-            self.times[size].setdefault(amount, deque(maxlen=LATEST)).append(seconds)
+            if amount not in (of_size := self.times[size]):
+                of_size[amount] = deque(maxlen=LATEST)
+            of_size[amount].append(seconds)
         self._known.clear()
 
     def forget(self) -> None:
@@ -230,7 +244,7 @@ class AmountChooser:
             return current
         if untimed := self._untimed(requests):
             return untimed
-        self.settled = self.rates.tried[0] >= EVIDENCE
+        self.settled = self.rates.known >= EVIDENCE
         speeds = {a: self._speed(requests, a) for a in self.amounts}
         best = max(self.amounts[1:], key=speeds.get)
         if speeds[best] < WORTH_DRAFTING * speeds[NOTHING]:
@@ -254,7 +268,7 @@ class AmountChooser:
     def _checked(self) -> bool:
         """Whether it is certain that drafting does not pay, which was found just now. If not, drafting goes on, and the
         costs are measured again."""
-        if self.rates.tried[0] < EVIDENCE:
+        if self.rates.known < EVIDENCE:
             return False
         if self.checks == CHECKS:
             return True
@@ -359,12 +373,12 @@ class AmountChooser:
         self.rounds += 1
         if seconds is not None:
             self.costs.add(len(accepted), amount, seconds, drafted)
-        if amount != NOTHING:
+        if amount.depth:
             self.rates.add(amount.depth, accepted)
             if self.ends_early:
-                size = graph_size(len(accepted))
-                lengths = self.lengths.setdefault(size, AcceptanceRates(self.amounts[-1].depth))
-                lengths.add(amount.depth - 1, [drafted - 1])
+                if (size := graph_size(len(accepted))) not in self.lengths:
+                    self.lengths[size] = AcceptanceRates(self.amounts[-1].depth)
+                self.lengths[size].add(amount.depth - 1, [drafted - 1])
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
     def add_plain(self, requests: int, seconds: float) -> None:

@@ -64,7 +64,7 @@ class Chain(Shape):
             if self.confidence:
                 chance_BS = chance_BS.cumprod(1) if chance_BS.shape[1] > 1 else chance_BS
                 chances.append(chance_BS * chances[-1][:, -1:] if chances else chance_BS)
-                if source.sequential and bool((chances[-1] < self.confidence).all()):
+                if source.sequential and float(chances[-1].amax()) < self.confidence:
                     break
             k += token_BS.shape[1]
             if k == self.depth:
@@ -92,7 +92,10 @@ class Chain(Shape):
             choice_BS = argmax_rows(logits_BSW)
         else:
             return argmax_rows(logits_BSW, decoder.target_id_W), None, None
-        chance_BS = logits_BSW.softmax(-1).gather(2, choice_BS[..., None])[..., 0] if self.confidence else None
+        chance_BS = None
+        if self.confidence:
+            p_BSW = logits_BSW.softmax(-1)
+            chance_BS = p_BSW.amax(-1) if q_BSW is None else p_BSW.gather(2, choice_BS[..., None])[..., 0]
         return decoder.to_target(choice_BS), q_BSW, chance_BS
 
 

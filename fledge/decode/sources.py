@@ -221,7 +221,7 @@ class StepSource(Source):
         end = self.scratch + F
         visible = front.visible
         if visible is None:
-            visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end)
+            visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end, sees_all=True)
         attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end]))
         row_M = None if front.above_BF is None else front.above_BF.flatten()
         out = self.decoder.step(

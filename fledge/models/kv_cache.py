@@ -234,8 +234,8 @@ class TreeRows(CacheRows):
         if window not in self._slots:
             cache = self.cache
             buffer, (H, G) = cache.pool.buffer, (q_QHd.shape[1], cache.pool.buffer.shape[2])
-            mask_BSJ, position_BS = self._visible_in(window).mask_BSJ, self.position_BS
-            reads = slots_and_masks(cache.start_B, cache.length_B, mask_BSJ, window, position_BS, H // G, q_QHd.dtype)
+            visible, position_BS = self._visible_in(window), self.position_BS
+            reads = slots_and_masks(cache.start_B, cache.length_B, visible, window, position_BS, H // G, q_QHd.dtype)
             both = buffer.flatten(0, 1)[:, None]  # the keys of a layer, then its values
             self._slots[window] = [(both[:, :, :, slots].unbind(), mask) for slots, mask in reads]
         read = [(both[2 * layer], both[2 * layer + 1], mask) for both, mask in self._slots[window]]

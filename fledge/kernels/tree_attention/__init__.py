@@ -86,4 +86,4 @@ def tree_attention(
         from fledge.kernels.tree_attention.triton import tree_attention_triton
 
         return tree_attention_triton(*arguments, visible, scale, window, position_BS, counters)
-    return tree_attention_torch(*arguments, visible.mask_BSJ, scale, window, position_BS)
+    return tree_attention_torch(*arguments, visible, scale, window, position_BS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch.nn import functional as F
 
 from fledge.kernels.attention import additive_mask
 from fledge.kernels.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from fledge.kernels.tree_attention.visible import Visible, VisibleChain
 
 
 def pack_bits_torch(mask_BSJ: Tensor) -> Tensor:
@@ -52,28 +56,28 @@ def tree_attention_reference(
 
 
 def tree_attention_torch(
-    q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor, visible_BSJ: Tensor,
-    scale: float, window: int | None = None, position_BS: Tensor | None = None,
+    q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor,
+    visible: Visible | VisibleChain, scale: float, window: int | None = None, position_BS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`tree_attention_reference` with torch's attention, over views of the pool."""
     group = q_BSHd.shape[2] // keys_GPd.shape[0]
-    reads = slots_and_masks(start_B, length_B, visible_BSJ, window, position_BS, group, q_BSHd.dtype)
+    reads = slots_and_masks(start_B, length_B, visible, window, position_BS, group, q_BSHd.dtype)
     read = [(keys_GPd[None, :, slots], values_GPd[None, :, slots], mask) for slots, mask in reads]
     return attend_to_slots(q_BSHd.flatten(0, 1), read, scale).view(q_BSHd.shape)
 
 
 def slots_and_masks(
-    start_B: Tensor, length_B: Tensor, visible_BSJ: Tensor, window: int | None, position_BS: Tensor | None, group: int,
-    dtype: torch.dtype,
+    start_B: Tensor, length_B: Tensor, visible: Visible | VisibleChain, window: int | None, position_BS: Tensor | None,
+    group: int, dtype: torch.dtype,
 ) -> list[tuple[slice, Tensor | None]]:  # fmt: skip
     """What the rows of each sequence read, the same in all layers with this window: the slots, and an additive mask
     [1, 1, group · S, slots], None if all rows see all slots. Reads the lengths on the host."""
-    reads, J = [], visible_BSJ.shape[-1]
-    everything = window is None and bool(visible_BSJ.all())
+    reads, J = [], visible.shape[2]
+    everything = window is None and (visible.sees_all or bool(visible.mask_BSJ.all()))
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
         mask = None
         if not everything:
-            seen_SN = seen_slots(length, visible_BSJ[b], window, None if window is None else position_BS[b])
+            seen_SN = seen_slots(length, visible.mask_BSJ[b], window, None if window is None else position_BS[b])
             mask = additive_mask(seen_SN[None, None], group, dtype)
         reads.append((slice(start, start + length + J), mask))
     return reads

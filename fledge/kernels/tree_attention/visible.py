@@ -14,8 +14,11 @@ from fledge.kernels.tree_attention.definition import pack_bits_torch, unpack_bit
 class Visible:
     """The new slots that S rows of each of B sequences see: those of J whose entry of `mask_BSJ` (bool) is True.
 
-    The calls of all layers share one such object, so that the mask is packed once.
+    The calls of all layers share one such object, so that the mask is packed once. `sees_all` tells that all rows see
+    all slots; if it is False, they may.
     """
+
+    sees_all = False
 
     def __init__(self, mask_BSJ: Tensor):
         self.mask_BSJ = mask_BSJ
@@ -42,10 +45,10 @@ class VisibleBits(Visible):
 
 class VisibleChain:
     """The new slots that rows of chains see: of J slots, row s of sequence b sees those up to `last_BS[b, s]` (int32 or
-    int64, at least 0)."""
+    int64, at least 0). `sees_all` is as in `Visible`."""
 
-    def __init__(self, last_BS: Tensor, J: int):
-        self.last_BS = last_BS
+    def __init__(self, last_BS: Tensor, J: int, sees_all: bool = False):
+        self.last_BS, self.sees_all = last_BS, sees_all
         self.shape = (*last_BS.shape, J)
 
     @functools.cached_property
