@@ -1,5 +1,6 @@
-"""Times three ways of multiplying a few float32 rows by a weight matrix on a CPU: x Wᵀ; (W xᵀ)ᵀ, where a single row is
-computed as two; and x Wᵀ with a packed copy of W, where this build of PyTorch has it.
+"""Times four ways of multiplying a few float32 rows by a weight matrix on a CPU: x Wᵀ; (W xᵀ)ᵀ, where a single row is
+computed as two; and x Wᵀ with the copies of W that fledge makes, where this build of PyTorch has their products: in
+oneDNN's layout, and in 16 bits.
 
     python bench/small_rows.py --out bench/results/small_rows.json
 
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -31,12 +33,15 @@ def main() -> None:
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     torch.set_grad_enabled(False)
-    packed_weight.LEAST_ELEMENTS = 0
     for out, width in SHAPES:
-        weights = [torch.randn(out, width) for _ in range(max(2, (1 << 26) // (out * width)))]
-        packed = []
-        if packed_weight.has_packed_products():
-            packed = [packed_weight.packed_copy(packed_weight.pack(w), packed_weight.ROWS) for w in weights]
+        number = max(2, (1 << 26) // (out * width))
+        weights = [(0.02 * torch.randn(out, width)).bfloat16().float() for _ in range(number)]
+        kinds = {"packed_us": packed_weight.has_onednn_products(), "half_us": packed_weight.has_half_products()}
+        copies = {
+            name: [packed_weight.copy_of(w, half=name == "half_us") for w in weights]
+            for name, has in kinds.items()
+            if has
+        }
         for n in ROWS:
             x = torch.randn(n, width)
             few = torch.cat((x, x)) if n == 1 else x
@@ -44,15 +49,18 @@ def main() -> None:
                 "rows_first_us": microseconds(lambda w, x=x: F.linear(x, w), weights),
                 "weights_first_us": microseconds(lambda w, x=few, n=n: (w @ x.T)[:, :n].T.contiguous(), weights),
             }
-            if packed:
-                times["packed_us"] = microseconds(lambda w, x=x: packed_weight.packed_linear(x, w, None), packed)
+            for name, copied in copies.items():
+                times[name] = microseconds(lambda w, x=x: packed_weight.packed_linear(x, w, None), copied)
             rows.append({"weights": [out, width], "rows": n, **times})
             print(f"{out:5} x {width:4}, {n:3} rows: " + ", ".join(f"{k} {v:8.1f}" for k, v in times.items()))
     write_record(options.out, {"environment": environment("cpu", "float32"), "rows": rows})
 
 
-def microseconds(product: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor], repeats: int = 9):
+def microseconds(product: Callable[[Any], torch.Tensor], weights: list[Any], repeats: int = 9) -> float:
     """The microseconds of a product: the median over passes through all weights."""
+    # FBGEMM leaves the vector registers of its threads in a state in which MKL's products take twice as long, until
+    # another function clears them; in a model, attention does in each layer
+    torch.randn(1 << 20).exp()
     for w in weights:
         product(w)
     times = []

@@ -99,13 +99,17 @@ def least_rows(weight_OI: Tensor) -> int | None:
 
 
 def _packed(weight_OI: Tensor, half: bool, rows: int) -> Tensor:
-    alias, plain_OI = weight_OI.detach(), weight_OI.detach().contiguous()
-    alias.copied_from = rows
-    if half:
-        alias.packed_copy = torch.ops.quantized.linear_prepack_fp16(plain_OI, None)
-    else:
-        alias.packed_copy = torch.ops.mkldnn._reorder_linear_weight(plain_OI, ROWS)
+    alias = weight_OI.detach()
+    alias.copied_from, alias.packed_copy = rows, copy_of(alias, half)
     return alias
+
+
+def copy_of(weight_OI: Tensor, half: bool) -> Any:
+    """A copy of a weight for `packed_linear`, in 16 bits or in oneDNN's layout."""
+    plain_OI = weight_OI.contiguous()
+    if half:
+        return torch.ops.quantized.linear_prepack_fp16(plain_OI, None)
+    return torch.ops.mkldnn._reorder_linear_weight(plain_OI, ROWS)
 
 
 @torch.inference_mode(False)
