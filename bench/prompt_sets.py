@@ -88,6 +88,7 @@ def measure(
     prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):
         decode(engine, prompts, options, drafts)
+    gc.unfreeze()
     gc.collect()
     gc.freeze()  # else each full collection reads all objects of the libraries, which takes as long as many rounds
     took, _ = decode(engine, prompts, options, False)

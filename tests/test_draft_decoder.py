@@ -114,7 +114,7 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
 
 def test_the_weights_are_the_drafts_own(tmp_path: Path) -> None:
     """The parameters stay the same objects with the same values, share one copy with the joined matrices, can be
-    trained and saved, and each change of them is decoded with."""
+    trained and saved, and the joined matrices follow each change of them."""
     draft = draft_of(torch.float32, attention_bias=True, num_hidden_layers=2)
     parameters, before = list(draft.parameters()), copy.deepcopy(draft.state_dict())
     with torch.inference_mode():  # as a caller may do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch.nn import functional as F
 
 from fledge.decode.engine import Engine
 from fledge.kernels import linear as linear_module
-from fledge.kernels import packed_weight
+from fledge.kernels import memory, packed_weight
 from fledge.kernels.linear import linear, strided_linear
 from fledge.kernels.packed_weight import can_pack, fits_half, has_half_products, has_onednn_products, pack, packed_copy
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.transformers import TransformersTarget
 from support.targets import tiny_draft, tiny_target
 
 HALF_ONLY = pytest.mark.skipif(not has_half_products(), reason="needs FBGEMM's products, and an x86 CPU")
@@ -48,9 +49,9 @@ def used(monkeypatch: pytest.MonkeyPatch, half: bool) -> list[int]:
     return outputs
 
 
-def target_of_16_bits(**options) -> NativeTarget:
-    """A native target in float32 whose weights are those of a bfloat16 checkpoint."""
-    target = tiny_target(native=True, **options)
+def target_of_16_bits(native: bool = True, **options) -> TransformersTarget:
+    """A target in float32 whose weights are those of a bfloat16 checkpoint."""
+    target = tiny_target(native=native, **options)
     with torch.no_grad():
         for p in target.model.parameters():
             p.copy_(p.bfloat16())
@@ -108,9 +109,10 @@ def test_which_weights_have_copies_of_16_bits(monkeypatch: pytest.MonkeyPatch) -
     of_bfloat16, of_float16 = exact.bfloat16().float(), exact.half().float()
     assert fits_half(of_bfloat16) and not torch.equal(of_bfloat16.half().float(), of_bfloat16)
     assert fits_half(of_float16) and fits_half(torch.zeros(3, 3)) and not fits_half(exact)
-    for value in (1e5, float("inf"), float("nan")):
+    for value in (65_505.0, 1e5, 2e19, float("inf"), float("nan")):
         assert not fits_half(torch.cat((of_float16.flatten(), torch.tensor([value]))))
     assert not fits_half(of_bfloat16 * 1e-4), "smaller than float16 has with all its digits"
+    assert not fits_half(of_bfloat16 * 1e-24), "whose squares are zero in float32"
     monkeypatch.setattr(packed_weight, "free_bytes", lambda device: 2 * 2 * of_float16.numel())
     (packed,) = pack([of_float16])
     with torch.no_grad():
@@ -149,6 +151,29 @@ def test_decoding(family: str, tree: bool, used: list[int]) -> None:
         assert drafting >= 8
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_targets_that_transformers_computes(family: str, used: list[int]) -> None:
+    """Their linear layers have copies while fledge decodes. At any other time, the model computes with its weights."""
+    target = target_of_16_bits(native=False, family=family)
+    engine, prompts = Engine(target, tiny_draft(target, draft_vocab_size=100), depth=3), [PROMPT, [9], PROMPT * 2]
+    expected = [target.reference_generate(p, max_new_tokens=12) for p in prompts]
+    assert not used
+    for batch in (1, 3):
+        used.clear()
+        found = engine.generate_all(prompts, batch=batch, max_new_tokens=12)
+        assert [d.tokens for d in found] == expected
+        assert (passes := used.count(400)) >= 4 and len(used) >= passes * (1 + 4 * 8), "every layer's projections"
+    used.clear()
+    for model in (target.model, copy.deepcopy(target.model), pickle.loads(pickle.dumps(target.model))):
+        with torch.no_grad():
+            model(torch.tensor([PROMPT]))
+    assert not used
+    with torch.no_grad():
+        changed_in_place(target.model)
+    expected = target.reference_generate(PROMPT, max_new_tokens=12)
+    assert engine.generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected
+
+
 def changed_in_place(model: nn.Module) -> None:
     for p in model.parameters():
         p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
@@ -181,6 +206,53 @@ def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
     expected = target.reference_generate(PROMPT, max_new_tokens=12)
     assert engine.generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected
     assert target._packed is not before
+
+
+def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the machine, or of a container that has less."""
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path / "none", used), (limit, used)))
+    assert memory.free_bytes("cpu") is None
+    memory.MEMINFO.write_text("MemTotal:  64 kB\nMemAvailable:    8 kB\n")
+    limit.write_text("max\n")
+    used.write_text("3000\n")
+    assert memory.free_bytes("cpu") == 8192
+    limit.write_text("5000\n")
+    assert memory.free_bytes("cpu") == 2000
+    limit.write_text("2000\n")
+    assert memory.free_bytes("cpu") == 0
+
+
+def test_a_lack_of_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights themselves are used."""
+
+    def fails(weight, half):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(packed_weight, "copy_of", fails)
+    weight = torch.zeros(512, 512)
+    assert pack([weight])[0] is weight
+
+
+def test_the_copies_of_a_draft(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each matrix, and one of the keys and values that a prompt has of the last layer. They follow the draft's
+    weights, also where complete answers are guessed."""
+    copied, copy_of = [], packed_weight.copy_of
+    monkeypatch.setattr(packed_weight, "copy_of", lambda w, half: (copied.append(tuple(w.shape)), copy_of(w, half))[1])
+    target = target_of_16_bits()
+    draft = tiny_draft(target, draft_vocab_size=100, num_hidden_layers=2).bfloat16().float()
+    engine = Engine(target, draft, depth="auto")
+    texts = [(engine.generate_all([PROMPT], max_new_tokens=20)[0].tokens * 2, 20)]
+    assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
+    engine._guess(texts)
+    assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
+    found = engine._guess(texts)
+    assert len(copied) == 8 * 4 + 1 + 2 * (2 * 4 + 3)
+    assert found == Engine(target, draft, depth="auto")._guess(texts)
 
 
 def test_a_head_that_is_not_packed_is_the_present_one() -> None:

@@ -28,7 +28,7 @@ from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import UNREAD, Drafting, Proposer
+from fledge.decode.propose import UNREAD, Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import BatchScheduler, Beginning
@@ -400,12 +400,6 @@ class Engine:
                     if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
                         self._probe(complete, chooser, scheduler, together)
 
-    @functools.cached_property
-    def _prober(self) -> Proposer:
-        """A proposer for `probe`, whose cache no graphs read."""
-        assert self.draft is not None  # probes follow rests, of which only a draft's chooser knows
-        return self.drafting.proposer(self.draft)
-
     def _probe(
         self, complete: Request, chooser: AmountChooser, scheduler: BatchScheduler, together: int
     ) -> None:  # fmt: skip
@@ -440,7 +434,9 @@ class Engine:
             self._probed = True
 
     def _guess(self, texts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, int]:
-        return probe(self.target, self._prober, self.layers, texts)
+        assert self.draft is not None  # guesses follow rests, of which only a draft's chooser knows
+        # a new proposer, whose cache no graphs read, and which has the draft's present weights
+        return probe(self.target, self.drafting.proposer(self.draft), self.layers, texts)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

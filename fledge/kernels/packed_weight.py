@@ -2,10 +2,10 @@
 
 A product of a few rows takes as long as its weight is read. Most checkpoints have 16 bits a number. Their weights are
 copied in 16 bits, as float16: half the bytes, for FBGEMM's products, which convert them to float32 and compute in it.
-float16 has more digits than bfloat16 and fewer exponents, so that some of the smallest numbers of a bfloat16 checkpoint
-are rounded; a copy is made only where that is less than float32's own rounding. Other weights are copied in the layout
-of oneDNN's products: with PyTorch's layout, a product of a few rows takes much longer than reading the weight.
-`bench/small_rows.py` times both.
+float16 has more digits than bfloat16 and fewer exponents, so that the smallest numbers of a bfloat16 matrix are
+rounded; a copy is made only where all this rounding together is less than float32's own, relative to the norm of the
+matrix. Other weights are copied in the layout of oneDNN's products: with PyTorch's layout, a product of a few rows
+takes much longer than reading the weight. `bench/small_rows.py` times both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LEAST_ROWS = 4 if is_intel() else 3
 MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
 ROWS = 8  # for which oneDNN's layout is chosen
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
-CHECKED = 1 << 22  # numbers of a weight that are compared with their copies at a time
+LARGEST = torch.finfo(torch.float16).max
+CHECKED = 1 << 20  # numbers of a weight that are compared with their copies at a time
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
 _MADE: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # by owner: a fingerprint, and what was made of it
 
@@ -61,12 +62,16 @@ def has_half_products() -> bool:
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether rounding a weight to float16 changes it by less than float32's rounding, relative to its norm."""
+    """Whether rounding a matrix to float16 changes it by less than float32's rounding, relative to its norm. False for
+    one with numbers that are not finite, or too large for float16."""
     error = norm = 0.0
     for part in weight.detach().reshape(-1).split(CHECKED):
-        error += float((part.half().float() - part).square().sum())
-        norm += float(part.square().sum())
-    return error <= ROUNDING**2 * norm  # False for numbers that are not finite, or not in float16
+        if not float(part.abs().amax()) <= LARGEST:
+            return False
+        exact = part.double()
+        error += float((part.half().double() - exact).square().sum())
+        norm += float(exact.square().sum())
+    return error <= ROUNDING**2 * norm
 
 
 def can_pack(weights: Iterable[Tensor]) -> bool:
@@ -78,8 +83,9 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
 
 def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     """An alias of each weight, which has the copy if there is one; the weights themselves if the copies would take more
-    than SHARE of the free memory. Copies do not follow later changes of their weights."""
-    most = SHARE * (free_bytes("cpu") or FREE)
+    than SHARE of the free memory, or there is less than that. Copies do not follow later changes of their weights."""
+    free = free_bytes("cpu")
+    most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
         return list(weights)
     halves = [has_half_products() and fits_half(w) for w in weights]
@@ -87,7 +93,12 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     given = [*zip(weights, halves, least, strict=True)]
     if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:
         return list(weights)
-    return [w if rows is None else _packed(w, half, rows) for w, half, rows in given]
+    try:
+        return [w if rows is None else _packed(w, half, rows) for w, half, rows in given]
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):  # PyTorch's allocator has no error of its own
+            raise
+        return list(weights)
 
 
 def least_rows(weight_OI: Tensor) -> int | None:
@@ -121,21 +132,22 @@ def packed_model(
     if not can_pack(weights):
         _MADE.pop(owner, None)
         return None
-    now = fingerprint(weights, parameters)
-    if owner not in _MADE or _MADE[owner][0] != now:
+    now, kept = fingerprint(weights, parameters), _MADE.get(owner)
+    if kept is None or kept[0] != now:
+        kept = None
         _MADE.pop(owner, None)  # frees the old copies before there are new ones
-        _MADE[owner] = now, make(pack(weights))
-    return _MADE[owner][1]
+        _MADE[owner] = kept = now, make(pack(weights))
+    return kept[1]
 
 
 def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
     """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
-    changes in place themselves. Writes through `.data` are seen if they change one of SAMPLES numbers of a weight that
-    are spread over it."""
+    changes in place themselves. Writes that are not counted, as those through `.data` and of PyTorch's fused
+    optimizers, are seen if they change one of SAMPLES numbers of a weight that are spread over it."""
     weights = [w.detach() for w in weights]
     samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in weights]
     numbers = torch.cat(samples).numpy().tobytes()
-    return [w.data_ptr() for w in weights], [_version(w) for w in (*weights, *parameters)], numbers
+    return [w.data_ptr() for w in weights], [_version(p) for p in parameters], numbers
 
 
 def _version(weight: Tensor) -> int:

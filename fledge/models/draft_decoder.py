@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,9 @@ class DraftDecoder:
     """The forward pass of a draft with a key-value cache. All its functions are without gradients.
 
     It has the draft's own parameters: those of the projections become views of joined matrices (`layer_weights`), so
-    that the draft can be trained between passes. On a CPU, it also has copies of them (`kernels/packed_weight.py`), so
-    that a draft that was trained on needs a new decoder, as does one that was moved to another device or dtype.
+    that the draft can still be trained. On a CPU, products may read copies of them (`kernels/packed_weight.py`), so
+    that a draft whose parameters have changed needs a new decoder there. So does one that was moved to another device
+    or dtype.
     """
 
     def __init__(self, draft: Draft):
@@ -38,12 +41,13 @@ class DraftDecoder:
             eps=config.rms_norm_eps,
         )
         layers = [layer_weights(block, self.shape) for block in draft.blocks]
-        reading = layers[-1].without_queries()
-        matrices = [m for w in (*layers, reading) for m in w.matrices()]
-        weights = [*matrices, draft.fc.weight, draft.head]
-        *matrices, self.fc, self.head = packed_model(draft, weights, draft.parameters(), list) or weights
+        reading = layers[-1].without_queries()  # what `read` computes of the last layer
+        weights = [*(m for w in layers for m in w.matrices()), reading.qkv, draft.fc.weight, draft.head]
+        aliases = packed_model(draft, weights, draft.parameters(), list) or weights
+        *matrices, keys_and_values, self.fc, self.head = aliases
         rest = iter(matrices)
-        *self.layers, self.reading = (w.with_matrices(rest) for w in (*layers, reading))  # `reading`: see `read`
+        self.layers = [w.with_matrices(rest) for w in layers]
+        self.reading = replace(reading, qkv=keys_and_values)
         self.target_id_W = draft.target_ids()
         self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
 

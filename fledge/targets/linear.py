@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 
 from torch import Tensor, nn
 
 from fledge.kernels.linear import linear
+
+# The weights that some layers compute with now instead of their own. Not an attribute of the layers, since a model that
+# the caller has loaded should compute with its own weights at any other time, and be copied and pickled as before.
+_INSTEAD: dict[nn.Linear, Tensor] = {}
 
 
 def use_few_row_products(model: nn.Module) -> None:
@@ -19,4 +25,22 @@ def use_few_row_products(model: nn.Module) -> None:
 
 
 def forward(self: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, self.weight, self.bias)
+    weight = _INSTEAD.get(self)
+    return linear(x, self.weight if weight is None else weight, self.bias)
+
+
+def few_row_layers(model: nn.Module) -> list[nn.Linear]:
+    """The layers whose forward `use_few_row_products` has replaced."""
+    replaced = (m for m in model.modules() if isinstance(m, nn.Linear) and "forward" in vars(m))
+    return [m for m in replaced if getattr(vars(m)["forward"], "__func__", None) is forward]
+
+
+@contextmanager
+def computing_with(weights: Mapping[nn.Linear, Tensor]) -> Iterator[None]:
+    """While it is entered, these of the `few_row_layers` compute with these weights."""
+    _INSTEAD.update(weights)
+    try:
+        yield
+    finally:
+        for layer in weights:
+            _INSTEAD.pop(layer, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import RopeConfig, llama_names
+from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.models.size import weight_bytes
@@ -20,7 +21,7 @@ from fledge.targets import checks
 from fledge.targets.attention import heads_per_key, install_attention, to_attention_mask
 from fledge.targets.cache import TargetCache
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, TrainingTarget
-from fledge.targets.linear import use_few_row_products
+from fledge.targets.linear import computing_with, few_row_layers, use_few_row_products
 from fledge.targets.quantized import quantization_of, weight_of
 from fledge.targets.recurrent import RecurrentCache
 from fledge.targets.sharded import gathered
@@ -80,6 +81,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         self.shape = llama_names(self.config) | {"vocab_size": self.embedding.shape[0]}
         self.max_length: int = max_length or self.shape.get("max_position_embeddings", UNLIMITED)
         self._cache_argument = cache_argument(model, self.decoder)
+        self._copies: dict[nn.Linear, Tensor] = {}  # of layers, aliases of their weights that have copies
         self._keeps_logits = (
             "logits_to_keep" in inspect.signature(model.forward).parameters
         )  # computes some logits only
@@ -257,6 +259,27 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _parameters(self) -> list[Tensor]:
+        """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
+        return list(self.model.parameters())
+
+    @functools.cached_property
+    def _few_row_layers(self) -> list[nn.Linear]:
+        return [] if self.sharded else few_row_layers(self.model)
+
+    def prepare_decoding(self) -> None:
+        """See `DecodingTarget.prepare_decoding`. On a CPU, it copies the weights of linear layers, again if they have
+        changed."""
+        self._copies = {}  # frees copies of changed weights
+        if layers := self._few_row_layers:
+            aliases = packed_model(self, [layer.weight for layer in layers], self._parameters, list)
+            self._copies = {} if aliases is None else dict(zip(layers, aliases, strict=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without copies of weights, which can be neither copied nor pickled."""
+        return self.__dict__ | {"_copies": {}}
+
     @torch.inference_mode()
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: TargetCache | RecurrentCache, layers: Sequence[int] | None = None
@@ -304,12 +327,13 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     def run(self, token_BN: Tensor, cache: TargetCache | RecurrentCache, **inputs: Any) -> Tensor:
         """Runs tokens after those in a cache, and adds them to the cache. Returns the model's logits [B, N, V]."""
-        if isinstance(cache, RecurrentCache):
-            if self._keeps_logits:
-                inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
-            return cache.run(self.model, token_BN, self._cache_argument, **inputs).to(self.device)
-        inputs = {self._cache_argument: cache, **inputs}
-        return self.model(input_ids=token_BN, use_cache=True, **inputs).logits.to(self.device)
+        with computing_with(self._copies):
+            if isinstance(cache, RecurrentCache):
+                if self._keeps_logits:
+                    inputs = {"logits_to_keep": token_BN.shape[1], **inputs}
+                return cache.run(self.model, token_BN, self._cache_argument, **inputs).to(self.device)
+            inputs = {self._cache_argument: cache, **inputs}
+            return self.model(input_ids=token_BN, use_cache=True, **inputs).logits.to(self.device)
 
     def _positions_and_masks(self, tree: Tree, cache: TargetCache) -> dict[str, Any]:
         """The model's inputs for tree nodes after the sequences in the cache: positions, and an attention mask, or a

@@ -15,7 +15,7 @@ class Visible:
     """The new slots that S rows of each of B sequences see: those of J whose entry of `mask_BSJ` (bool) is True.
 
     The calls of all layers share one such object, so that the mask is packed once. `sees_all` tells that all rows see
-    all slots; if it is False, they may.
+    all slots; if it is False, they may or may not.
     """
 
     sees_all = False

@@ -87,11 +87,6 @@ class NativeTarget(TransformersTarget):
         again when it grows."""
         return KVCache(self._new_pool(), sizes)
 
-    @functools.cached_property
-    def _parameters(self) -> list[Tensor]:
-        """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
-        return list(self.model.parameters())
-
     def prepare_decoding(self) -> None:
         """See `DecodingTarget.prepare_decoding`. On a CPU, it copies the weights, again if they have changed."""
         weights, self._packed = [*self.native.matrices(), self.head.weight], None  # frees copies of changed weights
@@ -102,8 +97,7 @@ class NativeTarget(TransformersTarget):
         return Packed(self.native.with_matrices(iter(matrices)), head)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without packed copies, which can be neither copied nor pickled."""
-        return self.__dict__ | {"_packed": None}
+        return super().__getstate__() | {"_packed": None}
 
     @property
     def _decoder(self) -> NativeDecoder:
