@@ -259,7 +259,7 @@ def test_drafts_beyond_learned_positions_are_refused(monkeypatch: pytest.MonkeyP
     engine = Engine(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
-    monkeypatch.setattr(TransformersTarget, "rotary", False)
+    monkeypatch.setattr(engine.target, "rotary", False)
     with pytest.raises(ValueError, match="a context of 512 tokens, the last 6 of which are for drafted tokens"):
         engine.generate(prompt, max_new_tokens=12)
     assert_same(*both(engine, prompt, max_new_tokens=6))
