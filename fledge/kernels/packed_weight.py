@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -34,7 +35,8 @@ LEAST_ROWS = 4 if is_intel() else 3
 MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
 ROWS = 8  # for which oneDNN's layout is chosen
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
-LARGEST = torch.finfo(torch.float16).max
+# The limits of a matrix's largest number: float16 has no larger ones, and of a matrix of so small ones it has none.
+SMALLEST, LARGEST = 1e-12, torch.finfo(torch.float16).max
 CHECKED = 1 << 20  # numbers of a weight that are compared with their copies at a time
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
 _MADE: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # by owner: a fingerprint, and what was made of it
@@ -64,13 +66,13 @@ def has_half_products() -> bool:
 def fits_half(weight: Tensor) -> bool:
     """Whether rounding a matrix to float16 changes it by less than float32's rounding, relative to its norm. False for
     one with numbers that are not finite, or too large for float16."""
-    error = norm = 0.0
-    for part in weight.detach().reshape(-1).split(CHECKED):
-        if not float(part.abs().amax()) <= LARGEST:
-            return False
-        exact = part.double()
-        error += float((part.half().double() - exact).square().sum())
-        norm += float(exact.square().sum())
+    weight, error, norm = weight.detach(), 0.0, 0.0
+    largest = float(torch.linalg.vector_norm(weight, float("inf")))
+    if not SMALLEST <= largest <= LARGEST:
+        return largest == 0
+    for part in weight.reshape(-1).split(CHECKED):
+        error += float(torch.linalg.vector_norm(part.half().float().sub_(part))) ** 2
+        norm += float(torch.linalg.vector_norm(part)) ** 2
     return error <= ROUNDING**2 * norm
 
 
@@ -90,11 +92,12 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
         return list(weights)
     halves = [has_half_products() and fits_half(w) for w in weights]
     least = [1 if half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
-    given = [*zip(weights, halves, least, strict=True)]
+    given = zip(weights, halves, least, strict=True)
     if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:
         return list(weights)
     try:
-        return [w if rows is None else _packed(w, half, rows) for w, half, rows in given]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # FBGEMM copies a weight with one thread
+            return [*pool.map(_packed, weights, halves, least)]
     except (MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and "memory" not in str(e):  # PyTorch's allocator has no error of its own
             raise
@@ -109,7 +112,9 @@ def least_rows(weight_OI: Tensor) -> int | None:
     return LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS
 
 
-def _packed(weight_OI: Tensor, half: bool, rows: int) -> Tensor:
+def _packed(weight_OI: Tensor, half: bool, rows: int | None) -> Tensor:
+    if rows is None:
+        return weight_OI
     alias = weight_OI.detach()
     alias.copied_from, alias.packed_copy = rows, copy_of(alias, half)
     return alias
