@@ -14,6 +14,10 @@ from fledge.types import Features, Packed
 
 SPAN = 256
 SHAPES = {
+    "1b": dict(
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=2048,
+    ),
     "8b": dict(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,

@@ -3,6 +3,8 @@
     python bench/decode.py --out bench/results/decode.json
     python bench/decode.py --shape 30b-a3b --out bench/results/decode_moe.json
     python bench/decode.py --engine fledge transformers vllm --out bench/results/decode.json
+    python bench/decode.py --device cpu --shape 1b --batch 1 --new 50 --case token "chain of 7" \
+        --out bench/results/decode_cpu.json
 
 Random weights accept nothing, so each round commits one token and the figures are times of rounds, not of text. `ms` is
 the time of a round on the device, its drafting `draft_ms` and its verification `verify_ms`. `wall_ms` is the wall time
@@ -64,7 +66,7 @@ from fledge.types import Sampling
 
 REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
-LAYERS = {"8b": 32, "70b": 80, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
+LAYERS = {"1b": 16, "8b": 32, "70b": 80, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
@@ -101,7 +103,7 @@ def main() -> None:
     target = random_target(options.shape, options.device)
     gbps = read_gbps(options.device)
     record = {
-        "environment": environment(options.device, "bfloat16"),
+        "environment": environment(options.device, str(target.dtype).removeprefix("torch.")),
         "read_gbps": gbps,
         "rows": [],
     }
@@ -153,8 +155,9 @@ def main() -> None:
 
 
 def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> TransformersTarget:
-    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts. With a mesh, its layers
-    are sharded over the ranks, and no rank ever holds all of them."""
+    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts. On a CPU, the weights
+    are the same numbers in float32. With a mesh, its layers are sharded over the ranks, and no rank ever holds all of
+    them."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
     experts = MIXTURES.get(shape)
     kind = LlamaConfig if experts is None else Qwen3MoeConfig
@@ -173,7 +176,7 @@ def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> Tr
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     randomize(model)
-    return target_of(model, one_word_tokenizer())
+    return target_of(model.float() if device == "cpu" else model, one_word_tokenizer())
 
 
 def one_word_tokenizer() -> PreTrainedTokenizerFast:
@@ -187,8 +190,9 @@ def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, An
         target.shape, max_length=target.max_length, draft_vocab_size=SHAPES[shape]["draft_vocab_size"], **overrides
     )
     with torch.device(device):
-        draft = Draft(config).to(device, target.dtype)
+        draft = Draft(config).to(device, torch.bfloat16)
     randomize(draft)
+    draft = draft.to(target.dtype)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
     connect_draft(draft, target)
     return draft
@@ -283,12 +287,13 @@ def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:
 
 
 def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
-    """The milliseconds to read the weights of all passes of a round, and caches of `length` tokens, once for each
-    pass. Of experts, those count that are expected to be read."""
+    """The milliseconds to read the weights of all passes of a round, in 16 bits each, and caches of `length` tokens,
+    once for each pass. Of experts, those count that are expected to be read."""
     native = engine.target.native
     shape = native.layers[0].shape
-    cache = 2 * shape.kv_heads * shape.head_dim * batch * length * 2
-    total = weight_bytes(engine.target.model) + len(native.layers) * cache
+    size = engine.target.dtype.itemsize
+    cache = 2 * shape.kv_heads * shape.head_dim * batch * length * size
+    total = weight_bytes(engine.target.model) * 2 / size + len(native.layers) * cache
     rows, drafted = passes(engine, batch)
     for layer in native.layers:
         if (e := layer.experts) is not None:
@@ -297,7 +302,7 @@ def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
     if engine.draft is not None:
         config = engine.draft.config
         kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-        total += len(drafted) * (2 * matrix_elements(engine.draft) + 2 * kv * batch * length)
+        total += len(drafted) * (2 * matrix_elements(engine.draft) + size * kv * batch * length)
         total += 2 * engine.draft.fc.weight.numel()
     return total / gbps / 1e6
 
