@@ -58,8 +58,8 @@ def main() -> None:
 
 def microseconds(product: Callable[[Any], torch.Tensor], weights: list[Any], repeats: int = 9) -> float:
     """The microseconds of a product: the median over passes through all weights."""
-    # FBGEMM leaves the vector registers of its threads in a state in which MKL's products take twice as long, until
-    # another function clears them; in a model, attention does in each layer
+    # FBGEMM leaves the vector registers of its threads in a state in which MKL's products take much longer, until
+    # another function clears them, as this one does; in a model, attention does in each layer
     torch.randn(1 << 20).exp()
     for w in weights:
         product(w)

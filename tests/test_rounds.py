@@ -8,6 +8,7 @@ CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,6 +213,44 @@ def test_guesses_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPa
     _, made = engine._guess([((asked[0] * 100)[:100], 30)] * 4)
     target.check_masks(requests=2)
     assert made == 4 * 30 and pools_of(engine) == before
+
+
+def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests without the draft: they may wait for what is computed once."""
+    target, seconds, passes = tiny_target(native=True), [], []
+    verify = target.verify
+
+    def slow_at_first(*given: Any) -> Any:
+        passes.append(time.sleep(0.5 if len(passes) < batches.WARM_UP else 0))
+        return verify(*given)
+
+    engine = Engine(target, tiny_draft(target), depth="auto")
+    engine.generate_all([[5, 6]], max_new_tokens=2)  # the target is checked
+    monkeypatch.setattr(target, "verify", slow_at_first)
+    monkeypatch.setattr(engine.chooser, "rests", lambda requests: True)
+    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
+    engine.generate_all([[5, 6]], max_new_tokens=20)
+    assert len(passes) == 19 and len(seconds) == 1 and seconds[0] < 0.5 / 20
+
+
+def test_guesses_do_not_count_as_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round without the draft takes is timed without the guesses between the rounds."""
+    target, seconds = tiny_target(native=True), []
+
+    def slow(*given: Any) -> tuple[int, int]:
+        time.sleep(0.5)
+        return 0, 1
+
+    engine = Engine(target, tiny_draft(target), depth="auto")
+    monkeypatch.setattr(engines, "probe", slow)
+    monkeypatch.setattr(engine.chooser, "rests", lambda requests: True)
+    monkeypatch.setattr(engine.chooser, "probes", lambda requests: True)
+    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
+    stop = target.reference_generate([5, 6], max_new_tokens=6)[-1:]
+    target.model.generation_config.eos_token_id = stop  # ends some answers while others go on
+    done = engine.generate_all([[5, 6], [9], [3, 4]], batch=3, max_new_tokens=20)
+    assert len({len(d.tokens) for d in done}) > 1 and len(seconds) > 1
+    assert max(seconds) < 0.5 / 20
 
 
 def test_several_engines_are_prepared_together(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ LARGE = 1e9  # a weight from which on all sums are divided by it
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 # how much faster than without it drafting must be to go on: costs are not known exactly, and a round that drafts
-# nothing takes up to 5 % longer where others draft than where the requests have no draft
+# nothing takes a little longer among rounds that draft than where the requests have no draft
 WORTH_DRAFTING = 1.05
 EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause or a choice for long
 CHECKS = 1  # how often the costs are measured again before a pause, since something else may have delayed rounds

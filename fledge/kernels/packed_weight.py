@@ -35,7 +35,7 @@ LEAST_ROWS = 4 if is_intel() else 3
 MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
 ROWS = 8  # for which oneDNN's layout is chosen
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
-# The limits of a matrix's largest number: float16 has no larger ones, and of a matrix of so small ones it has none.
+# A matrix is copied in 16 bits only if its largest number is in this range. Outside, float16 has infinity and zero.
 SMALLEST, LARGEST = 1e-12, torch.finfo(torch.float16).max
 CHECKED = 1 << 20  # numbers of a weight that are compared with their copies at a time
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
@@ -85,7 +85,7 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
 
 def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     """An alias of each weight, which has the copy if there is one; the weights themselves if the copies would take more
-    than SHARE of the free memory, or there is less than that. Copies do not follow later changes of their weights."""
+    than SHARE of the free memory, or cannot be allocated. Copies do not follow later changes of their weights."""
     free = free_bytes("cpu")
     most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits

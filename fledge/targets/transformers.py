@@ -38,7 +38,8 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     Hidden states are captured by forward hooks. The model is modified in three ways. longrope's factors are fixed to
     those for `max_length`. An "sdpa" attention is replaced by `targets.attention`. On a CPU, linear layers compute by
-    `kernels.linear`. The last two change speed and rounding only.
+    `kernels.linear`, and while requests are decoded, with copies of their weights (`kernels.packed_weight`). The last
+    two change speed and rounding only.
 
     The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
     embedding's, where tokens are expected and where hidden states and logits are returned.
