@@ -86,12 +86,12 @@ def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
 
     Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
     the weights, so that the tiles are wide, and programs share the columns where there would be too few of them. The
-    stages were chosen by the time of whole rounds.
+    stages, and what is `dependent`, were chosen by the time of whole rounds.
     """
     if O >= 32000:
         return Tiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
     if O >= 12288:
-        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=3)
+        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=3, dependent=True, ahead=256)
     tiles = Tiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=6, dependent=True, ahead=256)
     return replace(tiles, splits=1 if I % (2 * tiles.inputs) else 2)  # unequal shares need masks in every step
 
