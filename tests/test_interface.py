@@ -95,9 +95,9 @@ class Relayed(DecodingTarget):
         return self._there.new_cache(sizes)
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None
+        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None, final: bool = True
     ) -> tuple[Tensor, list[Features]]:
-        return self._there.prefill(prompts, cache, layers)
+        return self._there.prefill(prompts, cache, layers, final)
 
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         return self._there.verify(tree, cache, layers)

@@ -240,6 +240,27 @@ def test_prompts_of_several_lengths_run_together(name: str) -> None:
     assert none == []
 
 
+@pytest.mark.parametrize("layers", [(1, 3), LAYERS], ids=["some", "all"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_final_state_of_each_prompt_alone(name: str, layers: Sequence[int]) -> None:
+    """Without `final`, the last layer computes the last rows only, unless its output is captured. What is left is the
+    same, in the first part of the prompts and in the second, where one prompt has ended."""
+    target, parts = native(model_of(**MODELS[name])), ([text(n, seed=n) for n in (3, 40, 1)], [text(5), text(1), []])
+    whole, few = (target.new_cache([60] * 3) for _ in range(2))
+    for prompts in parts:
+        running = [b for b, prompt in enumerate(prompts) if prompt]
+        logits, features = target.prefill(prompts, whole, layers)
+        last, found = target.prefill(prompts, few, layers, final=False)
+        torch.testing.assert_close(last[running], logits[running], rtol=1e-12, atol=1e-12)
+        for b in running:
+            torch.testing.assert_close(found[b].aux_TAD, features[b].aux_TAD, rtol=0, atol=0)
+            torch.testing.assert_close(found[b].last_TD, features[b].last_TD[-1:], rtol=1e-12, atol=1e-12)
+    assert few.lengths == whole.lengths == [8, 41, 1]
+    (first, _), (second, _) = (cache.segments[1] for cache in (whole, few))
+    kept = target.pool.buffer
+    torch.testing.assert_close(kept[..., second : second + 41, :], kept[..., first : first + 41, :], rtol=0, atol=0)
+
+
 PARENTS = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]  # two paths, each of five nodes after the root
 PATHS = {"left": [0, 1, 3, 5, 7, 9], "right": [0, 2, 4, 6, 8, 10], "root": [0]}
 

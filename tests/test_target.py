@@ -239,6 +239,8 @@ def test_without_layers_only_the_final_state_is_returned():
     _, (read,) = target.prefill([tokens.tolist()], cache, ())
     assert read.aux_TAD.shape == (9, 0, 32)
     torch.testing.assert_close(read.last_TD, features.last_TD)
+    _, (ended,) = target.prefill([tokens.tolist()], target.new_cache(), (), final=False)
+    torch.testing.assert_close(ended.last_TD, features.last_TD[-1:])
     assert target.verify(Tree.chain(tokens[None]), cache, ())[1].aux_TAD.shape == (9, 0, 32)
     _, none = target.prefill([tokens.tolist()], cache := target.new_cache())
     assert none == [] and target.verify(Tree.chain(tokens[None]), cache)[1] is None

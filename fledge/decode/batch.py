@@ -481,10 +481,11 @@ class Joining:
         """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
         at the last tokens, [B, A, D], whose slots the draft reads in the first round."""
         batch, draft = self.batch, self.batch.proposer.draft
+        final = draft is not None and not draft.family.reads_layers  # whether it reads the final states
         step = PREFILL_TOKENS if len(prefixes) == 1 and batch.target.prefills_in_parts else max(map(len, prefixes))
         for first in range(0, max(map(len, prefixes)), step):
             parts = [prefix[first : first + step] for prefix in prefixes]
-            logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers)
+            logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers, final)
             if draft is None:
                 continue
             timer = Timer(draft.device)

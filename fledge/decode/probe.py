@@ -33,7 +33,8 @@ def probe(
     try:
         draft_cache = proposer.new_cache([len(text) + proposer.scratch for text, _ in given])
         with current_device(target.device):
-            _, features = target.prefill([text[:-1] for text, _ in given], cache, layers)
+            final = not proposer.draft.family.reads_layers
+            _, features = target.prefill([text[:-1] for text, _ in given], cache, layers, final)
             aux_BRAD = [proposer.draft.select_states(f) for f in features]
         reads = [len(text) - 1 - fresh for text, fresh in given]
         with current_device(proposer.draft.device):

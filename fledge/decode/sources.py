@@ -134,7 +134,10 @@ class Source:
         """The last layer's output at S of the n rows of each request, [B S, E], from the rows' input states and their
         rotation. A row sees those before it."""
         (B, n), cache = rows.token_Bn.shape, self.cache
-        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn), asked_BS)
+        asked_Q = asked_BS.flatten()
+        if B > 1:
+            asked_Q = (asked_BS + torch.arange(0, B * n, n, device=asked_BS.device)[:, None]).flatten()
+        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn), asked_Q)
         if len(self.decoder.layers) > 1:  # the layers before the last one compute all rows
             every = VisibleChain(self._counts(n).expand(B, n), n)
             attend = CachedRows(TreeRows(cache, n, every, slot_Bn=rows.slot_Bn))

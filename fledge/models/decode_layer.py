@@ -171,12 +171,11 @@ def queries(
 
 
 class CachedRows:
-    """The attention of M rows that are added to a cache. The queries of `rows` are all M rows; or, of each sequence,
-    those at the indices `asked_BS` (int64) among its rows, of which all sequences must then have equally many."""
+    """The attention of M rows that are added to a cache. The queries of `rows` are all M rows, or those at the indices
+    `asked_Q` (int64)."""
 
-    def __init__(self, rows: CacheRows, asked_BS: Tensor | None = None):
-        self.rows, self.asked_BS = rows, asked_BS
-        self._asked_Q: Tensor | None = None  # the rows of all sequences' queries
+    def __init__(self, rows: CacheRows, asked_Q: Tensor | None = None):
+        self.rows, self.asked_Q = rows, asked_Q
 
     def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
         """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
@@ -190,13 +189,7 @@ class CachedRows:
 
     def asked(self, x_M: Tensor) -> Tensor:
         """The queries' rows of a tensor [M, ..]."""
-        if self.asked_BS is None:
-            return x_M
-        if self._asked_Q is None:
-            B, M = self.asked_BS.shape[0], x_M.shape[0]
-            first_B1 = torch.arange(0, M, M // B, device=x_M.device)[:, None]
-            self._asked_Q = (self.asked_BS + first_B1 if B > 1 else self.asked_BS).flatten()
-        return x_M[self._asked_Q]
+        return x_M if self.asked_Q is None else x_M[self.asked_Q]
 
 
 def layer_output(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -274,3 +275,21 @@ class PromptRows(CacheRows):
         """Commits all rows; `count_B` are the `counts` on the cache's device."""
         self.cache.keep(None, count_B)
         self.cache.known_lengths = [n + count for n, count in zip(self.lengths, self.counts, strict=True)]
+
+
+class LastRows(CacheRows):
+    """The rows of prompts, of which only the last one of each sequence is a query. `count_B` are the `counts` of the
+    prompts' rows on the cache's device; a sequence without rows has a query too, whose result means nothing."""
+
+    def __init__(self, rows: PromptRows, count_B: Tensor):
+        self.cache, self.slot_M = rows.cache, rows.slot_M
+        before = copy.copy(rows.cache)  # as if all tokens but the last one were committed
+        before.length_B = (before.length_B + count_B - 1).clamp_min(0)
+        itself = VisibleChain(torch.zeros_like(count_B)[:, None], 1, sees_all=True)
+        self.last = TreeRows(before, 1, itself, before.length_B[:, None])
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`."""
+        return self.last.read(layer, q_QHd, scale=scale, window=window)

@@ -148,11 +148,12 @@ class DecodingTarget(Target):
 
     @abstractmethod
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None
+        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None, final: bool = True
     ) -> tuple[Tensor, list[Features]]:
         """Runs the prompts (token ids) of the B sequences of a cache, and adds them to it. Returns the logits after
         each prompt, [B, V], and the features of each prompt. `layers` are as in `TrainingTarget.features`; None: the
-        list of features is empty."""
+        list of features is empty. Without `final`, the final states are those of each prompt's last token only, [1, D],
+        which may take less time."""
 
     @abstractmethod
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:

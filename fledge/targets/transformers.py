@@ -283,8 +283,9 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: TargetCache | RecurrentCache, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features]]:
+        self, prompts: Sequence[Sequence[int]], cache: TargetCache | RecurrentCache,
+        layers: Sequence[int] | None = None, final: bool = True,
+    ) -> tuple[Tensor, list[Features]]:  # fmt: skip
         """See `DecodingTarget.prefill`. One pass with right padding, which a causal model's earlier tokens do not see.
         A target without rollback takes one prompt, and returns no features."""
         lengths = [len(p) for p in prompts]
@@ -305,7 +306,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             return logits_BV, []
         whole = self._features(states, layers)
         parts = zip(whole.aux_TAD.split(longest), whole.last_TD.split(longest), lengths, strict=True)
-        return logits_BV, [Features(aux_TAD[:n], last_TD[:n]) for aux_TAD, last_TD, n in parts]
+        return logits_BV, [Features(aux_TAD[:n], last_TD[0 if final else n - 1 : n]) for aux_TAD, last_TD, n in parts]
 
     def new_cache(self, sizes: Sequence[int] = ()) -> TargetCache | RecurrentCache:
         """See `DecodingTarget.new_cache`. The cache grows as needed."""

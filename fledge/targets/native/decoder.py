@@ -13,7 +13,7 @@ from fledge.kernels.decode_layer import add_rms_norm
 from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.implementations import current_device
 from fledge.kernels.rope import cos_sin
-from fledge.models.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.types import Features
 
 
@@ -63,34 +63,36 @@ class NativeDecoder:
 
     def __call__(
         self, token_M: Tensor, position_M: Tensor, attend: RowAttention, layers: Sequence[int] = (),
-        last_rows: Tensor | None = None,
+        last: CachedRows | None = None,
     ) -> Features:  # fmt: skip
         """The features of M rows: token ids and positions, int64 [M]. `layers` are as in `TrainingTarget.features`.
 
-        With `last_rows` (int64 [S]), the final states are those of these rows only, [S, D].
+        With `last`, the attention of the last layer, the last layer's output and the final states are those of its Q
+        queries only, [Q, D].
         """
         with current_device(self.embedding.device):
-            return self._features(token_M, position_M, attend, layers, last_rows)
+            return self._features(token_M, position_M, attend, layers, last)
 
     def _features(
         self, token_M: Tensor, position_M: Tensor, attend: RowAttention, layers: Sequence[int],
-        last_rows: Tensor | None,
+        last: CachedRows | None,
     ) -> Features:  # fmt: skip
         rotation, aux = self.rotation(position_M), []
         x_MD, normed_MD = nn.functional.embedding(token_M, self.embedding), None
-        # each layer's output is normed for what reads it; of the last one's, `last_rows` may be few
-        next_norms = [*(w.input_norm for w in self.layers[1:]), self.norm if last_rows is None else None]
+        next_norms = [*(w.input_norm for w in self.layers[1:]), self.norm]  # of what reads each layer's output
         for i, (w, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             if i in layers:
                 aux.append(x_MD)
             qkv_MO = norm_linear(x_MD, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias, normed_ME=normed_MD)
+            if last is not None and i == len(self.layers) - 1:
+                attend, x_MD = last, last.asked(x_MD)
             x_MD, normed_MD = layer_output(attend(i, qkv_MO, w, rotation), x_MD, w, next_norm)
         if len(self.layers) in layers:
             aux.append(x_MD)
-        if (last := normed_MD) is None:
-            last, _ = add_rms_norm(x_MD if last_rows is None else x_MD[last_rows], None, self.norm, self.shape.eps)
+        if normed_MD is None:
+            normed_MD, _ = add_rms_norm(x_MD, None, self.norm, self.shape.eps)
         none = x_MD.new_empty(token_M.numel(), 0, x_MD.shape[1])
-        return Features(torch.stack(aux, dim=1) if aux else none, last)
+        return Features(torch.stack(aux, dim=1) if aux else none, normed_MD)
 
 
 def _windows(layers: Sequence[nn.Module], config: Any) -> list[int | None]:

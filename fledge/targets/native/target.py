@@ -17,7 +17,7 @@ from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
-from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.models.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
 from fledge.targets.native.attention import PackedRows
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
@@ -110,30 +110,32 @@ class NativeTarget(TransformersTarget):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[Features]]:
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None = None,
+        final: bool = True,
+    ) -> tuple[Tensor, list[Features]]:  # fmt: skip
         """See `DecodingTarget.prefill`. One pass over all tokens, without padding."""
         with current_device(self.device):
-            return self._prefill(prompts, cache, layers)
+            return self._prefill(prompts, cache, layers, final and layers is not None)
 
     def _prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None, final: bool
     ) -> tuple[Tensor, list[Features]]:
         counts = [len(p) for p in prompts]
         rows = PromptRows(cache, counts)
         token, count_B = torch.tensor([*itertools.chain(*prompts)]), torch.tensor(counts)
         token, count_B = to_device([token, count_B], self.device)
-        position = rows.position_M
         last_B = count_B.cumsum(0) - 1
-        if layers is None:
-            features = self._decoder(token, position, CachedRows(rows), (), last_B)
-        else:
-            features = self._decoder(token, position, CachedRows(rows), layers)
+        every = final or len(self.native.layers) in (layers or ())  # whether the last layer's output is read everywhere
+        last = None if every else CachedRows(LastRows(rows, count_B), last_B)
+        features = self._decoder(token, rows.position_M, CachedRows(rows), layers or (), last)
         rows.commit(count_B)
+        last_BD = features.last_TD[last_B] if every else features.last_TD
+        logits_BV = self._decoding_logits(last_BD)
         if layers is None:
-            return self._decoding_logits(features.last_TD), []
-        parts = zip(features.aux_TAD.split(counts), features.last_TD.split(counts), strict=True)
-        return self._decoding_logits(features.last_TD[last_B]), [Features(*part) for part in parts]
+            return logits_BV, []
+        states = features.last_TD.split(counts) if final else last_BD.split(1)
+        parts = zip(features.aux_TAD.split(counts), states, strict=True)
+        return logits_BV, [Features(*part) for part in parts]
 
     @torch.inference_mode()
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
