@@ -4,6 +4,7 @@ same, and after a pause the draft goes on as if it had read along."""
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -642,3 +643,40 @@ def test_running_requests_give_up_their_draft(native: bool, monkeypatch: pytest.
         assert of_request == [of_request[0]] * count + [0] * (len(of_request) - count) and count
     assert any(0 in of_request for of_request in drafted[:3]) and not any(map(any, drafted[3:]))
     assert not native or target.pool.slots == 0
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [True, False], ids=["drafting", "paused"])
+def test_the_time_of_a_slow_reader_is_not_a_rounds(draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads a stream slowly, or other threads, change no measured time of a round and no budget."""
+    target = tiny_target(native=True)
+    engine = Engine(target, tiny_draft(target), depth="auto")
+    chooser, timed = engine.chooser, []
+    monkeypatch.setattr(chooser, "next", lambda requests, amount: amount)
+    monkeypatch.setattr(chooser, "rests", lambda requests: not draft)
+    monkeypatch.setattr(chooser.costs, "add", lambda requests, amount, seconds, drafted: timed.append(seconds))
+    pieces = 0
+    for _ in engine.stream(prompts(1)[0], max_new_tokens=40):
+        time.sleep(0.2)
+        pieces += 1
+    assert pieces > 2 and timed and max(timed) < 0.15 and chooser.budget.seconds < 0.2 * pieces / 2
+
+
+def test_rounds_of_the_deepest_trees_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads along after many rounds without drafting; not after those whose trees are as deep."""
+    target = tiny_target(native=True)
+    for depth in (5, 63):
+        engine, timed = Engine(target, tiny_draft(target), mode="tree", depth=depth, nodes="auto"), []
+        add = engine.chooser.costs.add
+        monkeypatch.setattr(engine.chooser.costs, "add", lambda *of, add=add, timed=timed: timed.append(of) or add(*of))
+        engine.generate(prompts(1)[0], max_new_tokens=60)
+        assert len(timed) > 8
+
+
+def test_a_delayed_round_makes_no_time_negative() -> None:
+    costs = RoundCosts(ends_early=True)
+    for drafted, seconds in ((2, 1.3e-3), (6, 1.9e-3), (6, 30e-3)):
+        costs.add(1, CHAINS[5], seconds, drafted)
+    assert all(costs.seconds(1, amount) >= 1.3e-3 for amount in CHAINS)

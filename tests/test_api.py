@@ -88,6 +88,20 @@ def test_sampling_may_be_given_by_its_fields(engine: api.Engine) -> None:
             call(IDS, temprature=0.5)
 
 
+def test_options_of_other_methods_are_named() -> None:
+    engine = api.Engine(tiny_target())
+    for call, options in (
+        (engine.stream, dict(batch=4)),
+        (engine.generate, dict(answered=print)),
+        (engine.prepare, dict(stop="x")),
+    ):
+        first = () if call == engine.prepare else (IDS,)
+        with pytest.raises(TypeError, match=f"{next(iter(options))} is not an option of decoding; the options are "):
+            call(*first, **options)
+    with pytest.raises(TypeError, match=r"into must be a fledge\.Completion"):
+        engine.generate(IDS, into=5)
+
+
 def test_an_unknown_option_of_drafting_is_named_before_a_target_is_loaded(tmp_path) -> None:
     for load in (lambda **o: api.load(tmp_path / "none", **o), lambda **o: api.Engine(tiny_target(), **o)):
         with pytest.raises(TypeError, match="modes is not an option of drafting; the options are depth, mode, "):

@@ -7,6 +7,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fledge.decode import batch as batch_module
 from fledge.decode import scheduler
 from fledge.decode.batch import Batch
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.models import kv_cache
 from fledge.models.kv_cache import KVCache, SlotPool, TreeRows
@@ -278,6 +280,63 @@ def test_nothing_is_left_in_the_pools(way: str, pools: list[SlotPool]) -> None:
     list(engine.stream(asked[0], max_new_tokens=9))
     assert target.pool in pools and len(pools) > (way != "no draft")
     assert [pool.slots for pool in pools] == [0] * len(pools)
+
+
+def test_an_interrupted_exchange_frees_each_segment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests go on in a batch without a draft, and an exception comes between (Ctrl-C, or no memory), the pool
+    has no free slots twice, which two later requests would share."""
+    target = tiny_target(dtype=torch.float64, native=True)
+    alone, asked = Engine(target), prompts(6)
+    expected = [c.tokens for c in alone.generate_all(asked, max_new_tokens=20)]
+    other = alone.stream(asked[0], max_new_tokens=400)
+    next(other)  # keeps the pool
+    engine = Engine(target, tiny_draft(target), depth="auto")
+    monkeypatch.setattr(
+        engine.chooser, "next", lambda requests, amount: setattr(engine.chooser, "pausing", True) or amount
+    )
+    take_over, new_cache = Batch.take_over, target.new_cache
+
+    def refuse(sizes: Sequence[int] = ()) -> KVCache:
+        raise KeyboardInterrupt
+
+    def interrupted(batch: Batch, drafting: Batch) -> Any:
+        monkeypatch.setattr(target, "new_cache", refuse)
+        return take_over(batch, drafting)
+
+    monkeypatch.setattr(Batch, "take_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_all([[*prompt, *[7] * i] for i, prompt in enumerate(asked)], max_new_tokens=20, batch=3)
+    monkeypatch.setattr(target, "new_cache", new_cache)
+    free = sorted(target.pool._free)
+    assert all(end <= first for (_, end), (first, _) in itertools.pairwise(free))
+    assert [c.tokens for c in alone.generate_all(asked, max_new_tokens=20)] == expected
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Proposer, "append"), (KVCache, "append"), (KVCache, "select")], ids=["draft", "join", "select"]
+)
+def test_a_kept_batch_is_empty_after_an_exception(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where batches are kept with their graphs for the next requests."""
+    monkeypatch.setattr(batch_module, "can_capture", lambda target, drafter: True)
+    monkeypatch.setattr(Batch, "_replays", lambda batch: False)
+    target = tiny_target(dtype=torch.float64, native=True)
+    engine, prompt = Engine(target, tiny_draft(target), depth=3), prompts(1)[0]
+    expected = engine.generate(prompt, max_new_tokens=12).tokens
+    for at in range(4):
+        calls, whole = itertools.count(), getattr(owner, name)
+
+        def once(*given: Any, calls: Any = calls, at: int = at, whole: Any = whole) -> Any:
+            if next(calls) == at:
+                raise torch.OutOfMemoryError("no memory")
+            return whole(*given)
+
+        monkeypatch.setattr(owner, name, once)
+        with suppress(torch.OutOfMemoryError):
+            engine.generate(prompt, max_new_tokens=12)
+        monkeypatch.setattr(owner, name, whole)
+        assert all(not batch.cache.segments and not batch.running for batch in engine._idle_batches[True])
+        assert engine.generate(prompt, max_new_tokens=12).tokens == expected
 
 
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])

@@ -198,6 +198,15 @@ def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
         assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
 
 
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_a_row_of_nan_draws_some_token(impl: str | None) -> None:
+    """Which one means nothing, but it exists: an index outside of the vocabulary would break what reads it."""
+    scores = torch.full((2, 3000), torch.nan, dtype=torch.float64)
+    scores[1, 5] = torch.inf
+    drawn = gumbel_argmax(scores, torch.tensor([1, 2]), impl=impl)
+    assert 0 <= int(drawn[0]) < 3000
+
+
 def test_near_ties_are_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that differ by less than the error of a logarithm, and numbers that no threshold is computed for."""
     asked: list[int] = []

@@ -459,15 +459,16 @@ def _mean(times: Iterable[float]) -> float:
 
 def _line(chains: Mapping[int, Sequence[float]], longest: int) -> dict[Amount, float]:
     """The seconds of chains of one token and of `longest` tokens, on a line through the seconds of chains by length.
-    Its slope is the median of all pairs' (Sen 1968), and it passes through the mean of what is left (`_mean`). Of
-    chains of one length only, the seconds of that length; of fewer than TIMED chains, nothing."""
+    Its slope is the median of all pairs' (Sen 1968), and it passes through the mean of what is left (`_mean`), but not
+    below the shortest seconds of any. Of chains of one length only, the seconds of that length; of fewer than TIMED
+    chains, nothing."""
     rounds = [(n, s) for n, times in chains.items() for s in times]
     if len(rounds) < TIMED:
         return {}
     slopes = [(t - s) / (m - n) for (n, s), (m, t) in itertools.combinations(rounds, 2) if m != n]
     slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
-    fixed = _mean(s - slope * n for n, s in rounds)
-    return {Amount(n, n + 1): fixed + slope * n for n in ((1, longest) if slopes else chains)}
+    fixed, least = _mean(s - slope * n for n, s in rounds), min(s for _, s in rounds)
+    return {Amount(n, n + 1): max(fixed + slope * n, least) for n in ((1, longest) if slopes else chains)}
 
 
 def _place(amount: Amount) -> int:

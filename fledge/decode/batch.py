@@ -102,12 +102,13 @@ class Batch:
         self.records = proposer.draft is not None
         self.committed_at: float | None = None  # the time of the last results, if the round after them is next
         # rounds of these requests without a draft that were not reported yet, and the time of the results before them
-        self.plain_rounds = 0
+        self.plain_rounds, self.plain_seconds = 0, 0.0  # the latter as drafting and verification of each took
         self.plain_since: float | None = None
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
         self.cache = target.new_cache([])
         self.running: list[Request] = []
+        self.holds = False  # whether the caches may have sequences, also those of requests that could not be added
         self.processes = False  # whether some of them have logits processors
         self.rounds: Rounds | None = None  # of the running requests
         self.launched: list[Launched] = []
@@ -187,6 +188,7 @@ class Batch:
         if not going:
             return
         self._unload()
+        self.holds = True
         self.cache.append(joining.cache)
         self.proposer.append(joining.draft_cache)
         states = [joining.state] if self.rounds is None else [self.rounds.state, joining.state]
@@ -197,6 +199,13 @@ class Batch:
         """Called before something else than a round takes time, which is then not counted as a round's."""
         self._report_rounds()
         self.committed_at = self.plain_since = None
+
+    def waited(self, seconds: float) -> None:
+        """Called after so many seconds in which no round was asked for: the consumer took them, or other threads."""
+        if self.committed_at is not None:
+            self.committed_at += seconds
+        if self.plain_since is not None:
+            self.plain_since += seconds
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
@@ -218,9 +227,11 @@ class Batch:
         other._dismiss()
         if other.running:
             other._unload()
-            self.cache.append(other.cache)
-            self.running, state = other.running, other.rounds.state
-            other.cache, other.running, other.rounds = other.target.new_cache([]), [], None
+            empty, taken, running, state = other.target.new_cache([]), other.cache, other.running, other.rounds.state
+            other.cache, other.running, other.rounds = empty, [], None  # first, so that no segment is freed twice
+            self.holds = True
+            self.cache.append(taken)
+            self.running = running
             other.proposer.select([])
             self._set_rounds(state.last().without_aux())
         other.close()
@@ -240,7 +251,7 @@ class Batch:
             index_B = to_device([torch.tensor(going)], self.target.device)[0]
             self._set_rounds(self.rounds.state.select(index_B))
         else:
-            self.rounds = None
+            self.rounds, self.holds = None, False
 
     def _set_rounds(self, state: RoundState) -> None:
         """Sets what the next rounds read, after the running requests have changed."""
@@ -259,8 +270,8 @@ class Batch:
     def close(self) -> None:
         """Removes all requests, complete or not."""
         self.launched, self.loaded, self.unread = [], None, 1
-        self.committed_at, self.plain_since, self.plain_rounds = None, None, 0
-        if self.running:
+        self.committed_at, self.plain_since, self.plain_rounds, self.plain_seconds = None, None, 0, 0.0
+        if self.holds:
             self._select([])
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -292,7 +303,7 @@ class Batch:
             amount = self.chooser.next(len(self.running), amount)
             self.due = self.held + (SETTLED if amount == self.proposer.amount and self.chooser.settled else HELD)
         # a round may be launched ahead, which commits one token more
-        if amount == self.proposer.amount and self.unread < UNREAD - 1:
+        if amount == self.proposer.amount and (self.proposer.levels or self.unread < UNREAD - 1):
             return []
         updated = self._finish_launched()
         self._dismiss()
@@ -392,7 +403,7 @@ class Batch:
         times = launched.timer.seconds()  # waits for the device
         results = launched.results.tolist()
         if self.chooser is not None:
-            self._note_round(launched, results)
+            self._note_round(launched, sum(times), results)
         # requests that draft and accept as much share a record: all of them, where nothing is drafted
         records, plain = {}, None if launched.amount.depth else Round(0, 0, *times, launched.copied_bytes)
         updated = []
@@ -408,17 +419,20 @@ class Batch:
             updated.append(request)
         return updated
 
-    def _note_round(self, launched: Launched, results: Sequence[Sequence[int]]) -> None:
-        """Lets the chooser know what a round brought and how long it took. Without a draft, rounds are counted only."""
+    def _note_round(self, launched: Launched, least: float, results: Sequence[Sequence[int]]) -> None:
+        """Lets the chooser know what a round brought and how long it took: at least as long as its drafting and
+        verification, `least`, which on a GPU may go on while nothing is asked for. Without a draft, rounds are counted
+        only."""
         if self.proposer.draft is None:
             if launched.typical and self.plain_since is not None:
                 self.plain_rounds += 1
+                self.plain_seconds += least
             else:
-                self.plain_rounds, self.plain_since = 0, time.perf_counter()
+                self.plain_rounds, self.plain_seconds, self.plain_since = 0, 0.0, time.perf_counter()
             return
         now, seconds = time.perf_counter(), None
         if launched.typical and self.committed_at is not None:  # nothing but this round was between
-            seconds = now - self.committed_at
+            seconds = max(now - self.committed_at, least)
         self.committed_at = now
         drafted = max(row[-1] for row in results)
         self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds, drafted)
@@ -427,8 +441,9 @@ class Batch:
         """Lets the chooser know the mean time of rounds without a draft, before the running requests change."""
         if self.plain_rounds:
             now = time.perf_counter()
-            self.chooser.add_plain(len(self.running), (now - self.plain_since) / self.plain_rounds)
-            self.plain_rounds, self.plain_since = 0, now
+            seconds = max(now - self.plain_since, self.plain_seconds)
+            self.chooser.add_plain(len(self.running), seconds / self.plain_rounds)
+            self.plain_rounds, self.plain_seconds, self.plain_since = 0, 0.0, now
 
     def _finish_launched(self) -> list[Request]:
         """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -47,6 +48,7 @@ NEW_TOKENS = 256  # default maximum of new tokens per request
 # On a GPU, the most complete answers that are probed together. Of a small target, launches take most of a probe's time,
 # so that several answers take hardly longer than one.
 PROBED_TOGETHER = 4
+WAIT = 1e-4  # seconds; the longest wait for the consumer between two rounds that counts as part of the second
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 _STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
@@ -94,6 +96,7 @@ class Engine:
         kept = 1 if target.device.type == "cpu" else PROBED_TOGETHER
         self._answers: deque[tuple[list[int], int]] = deque(maxlen=kept)
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
+        self._kept_for: tuple[Any, ...] = ()  # `_weights_at` of these batches
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
     @overload
@@ -185,7 +188,7 @@ class Engine:
         """
         _check_batch(batch)
         check_type("tokens", tokens, Integral | None, "an integer")
-        sampling = _sampling(sampling, sampling_options)
+        sampling = _sampling(sampling, sampling_options, Engine.prepare)
         with self._lock:
             return prepare([(self, speculate)], batch, tokens=tokens, sampling=sampling, count=count)
 
@@ -221,7 +224,7 @@ class Engine:
         for an invalid prompt or option, and ValueError if the prompt is empty or exceeds the target's context.
         """
         drafts = self._drafts(speculate)
-        own = _sampling(sampling, sampling_options)
+        own = _sampling(sampling, sampling_options, Engine.stream)
         stream = self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into), drafts)
         _STREAMS.add(stream)
         return stream
@@ -262,6 +265,7 @@ class Engine:
             if not string:
                 raise ValueError("a stop string is empty; leave it out")
         check_type("request", number, Integral, "an integer")
+        check_type("into", into, Completion | None, "a fledge.Completion")
         if into is not None and (into.tokens or into.finish):
             raise ValueError("into has an answer already; give a new fledge.Completion")
         if drafts:
@@ -396,7 +400,11 @@ class Engine:
                     chooser.gave_up()
                 yield from scheduler.add([waiting.popleft() for _ in range(count)])
                 for updated in scheduler.round():
+                    before = time.perf_counter()
                     yield updated
+                    if chooser is not None and (waited := time.perf_counter() - before) > WAIT:
+                        chooser.budget.waited(waited)
+                        scheduler.waited(waited)
                     if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
                         self._probe(complete, chooser, scheduler, together)
 
@@ -435,17 +443,31 @@ class Engine:
 
     def _guess(self, texts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, int]:
         assert self.draft is not None  # guesses follow rests, of which only a draft's chooser knows
+        self._share_weights()
         # a new proposer, whose cache no graphs read, and which has the draft's present weights
         return probe(self.target, self.drafting.proposer(self.draft), self.layers, texts)
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
         self.target.prepare_decoding()
+        self._share_weights()
+        if (now := self._weights_at()) != self._kept_for:
+            self._idle_batches, self._kept_for = {False: [], True: []}, now
         if idle := self._idle_batches[drafts]:
             return idle.pop()
         if not drafts or self.draft is None:
             return Batch(self.target, NoDrafter(), None)
         return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
+
+    def _share_weights(self) -> None:
+        """Gives the draft the target's weights that it reads: it may have been moved, or used with another target."""
+        if self.draft is not None:
+            self.draft.share_target_weights(self.target.embedding, self.target.head_weight)
+
+    def _weights_at(self) -> tuple[Any, ...]:
+        """What differs after the weights of target or draft were moved, which captured graphs read by address."""
+        draft = None if self.draft is None else (self.draft.fc.weight.data_ptr(), self.draft.device, self.draft.dtype)
+        return self.target.moves, draft
 
     def put_back(self, batch: Batch) -> None:
         """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""
@@ -473,10 +495,11 @@ def _drafting(options: dict[str, Any], has_draft: bool) -> Drafting:
     return drafting
 
 
-def _sampling(given: Sampling | None, options: dict[str, Any]) -> Sampling:
-    """The sampling parameters, given as a `Sampling` or as its fields. Raises TypeError for unknown options, and
-    ValueError if both are given."""
-    known = [*inspect.signature(Engine.generate_all).parameters][2:-1] + [f.name for f in fields(Sampling)]
+def _sampling(given: Sampling | None, options: dict[str, Any], method: Callable[..., Any]) -> Sampling:
+    """The sampling parameters, given as a `Sampling` or as its fields. Raises TypeError for options that the method
+    does not have, and ValueError if both are given."""
+    own = [p.name for p in inspect.signature(method).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    known = own + [f.name for f in fields(Sampling)]
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{unknown[0]} is not an option of decoding; the options are {', '.join(known)}")
     check_type("sampling", given, Sampling | None, "a fledge.Sampling")
@@ -491,11 +514,11 @@ def _samplings(
     """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError as
     `_sampling`, and ValueError if a list is not of as many, or they differ in how drafted tokens are chosen."""
     if not isinstance(given, list | tuple):
-        return [_sampling(cast(Sampling | None, given), options)] * len(prompts)
+        return [_sampling(cast(Sampling | None, given), options, Engine.generate_all)] * len(prompts)
     _check_length("sampling", given, prompts, "one for all prompts, or a list with one for each")
     for one in given:
         check_type("sampling", one, Sampling, "a fledge.Sampling, or a list of them")
-    samplings = [_sampling(one, options) for one in given]
+    samplings = [_sampling(one, options, Engine.generate_all) for one in given]
     if len({s.draft for s in samplings}) > 1:
         raise ValueError(
             "requests that are decoded together choose their drafted tokens by one rule, but some have draft='greedy' "

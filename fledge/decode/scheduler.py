@@ -85,6 +85,11 @@ class BatchScheduler:
                 yield batch.round()
         self.batches = self.batches[:1] + [batch for batch in self.batches[1:] if batch.running]
 
+    def waited(self, seconds: float) -> None:
+        """Called after so many seconds in which no round was asked for."""
+        for batch in self.batches:
+            batch.waited(seconds)
+
     def _fit(self, requests: Sequence[Request]) -> bool:
         """Whether requests can share a batch: its cache has at most twice the slots that they need, or is small."""
         needed = [r.longest for r in requests]

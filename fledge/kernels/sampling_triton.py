@@ -64,7 +64,8 @@ def _best_of_row(value_ptr, place_ptr, out_ptr, chunks, CHUNKS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     value = tl.load(value_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"))
     place = tl.load(place_ptr + row * chunks + c, mask=c < chunks, other=NOWHERE)
-    tl.store(out_ptr + row, tl.min(tl.where(value == tl.max(value, 0), place, NOWHERE), 0).to(tl.int64))
+    best = tl.min(tl.where(value == tl.max(value, 0), place, NOWHERE), 0)
+    tl.store(out_ptr + row, tl.where(best == NOWHERE, 0, best).to(tl.int64))
 
 
 def hash_keys_triton(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
@@ -82,7 +83,7 @@ def hash_keys_triton(seed: Tensor, request: Tensor, position: Tensor, purpose: i
 
 
 def gumbel_argmax_triton(scores: Tensor, state: Tensor) -> Tensor:
-    """`gumbel_argmax` of rows without NaN."""
+    """`gumbel_argmax` of rows without NaN. Of a row with only NaN, the result is a valid index that means nothing."""
     rows = scores.reshape(-1, scores.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class Draft(nn.Module):
         else:
             self.d2t = None
         self._shared: dict[str, Tensor] = {}  # the target's weights; not parameters of the draft
+        self._shared_at: list[Any] = []  # where they were, and where the draft was
 
     @property
     def blocks(self) -> list[Layer]:
@@ -103,10 +104,13 @@ class Draft(nn.Module):
 
     def share_target_weights(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
         """Sets the target's embedding (used unless the draft has its own) and head (used by EAGLE-1 only). They are
-        copied only if their device or dtype differs from the draft's."""
+        copied only if their device or dtype differs from the draft's, and not again while nothing is moved."""
         used = {"embedding": embedding_VE} if self.embed_tokens is None else {}
         used |= {"head": head_VE} if self.family.borrows_head else {}
-        self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
+        places = [(x.data_ptr(), x.device, x.dtype, self.device, self.dtype) for x in used.values()]
+        if places != self._shared_at:
+            self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
+            self._shared_at = places
 
     def embed(self, token_S: Tensor) -> Tensor:
         """The embeddings [S, E] of target token ids."""

@@ -48,6 +48,7 @@ class DraftDecoder:
         rest = iter(matrices)
         self.layers = [w.with_matrices(rest) for w in layers]
         self.reading = replace(reading, qkv=keys_and_values)
+        self.embedding = draft.embedding  # of the target that the draft is used with now
         self.target_id_W = draft.target_ids()
         self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
 
@@ -123,11 +124,11 @@ class DraftDecoder:
             return norm_linear(state_ME, w.input_norm, eps, w.qkv, w.qkv_bias, normed_ME=normed_ME), state_ME
         draft, E = self.draft, state_ME.shape[1]
         if draft.family.fuses_embedding:
-            joined_M2E, _ = join_embedding(token_M, state_ME, draft.embedding, row_M=row_M)
+            joined_M2E, _ = join_embedding(token_M, state_ME, self.embedding, row_M=row_M)
             x_ME = plain_linear(joined_M2E, self.fc, draft.fc.bias)
             return plain_linear(x_ME, w.qkv, w.qkv_bias), x_ME
         state_norm = draft.midlayer.hidden_norm.weight
         gains = w.input_norm, state_norm, w.shape.eps
-        x_M2E, state_ME = join_embedding(token_M, state_ME, draft.embedding, *gains, row_M=row_M)
+        x_M2E, state_ME = join_embedding(token_M, state_ME, self.embedding, *gains, row_M=row_M)
         residual_ME = x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
         return plain_linear(x_M2E, w.qkv, w.qkv_bias), residual_ME

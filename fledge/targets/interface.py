@@ -128,15 +128,18 @@ class DecodingTarget(Target):
     `weight_bytes`: the bytes of weights that a forward pass reads.
     `pads`: whether all sequences of a cache take as many slots as the longest.
     `prefills_in_parts`: whether `prefill` may be called several times for the parts of a prompt.
+    `moves`: how often `prepare_decoding` has found the weights at another place in memory, or in another dtype.
     """
 
     rollback_problem: str
     weight_bytes: int
     pads: bool = True
     prefills_in_parts: bool = False
+    moves: int = 0
 
     def prepare_decoding(self) -> None:
-        """Called before requests are decoded: updates copies of weights that the target decodes with."""
+        """Called before requests are decoded: finds weights that were moved, and updates copies of weights that the
+        target decodes with."""
 
     @abstractmethod
     def new_cache(self, sizes: Sequence[int]) -> Cache:

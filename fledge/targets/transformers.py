@@ -90,6 +90,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             use_few_row_products(model)
         self._heads_per_key = heads_per_key(self.config) if install_attention(self.decoder) else 1
         fix_longrope(self.decoder, RopeConfig.from_hf(self.shape).for_length(self.max_length))
+        self._places = self._weights_at()
 
     # -- properties ---------------------------------------------------------------------------------------------
 
@@ -269,9 +270,41 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     def _few_row_layers(self) -> list[nn.Linear]:
         return [] if self.sharded else few_row_layers(self.model)
 
+    @functools.cached_property
+    def _watched(self) -> list[nn.Module]:
+        """The modules with parameters of the embedding, the head, and the first and the last layer: where these are
+        tells whether the model was moved, and looking at all takes too long for each request."""
+        try:
+            layers = [self.layers[0], self.layers[-1]]
+        except ValueError:  # they cannot be identified
+            layers = []
+        parts = [self.model.get_input_embeddings(), self.head, *layers]
+        found = [module for part in parts if part is not None for module in part.modules()]
+        return [module for module in found if next(module.parameters(recurse=False), None) is not None]
+
+    def _weights_at(self) -> list[Any]:
+        """What differs after the model's weights were moved, converted or replaced by others."""
+        if self.sharded:
+            return []
+        return [(p.data_ptr(), p.dtype) for module in self._watched for p in module.parameters(recurse=False)]
+
+    def _follow_weights(self) -> None:
+        """Reads the model's weights again if they were moved."""
+        if self._weights_at() != self._places:
+            self._read_weights()
+            self._places = self._weights_at()
+            self.moves += 1
+
+    def _read_weights(self) -> None:
+        """Forgets what was made of the model's weights."""
+        self.embedding = weight_of(self.model.get_input_embeddings(), torch.float32)
+        for name in ("head_weight", "head_device", "_parameters"):
+            vars(self).pop(name, None)
+
     def prepare_decoding(self) -> None:
         """See `DecodingTarget.prepare_decoding`. On a CPU, it copies the weights of linear layers, again if they have
         changed."""
+        self._follow_weights()
         self._copies = {}  # frees copies of changed weights
         if layers := self._few_row_layers:
             aliases = packed_model(self, [layer.weight for layer in layers], self._parameters, list)

@@ -45,8 +45,14 @@ class NativeTarget(TransformersTarget):
         super().__init__(model, tokenizer, **options)
         if problem := native_problem(model, self.config):
             raise ValueError(f"{self.name or 'the target'} cannot run natively: {problem}")
-        self.native = NativeDecoder(model, self.config)
         self._packed: Packed | None = None
+        self._read_weights()
+        self._places = self._weights_at()
+
+    def _read_weights(self) -> None:
+        super()._read_weights()
+        vars(self).pop("pool", None)
+        self.native, self._packed = NativeDecoder(self.model, self.config), None
 
     implementation = "native"
     packs = True
@@ -89,6 +95,7 @@ class NativeTarget(TransformersTarget):
 
     def prepare_decoding(self) -> None:
         """See `DecodingTarget.prepare_decoding`. On a CPU, it copies the weights, again if they have changed."""
+        self._follow_weights()
         weights, self._packed = [*self.native.matrices(), self.head.weight], None  # frees copies of changed weights
         self._packed = packed_model(self, weights, self._parameters, self._with_copies)
 

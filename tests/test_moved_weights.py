@@ -1,0 +1,104 @@
+"""Weights that change between requests: moved, converted, replaced, or shared with a draft that other engines use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fledge.decode.engine import Engine
+from support.decoding import fit_head, prompts, spoken
+from support.targets import P_EAGLE, tiny_draft, tiny_target
+
+PROMPT = [5, 200, 77, 31]
+
+
+def change(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "gate_proj" in name:
+                weight.mul_(1.7)
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double().float()
+    change(model)
+
+
+def other_data(model: nn.Module) -> None:
+    for weight, other in zip(model.parameters(), tiny_target(seed=5).model.parameters(), strict=True):
+        weight.data = other.data
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict(tiny_target(seed=5).model.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "transformers"])
+@pytest.mark.parametrize(
+    "move", [change, there_and_back, other_data, assigned, nn.Module.double], ids=lambda f: f.__name__
+)
+def test_a_target_decodes_with_its_present_weights(move: Callable[[Any], Any], native: bool) -> None:
+    """The joined projections of a native target, and all copies, follow the model's parameters to other storage."""
+    target = tiny_target(native=native)
+    draft = tiny_draft(target)
+    engine, fixed = Engine(target, draft, depth=3), Engine(target)
+    before = engine.generate(PROMPT, max_new_tokens=12).tokens
+    move(target.model)
+    draft.to(target.model.lm_head.weight.dtype)
+    expected = target.reference_generate(PROMPT, 12)
+    assert engine.generate(PROMPT, max_new_tokens=12).tokens == expected
+    assert fixed.generate(PROMPT, max_new_tokens=12).tokens == expected
+    assert (expected == before) == (move is nn.Module.double)
+    assert target.moves == (move is not change)
+
+
+def test_graphs_of_moved_weights_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that was kept with its graphs, which read weights by address, is not used after they have moved."""
+    target = tiny_target(native=True)
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, depth=3)
+    monkeypatch.setattr("fledge.decode.batch.can_capture", lambda target, drafter: True)
+    monkeypatch.setattr("fledge.decode.batch.Batch._replays", lambda batch: False)  # kept as on a GPU, but run directly
+    kept = []
+    for move in (lambda: None, lambda: target.model.double().float(), lambda: draft.double().float()):
+        move()
+        for _ in range(2):
+            assert engine.generate(PROMPT, max_new_tokens=12).tokens == target.reference_generate(PROMPT, 12)
+            kept.append(engine._idle_batches[True][0])
+    assert [a is b for a, b in itertools.pairwise(kept)] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", [{}, dict(method="eagle1"), P_EAGLE], ids=["eagle3", "eagle1", "peagle"])
+def test_a_draft_may_be_converted(method: dict[str, Any], dtype: torch.dtype) -> None:
+    target = tiny_target(native=True)
+    draft = tiny_draft(target, **method)
+    engine = Engine(target, draft, depth=3)
+    expected = engine.generate(PROMPT, max_new_tokens=12).tokens
+    draft.to(dtype)
+    assert engine.generate(PROMPT, max_new_tokens=12).tokens == expected
+
+
+def test_a_draft_of_several_engines_reads_the_embedding_of_each_ones_target() -> None:
+    """As for a model and its fine-tuned version: the acceptance in one engine does not depend on the other."""
+    target, asked = tiny_target(native=True), prompts(1)
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, depth=1)
+    fit_head(target, draft, [spoken(engine, prompt, 24)[0] for prompt in asked], 1)
+
+    def accepted() -> list[int]:
+        return [r.accepted for r in engine.generate(asked[0], max_new_tokens=24).trace.rounds]
+
+    expected = accepted()
+    other = Engine(tiny_target(native=True, seed=7), draft, depth=1)
+    assert sum(expected) and accepted() == expected
+    stream = engine.stream(asked[0], max_new_tokens=24, into=(done := type(engine.generate(asked[0]))()))
+    next(stream)
+    other.generate(asked[0], max_new_tokens=4)  # in the middle of the other engine's answer
+    list(stream)
+    assert [r.accepted for r in done.trace.rounds] == expected
