@@ -98,7 +98,7 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
     causal_33 = torch.ones(3, 3, dtype=torch.bool).tril()
     asked_B1 = torch.tensor(last)[:, None]
     attend = CachedRows(TreeRows(cache, 3, Visible(causal_33.expand(2, 3, 3))))
-    asked = CachedRows(TreeRows(cache, 3, Visible(causal_33[asked_B1])), asked_B1)
+    asked = CachedRows(TreeRows(cache, 3, Visible(causal_33[asked_B1])), asked_B1[:, 0] + torch.tensor([0, 3]))
     position = (cache.length_B[:, None] + torch.arange(3)).flatten()
     out = decoder.step(*joined(list(lengths), 3), decoder.rotation(position), attend, asked)
     cache.keep(None, asked_B1[:, 0] + 1)
