@@ -13,10 +13,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -328,6 +329,7 @@ def main() -> None:
     """Runs the command line. Errors that a user can correct are printed as one line to standard error; exit code 2."""
     _open_closed_streams()
     _handle_termination_like_ctrl_c()
+    _watch_signals()
     try:
         _quiet_transformers()
         warnings.formatwarning = _format_warning
@@ -337,12 +339,41 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as e:
         if isinstance(e, SystemExit) and e.code != 130:  # typer's for a KeyboardInterrupt
             raise
-        _end_at_once_if_stopped_again()
-        sys.exit(130)
+        _end_as_interrupted()
+    except ImportError:
+        if not _was_interrupted():  # libraries make an ImportError of a KeyboardInterrupt while they are imported
+            raise
+        _end_as_interrupted()
     except RuntimeError as e:
         if type(e).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, by name because torch may not be imported
             raise
         _fail(f"not enough GPU memory: {e}")
+
+
+@functools.cache
+def _received_signals() -> tuple[int, int]:
+    """The ends of a pipe, from which signals are read and to which Python writes each that it receives."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def _watch_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(_received_signals()[1], warn_on_full_buffer=False)
+
+
+def _was_interrupted() -> bool:
+    """Whether a signal was received, which most likely was to stop the command."""
+    with contextlib.suppress(BlockingIOError):  # nothing to read
+        return bool(os.read(_received_signals()[0], 4096))
+    return False
+
+
+def _end_as_interrupted() -> NoReturn:
+    _end_at_once_if_stopped_again()
+    sys.exit(130)
 
 
 def _fail(reason: object) -> None:
@@ -399,6 +430,7 @@ _default_formatwarning = warnings.formatwarning
 def _quiet_transformers() -> None:
     """Turns off messages and progress bars of transformers and huggingface_hub. Must be called before their import."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a line for each attempt to reach it
     if sys.argv[1:2] != ["push"]:  # whose upload takes long; on a terminal, the hub's own bars show it
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -401,8 +401,9 @@ def test_training_options_of_the_wrong_type(options: dict[str, Any], words: str,
 
 
 def test_unknown_training_options_are_refused(made: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stepz'"):
-        api.train_draft(target=made / "target", data=made / "chats.jsonl", stepz=3)
+    for name, cure in (("stepz", r"did you mean steps\?"), ("xyzzy", "TrainOptions lists them")):
+        with pytest.raises(TypeError, match=f"{name} is not an option of training; {cure}"):
+            api.train_draft(target=made / "target", data=made / "chats.jsonl", **{name: 3})
 
 
 def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fledge) -> None:

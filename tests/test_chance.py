@@ -14,6 +14,7 @@ from fledge.decode.chance import ROUNDS, Acceptance, ChanceWarning
 from fledge.decode.engine import Engine
 from fledge.eval.prompts import EvalPrompt
 from fledge.eval.run import greedy_traces
+from fledge.jobs.display import held_warnings
 from fledge.models.weights import save_draft
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -50,6 +51,8 @@ def test_the_warning_about_a_draft_at_chance_names_likely_causes():
     )
     assert "another target of the same size (its config names another-model)" in message
     assert "norm_before_residual (false) is wrong" in message and "other layers than its config names" in message
+    (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], CONFIG, "another-model"))
+    assert "another target" not in message  # the config names the one that is used
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,23 @@ def test_the_command_line_prints_the_warning_as_a_sentence(fledge, tmp_path, mon
     shown = warnings.formatwarning(message, ChanceWarning, "engine.py", 7, "self._acceptance.add(..)")
     assert shown == f"fledge: {message}\n"
     assert "engine.py:7: UserWarning: other" in warnings.formatwarning("other", UserWarning, "engine.py", 7)
+
+
+def test_the_warning_comes_after_the_text(target, monkeypatch) -> None:
+    """The rest of a text, such as the beginning of a stop string, comes first; a command ends the line before it shows
+    a warning."""
+    monkeypatch.setattr("fledge.decode.chance.ROUNDS", 1)
+    monkeypatch.setattr("fledge.decode.chance.AT_CHANCE", 2.0)
+    engine, came = Engine(target, tiny_draft(target)), []
+    plain = engine.generate(PROMPTS[0], max_new_tokens=9, speculate=False).text
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda *given, **line: came.append("warning"))
+        came += engine.stream(PROMPTS[0], max_new_tokens=9, stop=[f"{plain[-1]} and more"])
+        assert came[-1] == "warning" and "".join(came[:-1]) == plain
+    with warnings.catch_warnings():
+        monkeypatch.setattr(warnings, "showwarning", lambda *given, **line: came.append(str(given[0])))
+        with held_warnings():
+            warnings.warn("held", stacklevel=1)
+            came.append("the end of the line")
+    assert came[-2:] == ["the end of the line", "held"]

@@ -122,6 +122,8 @@ def test_conversations_are_saved_as_training_data(tmp_path):
     session, file = session_of(), tmp_path / "chats.jsonl"
     with pytest.raises(ValueError, match="nothing was asked"):
         save(session.conversation, file)
+    with pytest.raises(ValueError, match="nothing was asked"):
+        save(session.conversation, tmp_path)
     ask(session, "the young bird")
     assert execute(session, f"/save {file}") == Outcome(f"saved; {file} has 1 row for fledge train --data")
     file.write_text(file.read_text().rstrip())  # without its last newline
@@ -129,6 +131,9 @@ def test_conversations_are_saved_as_training_data(tmp_path):
     chat, text = read_records([str(file)])
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] and rows_of(file)[1]["completion"] == "b"
     assert text.text == "ab"
+    with pytest.raises(ValueError, match="is a directory; choose another name"):
+        save(session.conversation, tmp_path)
+    assert save(session.conversation, tmp_path / "new" / "chats.jsonl") == 1
     (tmp_path / "notes.txt").write_text("to do\n")
     with pytest.raises(ValueError, match="not a JSON lines file"):
         save(session.conversation, tmp_path / "notes.txt")

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
+from support.commands import Ran
 from support.files import metrics_of, reconfigure, rows_of, write_rows
 from support.mutations import replace_function
 from support.runs import as_before, recipe_of
@@ -1074,3 +1076,23 @@ def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
     assert shown.code == 1 and "truncated" in shown.out
     fine = fledge("inspect", draft, "--target", made / "target")
     assert fine.code == 0 and "Nothing is wrong" in fine.out and "200 of 400 tokens" in fine.out
+
+
+def test_an_interrupt_while_modules_are_imported(fledge, monkeypatch) -> None:
+    """Libraries make an ImportError of it, which is not shown. Without a signal, an ImportError is an error."""
+
+    def missing() -> None:
+        raise ImportError("cannot load module more than once per process")
+
+    def interrupted() -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        missing()
+
+    for app in (missing, interrupted, missing):
+        monkeypatch.setattr("fledge.cli.app", app)
+        if app is missing:
+            with pytest.raises(ImportError):
+                fledge()
+        else:
+            assert fledge() == Ran(130, "", "")

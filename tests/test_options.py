@@ -203,3 +203,22 @@ def test_messages_name_only_flags_of_their_command():
             seen += 1
             wrong += [f"{module}: {text}"] if flag[0] not in has else []
     assert seen > 50 and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["train", "--target", "t", "--data", ""], "--data"),
+        (["eval", "--target", "t", "--prompts", ""], "--prompts"),
+        (["generate", "--target", "t", "--draft", ""], "--draft"),
+        (["eval", "--target", "t", "--draft", "d", "--draft", ""], "--draft"),
+        (["chat", "--target", ""], "--target"),
+        (["eval", "--target", "t", "--out", ""], "--out"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else x,
+)
+def test_an_empty_value_is_refused(words: list[str], flag: str, fledge) -> None:
+    """As of a variable of the shell that is not set: it does not mean the current directory, or that the option was not
+    given."""
+    ran = fledge(*words)
+    assert ran.code == 2 and ran.err == f"fledge: {flag} is empty; give it a value, or leave it out\n"

@@ -28,6 +28,7 @@ PROMPT = [5, 6, 7]
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether weights are copied in 16 bits, or else in oneDNN's layout; small ones too, for any number of rows."""
     monkeypatch.setattr(packed_weight, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(packed_weight, "HALF_ELEMENTS", 0)
     monkeypatch.setattr(packed_weight, "LEAST_ROWS", 1)
     if not request.param:
         monkeypatch.setattr(packed_weight, "has_half_products", lambda: False)
@@ -72,6 +73,16 @@ def test_products(rows: int, bias: bool, half: bool) -> None:
             linear(x.T.contiguous().T, packed, b), linear(torch.cat((x, x), 1)[:, :40], packed, b),
         ):  # fmt: skip
             assert found.is_contiguous() and torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@HALF_ONLY
+def test_small_weights_have_no_copy_in_16_bits_on_an_intel_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weight, "HALF_ELEMENTS", 12 * 20)
+    monkeypatch.setattr(packed_weight, "MANY_ROWS", None)
+    small, large = pack([torch.ones(12, 19), torch.ones(12, 20)])
+    assert packed_copy(small, 5) is None
+    with torch.no_grad():
+        assert packed_copy(large, 1) is not None
 
 
 @WHOLE_ONLY

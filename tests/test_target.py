@@ -29,7 +29,7 @@ from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
 from support.rows import document
-from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_tokenizer
+from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -638,3 +638,35 @@ def test_a_cache_that_forgets_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(TargetCache, "rollback", lambda self, length: None)
     with pytest.raises(ValueError, match="cannot verify drafts"):
         target_of("Llama").check_rollback()
+
+
+# -- files that are wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_generation_config_is_refused(tmp_path) -> None:
+    """It may name the only token that ends an answer. A missing one is fine."""
+    directory = tiny_target_directory(tmp_path)
+    config = directory / "generation_config.json"
+    config.write_text("{")
+    for weights in (True, False):
+        with pytest.raises(ValueError, match=r"generation_config\.json' is not a valid JSON file\. A JSON file"):
+            load_target(directory, weights=weights)
+    config.unlink()
+    assert load_target(directory).stop_ids
+
+
+def test_a_target_without_a_tokenizer(tmp_path) -> None:
+    directory = tiny_target_directory(tmp_path)
+    for file in directory.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"has no files of a tokenizer .* copy them from where the model is from"):
+        load_target(directory)
+
+
+@pytest.mark.parametrize("name", ["target/config.json", "./none", "../none/here"])
+def test_paths_that_are_no_directory(name: str, tmp_path, monkeypatch) -> None:
+    """They are not taken for ids of the hub, which would be asked."""
+    tiny_target_directory(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a file; give the directory that it is in|does not exist"):
+        load_target(name)

@@ -38,7 +38,9 @@ class Acceptance:
 
 def _message(accepted: int, rounds: int, config: DraftConfig, target: str) -> str:
     known = config.provenance.target
-    causes = [f"it was trained for another target of the same size (its config names {known or 'none'})"]
+    causes = []
+    if not known or known != target:
+        causes.append(f"it was trained for another target of the same size (its config names {known or 'none'})")
     if config.family.reads_layers:
         causes.append(f"its config's norm_before_residual ({str(config.norm_before_residual).lower()}) is wrong")
         layers = f"{', '.join(map(str, config.aux_layers))}" if config.aux_layers else "the default ones"

@@ -238,9 +238,9 @@ class Engine:
                         yield piece
         finally:
             rest = request.close()  # also of a stream that is closed early: `into` has the text of its tokens
-        self._warn_at_chance([request])
         if rest:
             yield rest
+        self._warn_at_chance([request])
 
     def _warn_at_chance(self, requests: Sequence[Request]) -> None:
         """Issues a `ChanceWarning` if the draft's tokens are accepted no more often than by chance."""

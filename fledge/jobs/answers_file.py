@@ -67,8 +67,8 @@ class AnswersFile:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows are those of the first records, in the order of the data."""
-        return list(self._places) == list(range(len(self._places)))
+        """Whether the rows are in the order of the data."""
+        return list(self._places) == sorted(self._places)
 
     def __enter__(self) -> AnswersFile:
         self._file: FileIO = self.path.open("ab", buffering=0)

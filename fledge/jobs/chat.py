@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fledge.jobs.display import held_warnings
 from fledge.jobs.options import DecodeOptions, opt
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def converse(session: Session, screen: Screen) -> None:
 def _reply(session: Session, screen: Screen, asked: str) -> None:
     from fledge.jobs.chatting.session import summary
 
-    with screen.answering(session.opens_thinking(asked)) as stopped:
+    with held_warnings(), screen.answering(session.opens_thinking(asked)) as stopped:
         answer = session.answer(asked, screen.show, stopped, screen.say)
     screen.summarize(summary(answer, session.speeds.get(not answer.drafted)))
 

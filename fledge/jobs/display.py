@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -76,6 +77,20 @@ def fit_stream(text: str, stream: TextIO) -> str:
     """`fit` to the width of a stream, if it is a terminal."""
     console = Console(file=stream)
     return fit(text, console.width) if console.is_terminal else text
+
+
+@contextmanager
+def held_warnings() -> Iterator[None]:
+    """Shows the warnings of the block after it, so that none comes in the middle of a line of text."""
+    held: list[tuple[Any, Any]] = []
+    show = warnings.showwarning
+    warnings.showwarning = lambda *given, **more: held.append((given, more))
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for given, more in held:
+            show(*given, **more)
 
 
 def print_error(error: object) -> None:

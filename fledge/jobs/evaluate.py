@@ -59,8 +59,8 @@ class EvalOptions(DecodeOptions):
     )  # fmt: skip
     columns: str | None = columns_option()
     limit: int | None = opt(
-        "maximum number of prompts per file, evenly spaced over the file (default: all; 80 of a named set)", None,
-        minimum=1,
+        "maximum number of prompts of each --prompts, evenly spaced over its files (default: all; 80 of a named set)",
+        None, minimum=1,
     )  # fmt: skip
     max_new_tokens: int | None = opt(
         "maximum new tokens per prompt (default: 128, at most half of the target's context)", None, minimum=1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.jobs.display import escaped
+from fledge.jobs.display import escaped, held_warnings
 from fledge.jobs.options import DecodeOptions, opt
 
 
@@ -57,10 +57,12 @@ def run(options: GenerateOptions, progress: Any) -> None:
     tokens = len(engine.template.prompt_ids(prompt)) + (options.max_new_tokens or NEW_TOKENS)
     prepare_rounds([(engine, True)], progress, batch=1, tokens=tokens, sampling=sampling)
     terminal = sys.stdout.isatty()  # a terminal would interpret control characters; files and pipes get the exact text
-    for piece in stream:
-        sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
+    with held_warnings():
+        for piece in stream:
+            sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
-    sys.stdout.write("\n")
     if options.stats:
         speed = len(done.tokens) / done.trace.t_total
         line = f"{len(done.tokens)} tokens, {speed:.1f} tokens/s, ended by {done.finish}"

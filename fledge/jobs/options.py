@@ -115,6 +115,8 @@ def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
     if not has_type(hint, value):
         return f"{value!r:.60} is not of type {f.type}"
+    if value == "" and f.default != "":  # most likely a variable of the shell that is not set
+        return "is empty; give it a value, or leave it out"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
     if value is None or minimum is greater_than is maximum is None:
         return None

@@ -91,7 +91,7 @@ class RegenerateOptions(Options):
         if self.temperature == 0:
             self.refuse(["top_p", "top_k"], NO_EFFECT_IF_GREEDY)
         if self.endpoint is None:
-            self.refuse((*SERVER_OPTIONS, "concurrency", "skip_bad", "top_k"), "without --endpoint; give it, or")
+            self.refuse((*SERVER_OPTIONS, "concurrency", "top_k"), "without --endpoint; give it, or")
         else:
             self.refuse(("draft", "batch", "device", "dtype"), "with --endpoint, whose server decodes;")
             if self.trust_remote_code and not self.target:
@@ -129,8 +129,12 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             f"{stopped:,} of {len(records):,} conversations end before the first result of a tool, as it answers the "
             "data's own call"
         )
-    if empty := next((r for r in records if r.text is not None and not r.text.strip()), None):
-        raise ValueError(f"{empty.where}: the text is empty, so there is no prompt to continue; remove the record")
+    for empty in [r for r in records if r.text is not None and not r.text.strip()]:
+        problem = f"{empty.where}: the text is empty, so there is no prompt to continue"
+        if not options.skip_bad:
+            raise ValueError(f"{problem}; remove the record, or skip such records by --skip-bad")
+        refused.append(problem)
+        records.remove(empty)
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
             if options.endpoint:
@@ -138,25 +142,30 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
 
                 answer_remaining(options, records, refused, out, say, progress)
             else:
-                _answer_remaining(options, records, out, say, progress)
+                _answer_remaining(options, records, refused, out, say, progress)
         except KeyboardInterrupt:
             say(f"stopped; run the same command again to continue {out}")
             raise
 
 
 def _answer_remaining(
-    options: RegenerateOptions, records: list[Record], out: Path, say: Callable[[str], None], progress: Any
-) -> None:
-    """Answers the records that have no line in the output file yet. The caller holds the lock of the file."""
+    options: RegenerateOptions, records: list[Record], refused: list[str], out: Path, say: Callable[[str], None],
+    progress: Any,
+) -> None:  # fmt: skip
+    """Answers the records after the last one that has a line in the output file. The caller holds the lock of the file.
+    `refused` are the reasons for which records of the data were skipped.
+
+    Raises ValueError for a record that cannot be answered (unless --skip-bad), after those before it are written.
+    """
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import BATCH, load
 
     file = AnswersFile(out, [_row_header(r, options) for r in records])
-    done = len(file.done)
+    done = max(file.done, default=-1) + 1  # those before it that have no line were refused
     if not file.in_order:
         raise ValueError(file.foreign)
     if done == len(records):
-        say(f"{out} is complete: {done:,} records")
+        say(f"{out} is complete: {len(file.done):,} records")
         return
     if done:
         say(f"continuing {out} after {done:,} of {len(records):,} records")
@@ -175,12 +184,21 @@ def _answer_remaining(
     with file, counter as advance:
         for start in range(done, len(records), group):
             batch = records[start : start + group]
-            rows, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, start, advance)
+            rows, bad, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, start, advance)
             truncated += truncated_here
-            file.append(dict(enumerate(rows, start)))
-    say(f"wrote {len(records):,} records to {out}")
+            if bad and not options.skip_bad:
+                first = min(bad)
+                file.append({start + i: rows[i] for i in range(first)})
+                raise ValueError(f"{bad[first]}; or skip such records by --skip-bad")
+            refused += bad.values()
+            file.append({start + i: row for i, row in enumerate(rows) if i not in bad})
+    if refused and not file.done:
+        raise ValueError(f"every record was refused, the first because: {refused[0]}")
+    say(f"wrote {len(file.done):,} records to {out}")
     if truncated:
         say(f"{truncated:,} answers reached --max-new-tokens {max_new_tokens}; they are kept, cut at that length")
+    if refused:
+        say(f"{len(refused):,} records were refused (--skip-bad), the first because: {refused[0]}")
 
 
 def _row_header(record: Record, options: RegenerateOptions) -> dict[str, str]:
@@ -203,32 +221,38 @@ def _prompt_ids(engine: Engine, record: Record, history: list[dict[str, Any]]) -
 def _answer_batch(
     batch: list[Record], engine: Engine, options: RegenerateOptions, max_new_tokens: int, start: int,
     advance: Callable[[], None],
-) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], dict[int, str], int]:  # fmt: skip
     """Generates all answers of these records. Each prompt contains the target's earlier answers of its conversation.
 
-    Returns the rows to write, without their headers, and the number of answers that reached `max_new_tokens`. `start`
-    is the index of the first record in the data: random draws are keyed by record and turn, so that a continued job
-    generates the same text as an uninterrupted one. `advance` is called after each answer.
+    Returns the rows to write, without their headers; by the index of each record that cannot be answered, the reason;
+    and the number of answers that reached `max_new_tokens`. `start` is the index of the first record in the data:
+    random draws are keyed by record and turn, so that a continued job generates the same text as an uninterrupted one.
+    `advance` is called after each answer.
     """
     from fledge.types import Sampling
 
     template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
-    def generate(prompts: dict[int, list[int]], turn: int) -> list[tuple[str, bool]]:
-        """For each prompt, the answer and whether it was truncated. Keys are indices into `batch`."""
+    bad: dict[int, str] = {}
+
+    def generate(prompts: dict[int, list[int]], turn: int) -> dict[int, tuple[str, bool]]:
+        """For each prompt that fits the target's context, the answer and whether it was truncated; the others become
+        `bad`. Keys are indices into `batch`."""
         room = engine.target.context - max_new_tokens
-        if (long := next((i for i, ids in prompts.items() if len(ids) > room), None)) is not None:
-            fewer = ", or lower --max-new-tokens" if len(prompts[long]) < engine.target.context else ""
-            raise ValueError(
-                f"{batch[long].where}: a prompt of {len(prompts[long])} tokens and an answer of {max_new_tokens} "
-                f"exceed the target's context of {engine.target.context} tokens; shorten it{fewer}"
+        for i in [i for i, ids in prompts.items() if len(ids) > room]:
+            ids = prompts.pop(i)
+            fewer = ", or lower --max-new-tokens" if len(ids) < engine.target.context else ""
+            bad[i] = (
+                f"{batch[i].where}: a prompt of {len(ids)} tokens and an answer of {max_new_tokens} exceed the "
+                f"target's context of {engine.target.context} tokens; shorten it{fewer}"
             )
         completions = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=max_new_tokens, sampling=sampling,
             request=[((start + i) << 20) + turn for i in prompts],
             answered=lambda place: advance(),
         )  # fmt: skip
-        return [(c.text, c.finish == "length") for c in completions]
+        answers = [(c.text, c.finish == "length") for c in completions]
+        return dict(zip(prompts, answers, strict=True))
 
     histories: list[list[dict[str, Any]]] = [[] for _ in batch]
     rows: list[dict[str, Any]] = [{} for _ in batch]
@@ -240,7 +264,7 @@ def _answer_batch(
         for i, r in enumerate(batch)
         if r.text
     }
-    for i, (text, was_truncated) in zip(prompts, generate(prompts, 0), strict=True):
+    for i, (text, was_truncated) in generate(prompts, 0).items():
         if length := batch[i].prompt_length:
             rows[i] = {"prompt": batch[i].text[:length], "completion": text}
         else:
@@ -258,12 +282,19 @@ def _answer_batch(
                 del remaining[i]
         if not remaining:
             break
-        asked = {i: _prompt_ids(engine, batch[i], histories[i]) for i in remaining}
-        for i, (text, was_truncated) in zip(asked, generate(asked, turn), strict=True):
+        asked: dict[int, list[int]] = {}
+        for i in remaining:
+            try:
+                asked[i] = _prompt_ids(engine, batch[i], histories[i])
+            except ValueError as e:  # the template refuses the conversation
+                bad[i] = str(e)
+        answers = generate(asked, turn)
+        remaining = {i: rest for i, rest in remaining.items() if i not in bad}
+        for i, (text, was_truncated) in answers.items():
             histories[i].append({"role": "assistant", "content": text})
             remaining[i].pop(0)
             truncated += was_truncated
     for i, record in enumerate(batch):
-        if record.text is None:
+        if record.text is None and i not in bad:
             rows[i] = answered_conversation(record, histories[i])
-    return rows, truncated
+    return rows, bad, truncated

@@ -33,6 +33,8 @@ FREE = 4 << 30  # bytes, taken to be free where that is not known
 LEAST_ELEMENTS = 1 << 18
 LEAST_ROWS = 4 if is_intel() else 3
 MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
+# The smallest copied in 16 bits. Of smaller weights, a product takes less time on Intel's CPUs than calling FBGEMM's.
+HALF_ELEMENTS = LEAST_ELEMENTS if is_intel() else 1
 ROWS = 8  # for which oneDNN's layout is chosen
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
 # A matrix is copied in 16 bits only if its largest number is in this range. Outside, float16 has infinity and zero.
@@ -90,7 +92,7 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
         return list(weights)
-    halves = [has_half_products() and fits_half(w) for w in weights]
+    halves = [has_half_products() and w.numel() >= HALF_ELEMENTS and fits_half(w) for w in weights]
     least = [1 if half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
     given = zip(weights, halves, least, strict=True)
     if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:

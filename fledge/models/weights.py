@@ -159,6 +159,8 @@ def check_draft(name: str | Path) -> None:
 
 def _config_file(directory: Path) -> Path:
     file = directory / CONFIG
+    if directory.is_file():
+        raise ValueError(f"the draft {directory} is a file; give the directory that it is in")
     if not file.is_file():
         run = directory / "draft"
         cure = f"the run's draft is {run}" if run.is_dir() else f"a draft is a directory with {CONFIG} and {WEIGHTS}"

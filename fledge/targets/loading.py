@@ -273,18 +273,31 @@ def _hub_arguments(path: str | Path, trust_remote_code: bool) -> tuple[str, dict
 
 
 def _read_config(name: str, options: dict[str, Any]) -> Any:
-    """A target's config. Raises ValueError for a RoPE type that is not supported."""
+    """A target's config. Raises ValueError for a RoPE type that is not supported, and OSError if the generation config,
+    which names the tokens that end an answer, is damaged."""
     config = AutoConfig.from_pretrained(name, **options)
     RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
+    _generation_config(name, options)
     return config
+
+
+def _generation_config(name: str, options: dict[str, Any]) -> GenerationConfig | None:
+    """A target's generation config; None if it has none. Raises OSError for a damaged one, which transformers, when it
+    loads a model, takes for a missing one."""
+    try:
+        return GenerationConfig.from_pretrained(name, **options)
+    except OSError as e:
+        if "JSON" in str(e):
+            raise
+        return None
 
 
 def _empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
     """A target's model on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
-    with contextlib.suppress(OSError):  # not every model has one
-        model.generation_config = GenerationConfig.from_pretrained(name, **options)
+    if (generation := _generation_config(name, options)) is not None:
+        model.generation_config = generation
     return model
 
 
@@ -299,8 +312,11 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
     """Context manager for loading a target, without progress bars: any exception becomes a ValueError that says what is
     wrong and how to correct it."""
     name, _ = split_revision(path)
-    if not Path(path).exists() and (Path(path).is_absolute() or name.count("/") > 1):
+    local = Path(path).is_absolute() or name.count("/") > 1 or name.startswith(("./", "../"))
+    if local and not Path(path).exists():
         raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
+    if Path(path).is_file():
+        raise ValueError(f"the target {path} is a file; give the directory that it is in")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
     if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
@@ -317,8 +333,13 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
             ) from e
         if isinstance(e, ValueError) and "RoPE" in str(e):
             raise
+        if "instantiate the backend tokenizer" in str(e):
+            raise ValueError(
+                f"the target {path} has no files of a tokenizer (tokenizer.json, or those of its kind), or lacks some; "
+                "copy them from where the model is from"
+            ) from e
         hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
-        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e)}{_remedy(e)}") from e
+        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e).rstrip('.')}{_remedy(e)}") from e
     finally:
         if progress_bar_was_enabled:
             enable_progress_bar()
@@ -328,7 +349,7 @@ def _remedy(e: Exception) -> str:
     """A sentence to append to the message of a loading error; may be empty."""
     if "Safetensor" in type(e).__name__:
         return ". A weights file is truncated or damaged: copy or download it again"
-    if isinstance(e, json.JSONDecodeError):
+    if isinstance(e, json.JSONDecodeError) or "valid JSON" in str(e):
         return ". A JSON file of the model is damaged: copy or download it again"
     return ""
 

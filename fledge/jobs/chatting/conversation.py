@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fledge.files import check_output_path
+
 Prompt = str | list[dict[str, str]]  # a text to continue, or the messages of a chat
 
 
@@ -82,10 +84,12 @@ class Conversation:
 
 def save(conversation: Conversation, path: str | Path) -> int:
     """Adds a conversation to a JSON lines file, and returns the number of the file's rows. Raises ValueError if nothing
-    was said, or if the file holds something else, and OSError if it cannot be written."""
-    rows, path = conversation.rows(), Path(path).expanduser()
+    was said, or if the file holds something else or cannot be written."""
+    rows = conversation.rows()
     if not rows:
         raise ValueError("there is nothing to save: nothing was asked yet")
+    path = check_output_path(Path(path).expanduser(), "the file")
+    path.parent.mkdir(parents=True, exist_ok=True)
     existing = path.read_bytes() if path.exists() else b""
     before = [line for line in existing.splitlines() if line.strip()]
     if not all(map(_is_object, before)):

@@ -15,7 +15,7 @@ from fledge.jobs.options import default_new_tokens, parse_dtype
 from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
 from fledge.jobs.training.served import open_served_features, open_served_target
 from fledge.models.weights import target_sha256, tokenizer_sha256
-from fledge.targets.compatibility import resolve_layers
+from fledge.targets.compatibility import check_fits, resolve_layers
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
@@ -65,7 +65,7 @@ def plan_target(recipe: Recipe) -> PlannedTarget:
     )  # fmt: skip
     check_length(recipe.data, target)
     decodes = not reads_features_only(recipe)
-    return PlannedTarget(**_known(recipe, target, resolve_layers(_layers(recipe), target), decodes))
+    return PlannedTarget(**_known(recipe, target, _layers(recipe, target), decodes))
 
 
 def reads_features_only(recipe: Recipe) -> bool:
@@ -84,7 +84,7 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     if cache := recipe.features:
         _check_origin(cache, target)  # first: another target may have other layers
     decodes = _decodes(recipe, target, say)
-    layers = resolve_layers(_layers(recipe), target)
+    layers = _layers(recipe, target)
     if cache:
         source = _stored_features(cache, target, layers, say)
     elif recipe.served:
@@ -129,7 +129,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Calla
     target = target_of_parts(
         recipe.target.name, parts, max_length=recipe.data.longest, trust_remote_code=recipe.target.trust_remote_code
     )
-    layers = resolve_layers(_layers(recipe), target)
+    layers = _layers(recipe, target)
     return PreparedTarget(
         **_known(recipe, target, layers, decodes), source=ReceivedFeatures(target, len(layers), ranks)
     )
@@ -251,14 +251,15 @@ def set_up_process(device: str) -> None:
         retain_freed_memory()
 
 
-def _layers(recipe: Recipe) -> tuple[int, ...] | None:
-    """The target layers that the draft reads, or None for the engines' default."""
-    if not recipe.method.reads_layers:
-        return ()
+def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
+    """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
+    existing draft that does not fit it."""
     draft = recipe.draft
     if isinstance(draft, ExistingDraft):
-        return draft.config.aux_layers
-    return draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None
+        return check_fits(draft.config, target)
+    if not recipe.method.reads_layers:
+        return ()
+    return resolve_layers(draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None, target)
 
 
 def _decoding_option(recipe: Recipe) -> str | None:

@@ -1,0 +1,84 @@
+"""`fledge regenerate` with a target of its own, where some records cannot be answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Ran
+from support.files import rows_of
+from support.targets import tiny_target_directory
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_directory(tmp_path_factory.mktemp("models"), max_position_embeddings=64)
+
+
+def chats(file: Path, *, bad: Any = None) -> Path:
+    """Seven conversations, of which the fourth has another first message, if one is given."""
+    users = [f"say {i}" for i in range(7)]
+    if bad:
+        users[3] = bad
+    answer = {"role": "assistant", "content": "x"}
+    rows = [
+        {"messages": [{"role": "user", "content": user}, answer, {"role": "user", "content": "more"}, answer]}
+        for user in users
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_record_that_exceeds_the_context(
+    batch: int, target: Path, tmp_path: Path, fledge: Callable[..., Ran]
+) -> None:
+    """Those before it are written, and with --skip-bad all others too, with the answers that they have without it."""
+    data, whole = chats(tmp_path / "chats.jsonl"), tmp_path / "whole.jsonl"
+    words = [
+        "regenerate",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--max-new-tokens",
+        3,
+        "--temperature",
+        1,
+        "--batch",
+        batch,
+    ]
+    assert fledge(*words, "--out", whole).code == 0
+    expected = [row["messages"] for row in rows_of(whole)]
+    chats(data, bad="word " * 90)
+    ran = fledge(*words, "--out", tmp_path / "out.jsonl")
+    assert (
+        ran.code == 2 and "chats.jsonl, line 4: a prompt of" in ran.err and "skip such records by --skip-bad" in ran.err
+    )
+    assert [row["messages"] for row in rows_of(tmp_path / "out.jsonl")] == expected[:3]
+    for said in ("wrote 6 records", "is complete: 6 records"):
+        ran = fledge(*words, "--skip-bad", "--out", tmp_path / "out.jsonl")
+        assert ran.code == 0 and said in ran.err
+        assert [row["messages"] for row in rows_of(tmp_path / "out.jsonl")] == expected[:3] + expected[4:]
+
+
+def test_records_that_cannot_be_read(target: Path, tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    data = chats(tmp_path / "chats.jsonl")
+    with data.open("a") as file:
+        file.write('{"messages": []}\n{"text": " "}\n')
+    words = ["regenerate", "--target", target, "--data", data, "--max-new-tokens", 3, "--out", tmp_path / "out.jsonl"]
+    assert fledge(*words).code == 2
+    ran = fledge(*words, "--skip-bad")
+    assert ran.code == 0 and "2 records were refused (--skip-bad), the first because: " in ran.err
+    assert len(rows_of(tmp_path / "out.jsonl")) == 7
+
+
+def test_all_records_are_refused(target: Path, tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 90, "completion": "x"}) + "\n")
+    words = ["regenerate", "--target", target, "--data", tmp_path / "long.jsonl", "--max-new-tokens", 3, "--skip-bad"]
+    ran = fledge(*words, "--out", tmp_path / "out.jsonl")
+    assert ran.code == 2 and "every record was refused, the first because: " in ran.err
