@@ -361,6 +361,7 @@ def _received_signals() -> tuple[int, int]:
 
 def _watch_signals() -> None:
     if threading.current_thread() is threading.main_thread():
+        _was_interrupted()  # forgets what came earlier
         signal.set_wakeup_fd(_received_signals()[1], warn_on_full_buffer=False)
 
 
