@@ -102,3 +102,14 @@ def test_a_draft_of_several_engines_reads_the_embedding_of_each_ones_target() ->
     other.generate(asked[0], max_new_tokens=4)  # in the middle of the other engine's answer
     list(stream)
     assert [r.accepted for r in done.trace.rounds] == expected
+
+
+def test_a_copy_of_the_targets_embedding_follows_it() -> None:
+    """As in a draft of another dtype, or on another device."""
+    target = tiny_target(native=True)
+    draft = tiny_draft(target).to(torch.bfloat16)
+    engine = Engine(target, draft, depth=3)
+    with torch.no_grad():
+        target.embedding.mul_(1.5)
+    assert engine.generate(PROMPT, max_new_tokens=4).tokens == target.reference_generate(PROMPT, 4)
+    assert torch.equal(draft.embedding, target.embedding.bfloat16())

@@ -101,8 +101,9 @@ class Batch:
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.records = proposer.draft is not None
         self.committed_at: float | None = None  # the time of the last results, if the round after them is next
-        # rounds of these requests without a draft that were not reported yet, and the time of the results before them
-        self.plain_rounds, self.plain_seconds = 0, 0.0  # the latter as drafting and verification of each took
+        # rounds of these requests without a draft that were not reported yet, the seconds of their passes, and the time
+        # of the results before them
+        self.plain_rounds, self.plain_seconds = 0, 0.0
         self.plain_since: float | None = None
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read

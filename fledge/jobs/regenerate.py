@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +130,12 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
             f"{stopped:,} of {len(records):,} conversations end before the first result of a tool, as it answers the "
             "data's own call"
         )
-    for empty in [r for r in records if r.text is not None and not r.text.strip()]:
-        problem = f"{empty.where}: the text is empty, so there is no prompt to continue"
-        if not options.skip_bad:
-            raise ValueError(f"{problem}; remove the record, or skip such records by --skip-bad")
-        refused.append(problem)
-        records.remove(empty)
+    is_empty = [r.text is not None and not r.text.strip() for r in records]
+    problems = [f"{r.where}: the text is empty, so there is no prompt to continue" for r in compress(records, is_empty)]
+    if problems and not options.skip_bad:
+        raise ValueError(f"{problems[0]}; remove the record, or skip such records by --skip-bad")
+    refused += problems
+    records = [r for r, empty in zip(records, is_empty, strict=True) if not empty]
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
             if options.endpoint:

@@ -154,10 +154,10 @@ def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tupl
     weights = [w.detach() for w in weights]
     samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in weights]
     numbers = torch.cat(samples).numpy().tobytes()
-    return [w.data_ptr() for w in weights], [_version(p) for p in parameters], numbers
+    return [w.data_ptr() for w in weights], [version(p) for p in parameters], numbers
 
 
-def _version(weight: Tensor) -> int:
+def version(weight: Tensor) -> int:
     """The number of operations that have changed a tensor in place; 0 for one that counts none, as one that was made
     in inference mode."""
     try:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
 from fledge.kernels.linear import linear, linear_products
+from fledge.kernels.packed_weight import version
 from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 
@@ -104,10 +105,11 @@ class Draft(nn.Module):
 
     def share_target_weights(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
         """Sets the target's embedding (used unless the draft has its own) and head (used by EAGLE-1 only). They are
-        copied only if their device or dtype differs from the draft's, and not again while nothing is moved."""
+        copied only if their device or dtype differs from the draft's, and not again while nothing is moved or changed.
+        """
         used = {"embedding": embedding_VE} if self.embed_tokens is None else {}
         used |= {"head": head_VE} if self.family.borrows_head else {}
-        places = [(x.data_ptr(), x.device, x.dtype, self.device, self.dtype) for x in used.values()]
+        places = [(x.data_ptr(), version(x), x.device, x.dtype, self.device, self.dtype) for x in used.values()]
         if places != self._shared_at:
             self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
             self._shared_at = places
