@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 from fledge.decode.engine import Engine
+from fledge.targets.loading import target_of
 from support.decoding import fit_head, prompts, spoken
 from support.targets import P_EAGLE, tiny_draft, tiny_target
+from support.trees import good_pair
 
 PROMPT = [5, 200, 77, 31]
 
@@ -113,3 +116,24 @@ def test_a_copy_of_the_targets_embedding_follows_it() -> None:
         target.embedding.mul_(1.5)
     assert engine.generate(PROMPT, max_new_tokens=4).tokens == target.reference_generate(PROMPT, 4)
     assert torch.equal(draft.embedding, target.embedding.bfloat16())
+
+
+@pytest.mark.gpu
+def test_weights_that_went_to_the_host_and_back() -> None:
+    """As between phases of work that need the GPU's memory. The graphs of before, which would read what is now at the
+    weights' old addresses, are not replayed."""
+    made, fitted, asked = good_pair()
+    model, draft = (copy.deepcopy(x).to("cuda", torch.float32) for x in (made.model, fitted))
+    engine = Engine(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
+
+    def answers() -> list[list[int]]:
+        return [c.tokens for c in engine.generate_all(asked, batch=2, max_new_tokens=20)]
+
+    expected = answers()
+    for moved in (model, draft):
+        moved.to("cpu")
+        torch.cuda.empty_cache()
+        others = [torch.full((n,), torch.nan, device="cuda") for n in (1 << 8, 1 << 12, 1 << 16, 1 << 22)]
+        moved.to("cuda")
+        assert answers() == expected and answers() == expected
+        del others
