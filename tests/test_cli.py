@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from fledge.jobs import generate as generate_job
 from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs.evaluate import summary_lines
 from fledge.jobs.training import schedule
+from fledge.models.weights import save_draft
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
@@ -33,7 +35,7 @@ from support.commands import Ran
 from support.files import metrics_of, reconfigure, rows_of, write_rows
 from support.mutations import replace_function
 from support.runs import as_before, recipe_of
-from support.targets import tiny_target_directory
+from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
 TRAIN = [*SAME_SHAPE, "--draft-vocab", "200"]
@@ -1096,3 +1098,17 @@ def test_an_interrupt_while_modules_are_imported(fledge, monkeypatch) -> None:
                 fledge()
         else:
             assert fledge() == Ran(130, "", "")
+
+
+def test_a_target_that_lost_its_template(fledge, tmp_path) -> None:
+    """It continues text, as a base model does; a draft that was trained on chats tells that this is a mistake."""
+    directory = tiny_target_directory(tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    draft = tiny_draft(tiny_target())
+    save_draft(draft, tmp_path / "base")
+    draft.config = replace(draft.config, provenance=replace(draft.config.provenance, template_sha256="0" * 64))
+    save_draft(draft, tmp_path / "chats")
+    for name, extra, said in (("base", [], False), ("chats", [], True), ("chats", ["--raw"], False)):
+        words = ["--target", directory, "--draft", tmp_path / name, "--prompt", "a", "--max-new-tokens", 2, *extra]
+        ran = fledge("generate", *words)
+        assert ran.code == 0 and ("has no chat template, so the prompt is continued as text" in ran.err) == said

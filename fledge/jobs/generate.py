@@ -49,6 +49,11 @@ def run(options: GenerateOptions, progress: Any) -> None:
     chats = engine.target.tokenizer.chat_template is not None
     if options.template_kwargs and not chats:
         raise ValueError(f"{options.target} has no chat template; leave --template-kwargs out")
+    if not chats and not options.raw and engine.draft and engine.draft.config.provenance.template_sha256:
+        say(
+            f"{options.target} has no chat template, so the prompt is continued as text, though the draft was trained "
+            "on chats; copy the template's file (chat_template.jinja) from where the model is from, or give --raw"
+        )
     done = Completion()
     prompt = _prompt(options, text, chats)
     stream = engine.stream(
