@@ -15,7 +15,7 @@ from fledge.jobs.training.target import PlannedTarget, PreparedTarget
 from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
-from fledge.targets.compatibility import connect_draft, mismatch
+from fledge.targets.compatibility import connect_draft
 from fledge.types import Document
 
 DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
@@ -39,11 +39,8 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
 
 
 def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
-    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid, or if an
-    existing draft does not fit the target."""
+    """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
     existing = isinstance(recipe.draft, ExistingDraft)
-    if existing:
-        _check_match(recipe.draft, planned)
     with torch.device("meta"):
         draft = Draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
@@ -52,10 +49,9 @@ def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
 
 
 def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
-    """The draft of --init-from. Raises ValueError if it does not fit the target, the data or --train-embeddings."""
+    """The draft of --init-from. Raises ValueError if it does not fit the data or --train-embeddings."""
     name, target = recipe.draft.name, prepared.target
     draft = load_draft(name)
-    _check_match(recipe.draft, prepared)
     coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
@@ -72,11 +68,6 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequenc
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.train_embeddings)
     return draft.train()
-
-
-def _check_match(draft: ExistingDraft, planned: PlannedTarget) -> None:
-    if problem := mismatch(draft.config, planned.target):
-        raise ValueError(f"--init-from {draft.name} does not fit {planned.target.name}: {problem}")
 
 
 def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:

@@ -15,7 +15,7 @@ from fledge.jobs.options import default_new_tokens, parse_dtype
 from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
 from fledge.jobs.training.served import open_served_features, open_served_target
 from fledge.models.weights import target_sha256, tokenizer_sha256
-from fledge.targets.compatibility import check_fits, resolve_layers
+from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
@@ -256,7 +256,9 @@ def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
     existing draft that does not fit it."""
     draft = recipe.draft
     if isinstance(draft, ExistingDraft):
-        return check_fits(draft.config, target)
+        if problem := mismatch(draft.config, target):
+            raise ValueError(f"--init-from {draft.name} does not fit {target.name}: {problem}")
+        return layers_of(draft.config, target)
     if not recipe.method.reads_layers:
         return ()
     return resolve_layers(draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None, target)
