@@ -1078,6 +1078,10 @@ def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
     assert shown.code == 1 and "truncated" in shown.out
     fine = fledge("inspect", draft, "--target", made / "target")
     assert fine.code == 0 and "Nothing is wrong" in fine.out and "200 of 400 tokens" in fine.out
+    shutil.copytree(draft, tmp_path / "moved")
+    reconfigure(tmp_path / "moved", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    shown = fledge("inspect", tmp_path / "moved", "--target", made / "target")
+    assert shown.code == 1 and "Wrong: vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states" in shown.out
 
 
 def test_an_interrupt_while_modules_are_imported(fledge, monkeypatch) -> None:

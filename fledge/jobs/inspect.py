@@ -59,6 +59,8 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
 
 def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[str], list[str]]:
     """Problems and notes about a draft with its target. Problems say why it does not fit; either list may be empty."""
+    from fledge.engines.layers import PLACES
+    from fledge.eval.draft_files import DraftOnDisk, layer_findings, read_files
     from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 
@@ -66,12 +68,17 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
         options.target, max_length=config.target_max_length, trust_remote_code=options.trust_remote_code
     )
     wrong, notes = mismatch(config, target), []
+    problems = [f"does not fit {options.target}: {wrong}"] if wrong else []
+    draft, _ = read_files(options.directory)
+    if not wrong and config.family.reads_layers and isinstance(draft, DraftOnDisk):
+        findings, notes = layer_findings(draft, target, None, ("vllm",) if draft.speculators else tuple(PLACES))
+        problems += [f"{found.cause}: {found.symptom}; {found.cure}" for found in findings]
     if target.rollback_problem:
         notes.append(
             f"fledge cannot decode {options.target} with a draft: {target.rollback_problem}. Serve the draft with an "
             "engine that can restore such states."
         )
-    return [f"does not fit {options.target}: {wrong}"] if wrong else [], notes
+    return problems, notes
 
 
 def describe(config: DraftConfig) -> list[str]:
