@@ -356,6 +356,7 @@ def _received_signals() -> tuple[int, int]:
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not this process's
     return ends
 
 
@@ -368,7 +369,8 @@ def _watch_signals() -> None:
 def _was_interrupted() -> bool:
     """Whether a signal was received, which most likely was to stop the command."""
     with contextlib.suppress(BlockingIOError):  # nothing to read
-        return bool(os.read(_received_signals()[0], 4096))
+        received = os.read(_received_signals()[0], 4096)
+        return any(number in received for number in stopping_signals())
     return False
 
 

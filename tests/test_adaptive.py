@@ -664,6 +664,23 @@ def test_the_time_of_a_slow_reader_is_not_a_rounds(draft: bool, monkeypatch: pyt
     assert pieces > 2 and timed and max(timed) < 0.15 and chooser.budget.seconds < 0.2 * pieces / 2
 
 
+def test_seconds_in_which_anyone_decodes_count_once() -> None:
+    """Several streams take turns; each waits while another one decodes."""
+    now = 0.0
+    budget = Budget(lambda: now)
+    with budget.working(), budget.working():
+        for _ in range(10):
+            budget.pause()
+            now += 1  # one decodes, the other waits
+            budget.pause()
+            now += 5  # nobody decodes
+            budget.resume()
+            now += 1
+            budget.resume()
+    now += 7
+    assert budget.allows and budget.seconds == 20
+
+
 def test_rounds_of_the_deepest_trees_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft reads along after many rounds without drafting; not after those whose trees are as deep."""
     target = tiny_target(native=True)

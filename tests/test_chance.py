@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ def test_the_warning_about_a_draft_at_chance_names_likely_causes():
     assert "norm_before_residual (false) is wrong" in message and "other layers than its config names" in message
     (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], CONFIG, "another-model"))
     assert "another target" not in message  # the config names the one that is used
+    alone = replace(CONFIG, method="eagle1", aux_layers=None)
+    (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], alone, "another-model"))
+    assert message.endswith("Likely cause: it was trained on too little text of this kind")
 
 
 @pytest.mark.parametrize(

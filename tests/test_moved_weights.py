@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +107,32 @@ def test_a_draft_of_several_engines_reads_the_embedding_of_each_ones_target() ->
     other.generate(asked[0], max_new_tokens=4)  # in the middle of the other engine's answer
     list(stream)
     assert [r.accepted for r in done.trace.rounds] == expected
+
+
+def test_a_draft_used_with_one_target_after_the_other() -> None:
+    """The next target's weights may be at the address of the last one's, which are gone."""
+    draft = None
+    for seed in range(6):
+        target = tiny_target(native=True, seed=seed)
+        draft = tiny_draft(target).to(torch.bfloat16) if draft is None else draft
+        Engine(target, draft, depth=2).generate(PROMPT, max_new_tokens=2)
+        assert torch.equal(draft.embedding, target.embedding.bfloat16())
+        del target
+        gc.collect()
+    assert pickle.loads(pickle.dumps(draft)).config == draft.config
+
+
+def test_weights_that_move_while_requests_are_decoded() -> None:
+    """The model keeps its device and dtype. All requests have its tokens, those that begin afterwards too."""
+    target = tiny_target(native=True)
+    engine = Engine(target, tiny_draft(target), depth=2)
+    expected = engine.generate(PROMPT, max_new_tokens=20).tokens
+    stream = engine.stream(PROMPT, max_new_tokens=20, into=(done := type(engine.generate(PROMPT))()))
+    next(stream)
+    target.model.double().float()
+    assert engine.generate(PROMPT, max_new_tokens=20).tokens == expected
+    list(stream)
+    assert done.tokens == expected
 
 
 def test_a_copy_of_the_targets_embedding_follows_it() -> None:

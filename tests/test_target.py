@@ -652,7 +652,7 @@ def test_a_damaged_generation_config_is_refused(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"generation_config\.json' is not a valid JSON file\. A JSON file"):
             load_target(directory, weights=weights)
     config.unlink()
-    assert load_target(directory).stop_ids
+    assert load_target(directory.rename(tmp_path / "a JSON file")).stop_ids
 
 
 def test_a_target_without_a_tokenizer(tmp_path) -> None:

@@ -107,6 +107,7 @@ class Batch:
         self.plain_since: float | None = None
         self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
         self.unread = 1  # the most tokens of a request that the draft has not read
+        self.weights_at: tuple[Any, ...] = ()  # see `Engine._weights_at`
         self.cache = target.new_cache([])
         self.running: list[Request] = []
         self.holds = False  # whether the caches may have sequences, also those of requests that could not be added

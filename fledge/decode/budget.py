@@ -35,14 +35,20 @@ class Budget:
             self._count()
             self._workers -= 1
 
-    def waited(self, seconds: float) -> None:
-        """Leaves out so many seconds that have just passed, in which nothing was decoded."""
-        self._seen += seconds
+    def pause(self) -> None:
+        """Within `working`: one of those who decode waits, for the consumer or for others."""
+        self._count()
+        self._workers -= 1
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._count()
+        self._workers += 1
 
     def _count(self) -> None:
         """Counts the seconds up to now."""
         now = self.clock()
-        passed, self._seen = max(0.0, now - self._seen), now
+        passed, self._seen = now - self._seen, now
         if self._workers:
             self.seconds += passed
             self._debt = max(0.0, self._debt - SHARE * passed)

@@ -96,7 +96,6 @@ class Engine:
         kept = 1 if target.device.type == "cpu" else PROBED_TOGETHER
         self._answers: deque[tuple[list[int], int]] = deque(maxlen=kept)
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
-        self._kept_for: tuple[Any, ...] = ()  # `_weights_at` of these batches
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
     @overload
@@ -400,13 +399,27 @@ class Engine:
                     chooser.gave_up()
                 yield from scheduler.add([waiting.popleft() for _ in range(count)])
                 for updated in scheduler.round():
-                    before = time.perf_counter()
-                    yield updated
-                    if chooser is not None and (waited := time.perf_counter() - before) > WAIT:
-                        chooser.budget.waited(waited)
-                        scheduler.waited(waited)
+                    yield from self._hand_over(updated, scheduler, chooser)
                     if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
                         self._probe(complete, chooser, scheduler, together)
+
+    @staticmethod
+    def _hand_over(
+        updated: list[Request], scheduler: BatchScheduler, chooser: AmountChooser | None
+    ) -> Iterator[list[Request]]:  # fmt: skip
+        """Yields requests that tokens were committed to. What passes until the next ones are asked for is no time of
+        decoding: the consumer needs it, or other threads."""
+        if chooser is None:
+            yield updated
+            return
+        before = time.perf_counter()
+        chooser.budget.pause()
+        try:
+            yield updated
+        finally:
+            chooser.budget.resume()
+        if (waited := time.perf_counter() - before) > WAIT:
+            scheduler.waited(waited)
 
     def _probe(
         self, complete: Request, chooser: AmountChooser, scheduler: BatchScheduler, together: int
@@ -451,13 +464,16 @@ class Engine:
         """A batch without requests, with or without the draft."""
         self.target.prepare_decoding()
         self._share_weights()
-        if (now := self._weights_at()) != self._kept_for:
-            self._idle_batches, self._kept_for = {False: [], True: []}, now
-        if idle := self._idle_batches[drafts]:
-            return idle.pop()
+        now = self._weights_at()
+        while idle := self._idle_batches[drafts]:
+            if (kept := idle.pop()).weights_at == now:
+                return kept
         if not drafts or self.draft is None:
-            return Batch(self.target, NoDrafter(), None)
-        return Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
+            batch = Batch(self.target, NoDrafter(), None)
+        else:
+            batch = Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
+        batch.weights_at = now
+        return batch
 
     def _share_weights(self) -> None:
         """Gives the draft the target's weights that it reads: it may have been moved, or used with another target."""

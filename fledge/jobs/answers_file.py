@@ -65,11 +65,6 @@ class AnswersFile:
         """The message for a file that does not belong to the headers."""
         return f"{self.path} already exists and was not made from this --data with these options; choose another --out"
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the rows are in the order of the data."""
-        return list(self._places) == sorted(self._places)
-
     def __enter__(self) -> AnswersFile:
         self._file: FileIO = self.path.open("ab", buffering=0)
         return self

@@ -30,17 +30,18 @@ class RenamedOption(FutureWarning):
 def opt(
     help: str, default: Any = MISSING, *, repeatable: bool = False, flag: str | None = None,
     minimum: float | None = None, greater_than: float | None = None, maximum: float | None = None,
-    word: str | None = None, former_name: str | None = None,
+    word: str | None = None, former_name: str | None = None, may_be_empty: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a command-line option.
 
     An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
     argument. `minimum`, `greater_than` and `maximum` bound a number, or each number of a list, and `word` may stand in
-    its place. `former_name` is the field's previous name, which is still accepted (see `replace_former_names`).
+    its place. `former_name` is the field's previous name, which is still accepted (see `replace_former_names`). A text
+    that is empty is refused unless it `may_be_empty` or that is the default.
     """
     metadata = {
         "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
-        "word": word, "former_name": former_name,
+        "word": word, "former_name": former_name, "may_be_empty": may_be_empty,
     }  # fmt: skip
     if repeatable:
         return field(default_factory=list, metadata=metadata)
@@ -115,7 +116,7 @@ def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
     if not has_type(hint, value):
         return f"{value!r:.60} is not of type {f.type}"
-    if value == "" and f.default != "":  # most likely a variable of the shell that is not set
+    if value == "" and f.default != "" and not f.metadata["may_be_empty"]:  # a variable of the shell that is not set?
         return "is empty; give it a value, or leave it out"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
     if value is None or minimum is greater_than is maximum is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -136,6 +136,8 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         raise ValueError(f"{problems[0]}; remove the record, or skip such records by --skip-bad")
     refused += problems
     records = [r for r, empty in zip(records, is_empty, strict=True) if not empty]
+    if refused and not records:
+        raise ValueError(f"every record was refused, the first because: {refused[0]}")
     with exclusive_lock(sibling_path(out, "lock"), str(out), say):
         try:
             if options.endpoint:
@@ -153,8 +155,8 @@ def _answer_remaining(
     options: RegenerateOptions, records: list[Record], refused: list[str], out: Path, say: Callable[[str], None],
     progress: Any,
 ) -> None:  # fmt: skip
-    """Answers the records after the last one that has a line in the output file. The caller holds the lock of the file.
-    `refused` are the reasons for which records of the data were skipped.
+    """Answers the records that have no line in the output file yet. The caller holds the lock of the file. `refused`
+    are the reasons for which records of the data were skipped.
 
     Raises ValueError for a record that cannot be answered (unless --skip-bad), after those before it are written.
     """
@@ -162,11 +164,10 @@ def _answer_remaining(
     from fledge.decode.engine import BATCH, load
 
     file = AnswersFile(out, [_row_header(r, options) for r in records])
-    done = max(file.done, default=-1) + 1  # those before it that have no line were refused
-    if not file.in_order:
-        raise ValueError(file.foreign)
-    if done == len(records):
-        say(f"{out} is complete: {len(file.done):,} records")
+    todo, done = [i for i in range(len(records)) if i not in file.done], len(file.done)
+    if not todo:
+        file.sort()
+        say(f"{out} is complete: {done:,} records")
         return
     if done:
         say(f"continuing {out} after {done:,} of {len(records):,} records")
@@ -181,18 +182,19 @@ def _answer_remaining(
     group = 4 * (options.batch or BATCH)  # several batches, so that a finished request is replaced by the next one
     truncated = 0
     answers = [count_answers(r) for r in records]
-    counter = progress.count("answers", sum(answers), sum(answers[:done]), unit="answers")
+    counter = progress.count("answers", sum(answers), sum(answers[i] for i in file.done), unit="answers")
     with file, counter as advance:
-        for start in range(done, len(records), group):
-            batch = records[start : start + group]
-            rows, bad, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, start, advance)
+        for first in range(0, len(todo), group):
+            places = todo[first : first + group]
+            batch = [records[i] for i in places]
+            rows, bad, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, places, advance)
             truncated += truncated_here
             if bad and not options.skip_bad:
-                first = min(bad)
-                file.append({start + i: rows[i] for i in range(first)})
-                raise ValueError(f"{bad[first]}; or skip such records by --skip-bad")
+                file.append(dict(zip(places[: min(bad)], rows, strict=False)))
+                raise ValueError(f"{bad[min(bad)]}; or skip such records by --skip-bad")
             refused += bad.values()
-            file.append({start + i: row for i, row in enumerate(rows) if i not in bad})
+            file.append({place: row for i, (place, row) in enumerate(zip(places, rows, strict=True)) if i not in bad})
+    file.sort()
     if refused and not file.done:
         raise ValueError(f"every record was refused, the first because: {refused[0]}")
     say(f"wrote {len(file.done):,} records to {out}")
@@ -220,14 +222,14 @@ def _prompt_ids(engine: Engine, record: Record, history: list[dict[str, Any]]) -
 
 
 def _answer_batch(
-    batch: list[Record], engine: Engine, options: RegenerateOptions, max_new_tokens: int, start: int,
+    batch: list[Record], engine: Engine, options: RegenerateOptions, max_new_tokens: int, places: Sequence[int],
     advance: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], dict[int, str], int]:  # fmt: skip
     """Generates all answers of these records. Each prompt contains the target's earlier answers of its conversation.
 
     Returns the rows to write, without their headers; by the index of each record that cannot be answered, the reason;
-    and the number of answers that reached `max_new_tokens`. `start` is the index of the first record in the data:
-    random draws are keyed by record and turn, so that a continued job generates the same text as an uninterrupted one.
+    and the number of answers that reached `max_new_tokens`. `places` are the indices of the records in the data: random
+    draws are keyed by record and turn, so that a continued job generates the same text as an uninterrupted one.
     `advance` is called after each answer.
     """
     from fledge.types import Sampling
@@ -249,7 +251,7 @@ def _answer_batch(
             )
         completions = engine.generate_all(
             list(prompts.values()), batch=options.batch, max_new_tokens=max_new_tokens, sampling=sampling,
-            request=[((start + i) << 20) + turn for i in prompts],
+            request=[(places[i] << 20) + turn for i in prompts],
             answered=lambda place: advance(),
         )  # fmt: skip
         answers = [(c.text, c.finish == "length") for c in completions]

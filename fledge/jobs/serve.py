@@ -36,7 +36,9 @@ class ServeOptions(Options):
         "with --dry-run: without looking at the target",
         False,
     )
-    arguments: list[str] = opt("arguments of the engine, after --", repeatable=True, flag="argument")
+    arguments: list[str] = opt(
+        "arguments of the engine, after --", repeatable=True, flag="argument", may_be_empty=True
+    )  # fmt: skip
 
 
 def run(options: ServeOptions, say: Callable[[str], None]) -> None:

@@ -39,6 +39,7 @@ from fledge.targets.transformers import TransformersTarget
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 IMPLEMENTATIONS = ("auto", "native", "transformers")
+INVALID = "is not a valid JSON file"  # in transformers' message about a damaged file
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
 
@@ -287,7 +288,7 @@ def _generation_config(name: str, options: dict[str, Any]) -> GenerationConfig |
     try:
         return GenerationConfig.from_pretrained(name, **options)
     except OSError as e:
-        if "JSON" in str(e):
+        if INVALID in str(e):
             raise
         return None
 
@@ -349,7 +350,7 @@ def _remedy(e: Exception) -> str:
     """A sentence to append to the message of a loading error; may be empty."""
     if "Safetensor" in type(e).__name__:
         return ". A weights file is truncated or damaged: copy or download it again"
-    if isinstance(e, json.JSONDecodeError) or "valid JSON" in str(e):
+    if isinstance(e, json.JSONDecodeError) or INVALID in str(e):
         return ". A JSON file of the model is damaged: copy or download it again"
     return ""
 

@@ -51,7 +51,9 @@ class NativeTarget(TransformersTarget):
 
     def _read_weights(self) -> None:
         super()._read_weights()
-        vars(self).pop("pool", None)
+        pool = vars(self).get("pool")
+        if pool is not None and (pool.buffer.device, pool.buffer.dtype) != (self.device, self.dtype):
+            del self.pool
         self.native, self._packed = NativeDecoder(self.model, self.config), None
 
     implementation = "native"
