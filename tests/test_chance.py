@@ -56,7 +56,7 @@ def test_the_warning_about_a_draft_at_chance_names_likely_causes():
     assert "another target" not in message  # the config names the one that is used
     alone = replace(CONFIG, method="eagle1", aux_layers=None)
     (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], alone, "another-model"))
-    assert message.endswith("Likely cause: it was trained on too little text of this kind")
+    assert message.endswith("Likely causes: it was trained on too little text of this kind")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,6 @@ def _message(accepted: int, rounds: int, config: DraftConfig, target: str) -> st
     causes.append("it was trained on too little text of this kind")
     return (
         f"the first drafted token was accepted in only {accepted} of {rounds} rounds, about as often as by chance, so "
-        f"the draft only makes {target or 'the target'} slower. Likely cause{'s' * (len(causes) > 1)}: "
+        f"the draft only makes {target or 'the target'} slower. Likely causes: "
         f"{'; or '.join(['; '.join(causes[:-1]), causes[-1]] if causes[1:] else causes)}"
     )
