@@ -45,9 +45,9 @@ def _message(accepted: int, rounds: int, config: DraftConfig, target: str) -> st
         causes.append(f"its config's norm_before_residual ({str(config.norm_before_residual).lower()}) is wrong")
         layers = f"{', '.join(map(str, config.aux_layers))}" if config.aux_layers else "the default ones"
         causes.append(f"it was trained on other layers than its config names ({layers})")
-    causes.append("it was trained on too little text of this kind")
+    others = "; ".join(causes) + "; or " * bool(causes)
     return (
         f"the first drafted token was accepted in only {accepted} of {rounds} rounds, about as often as by chance, so "
-        f"the draft only makes {target or 'the target'} slower. Likely causes: "
-        f"{'; or '.join(['; '.join(causes[:-1]), causes[-1]] if causes[1:] else causes)}"
+        f"the draft only makes {target or 'the target'} slower. Likely causes: {others}it was "
+        "trained on too little text of this kind"
     )

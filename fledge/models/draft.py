@@ -67,7 +67,7 @@ class Draft(nn.Module):
             self.d2t = None
         self._shared: dict[str, Tensor] = {}  # the target's weights; not parameters of the draft
         self._shared_at: list[Any] = []  # where they were, and where the draft was
-        self._shared_from: list[weakref.ref[Tensor]] = []
+        self._shared_from: list[weakref.ref[Tensor]] = []  # the target's own tensors
 
     @property
     def blocks(self) -> list[Layer]:
@@ -112,12 +112,11 @@ class Draft(nn.Module):
         used = {"embedding": embedding_VE} if self.embed_tokens is None else {}
         used |= {"head": head_VE} if self.family.borrows_head else {}
         places = [(x.data_ptr(), version(x), x.device, x.dtype, self.device, self.dtype) for x in used.values()]
-        same = all(
-            ref() is x for ref, x in zip(self._shared_from, used.values(), strict=False)
-        )  # not another's address
-        if places != self._shared_at or not same:
-            self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
-            self._shared_at, self._shared_from = places, [weakref.ref(x) for x in used.values()]
+        # an address alone may be that of a target's weights that are gone
+        if places == self._shared_at and [id(ref()) for ref in self._shared_from] == [id(x) for x in used.values()]:
+            return
+        self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
+        self._shared_at, self._shared_from = places, [weakref.ref(x) for x in used.values()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without references that cannot be pickled."""
