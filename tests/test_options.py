@@ -222,3 +222,9 @@ def test_an_empty_value_is_refused(words: list[str], flag: str, fledge) -> None:
     given."""
     ran = fledge(*words)
     assert ran.code == 2 and ran.err == f"fledge: {flag} is empty; give it a value, or leave it out\n"
+
+
+def test_an_engines_own_arguments_may_be_empty() -> None:
+    """They are not fledge's to judge."""
+    arguments = ["--chat-template", ""]
+    assert ServeOptions(draft="d", target="t", engine="vllm", arguments=arguments).arguments == arguments

@@ -481,8 +481,8 @@ class Engine:
             self.draft.share_target_weights(self.target.embedding, self.target.head_weight)
 
     def _weights_at(self) -> tuple[Any, ...]:
-        """What differs after the weights of target or draft were moved. The graphs of a kept batch read them by address,
-        so it can be used only while this is what it was when the batch was made."""
+        """What differs after the weights of target or draft were moved. The graphs of a kept batch read them by
+        address, so it can be used only while this is what it was when the batch was made."""
         draft = None if self.draft is None else (self.draft.fc.weight.data_ptr(), self.draft.device, self.draft.dtype)
         return self.target.moves, draft
 

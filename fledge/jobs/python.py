@@ -42,8 +42,8 @@ def train_draft(
     None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
     `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
     continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
-    without, nothing is printed. Raises ValueError if the options or data are not valid, and KeyboardInterrupt after an
-    interrupted run has saved its checkpoint.
+    without, nothing is printed. Raises TypeError for an unknown option, ValueError if the options or data are not
+    valid, and KeyboardInterrupt after an interrupted run has saved its checkpoint.
     """
     from fledge.jobs.display import ProgressDisplay
 
