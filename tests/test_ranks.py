@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.mutations import replace_function
-from support.ranks import spawn
+from support.ranks import connect, free_ports, spawn, start
 from support.rows import document, row_of
 from support.targets import P_EAGLE, tiny_draft, tiny_target, tiny_target_directory
 
@@ -509,6 +510,23 @@ def test_ranks_have_one_sentence_for_an_error(two_ranks: Path) -> None:
     for how in ("raise", "nan"):
         one, other = ((two_ranks / how / f"printed {rank}").read_text() for rank in range(2))
         assert one == other and one.startswith("rank 1 of 2 failed in step 1: ") == (how == "raise")
+
+
+def reconnect(rank: int, ports: list[int]) -> None:
+    """Connects through each port for one collective; fails if its tensor is still held after the connection's end."""
+    sys.setswitchinterval(1000)  # gloo's threads get the lock of Python only when this thread waits
+    for port in ports:
+        sent = torch.ones(1000)
+        references = sys.getrefcount(sent)
+        with connect(rank, 2, port) as ranks:
+            dist.all_reduce(sent, group=ranks.host)
+        assert sys.getrefcount(sent) == references, "gloo still holds a tensor"
+
+
+def test_no_thread_holds_a_tensor_when_ranks_have_ended() -> None:
+    """A process that ends while one of gloo's threads is about to release a tensor aborts: a run that has done all its
+    work would fail. Without the wait, some of these connections leave such a thread."""
+    start(reconnect, 2, free_ports(40))
 
 
 def test_a_sentence_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

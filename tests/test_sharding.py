@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, ttt
+from fledge.train.ranks import Ranks
+from support.ranks import spawn
 from support.rows import document, row_of
 from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target
 
-MINUTE = timedelta(minutes=1)
 ROWS = [
     [document(21, (5, 11), (13, 21), seed=3), document(2, (0, 2), seed=5)],
     [document(13, (1, 13), seed=6), document(9, (0, 4), (4, 9), seed=8)],
@@ -54,29 +53,25 @@ def train_step(target: TransformersTarget, draft: Draft, rows: list, method: str
     optimizer.step()
 
 
-def run_rank(rank: int, world: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{directory / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=MINUTE)
+def train_sharded(ranks: Ranks, directory: Path) -> None:
     for method in VARIANTS:
         target, draft = pair(method)
         for layer in draft.blocks:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+            fully_shard(layer, mesh=ranks.mesh)
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
         assert any(isinstance(p, DTensor) for p in draft.parameters())
-        train_step(target, draft, [ROWS[rank]], method, world)
+        train_step(target, draft, [ROWS[ranks.rank]], method, ranks.size)
         whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in draft.named_parameters()}
-        if rank == 0:
+        if ranks.leads:
             torch.save({n: p.detach() for n, p in whole.items()}, directory / method)
     dist.barrier()  # gloo aborts a rank that exits while another still communicates with it
-    dist.destroy_process_group()
 
 
 def test_sharded_layers_train_as_one_process(tmp_path: Path) -> None:
     """Two ranks with one row each and `fully_shard` on every layer have, after a step, the parameters of one process
     that trains on both rows, in float64, for the draft of each method."""
-    multiprocessing.spawn(run_rank, (2, tmp_path), nprocs=2)
+    spawn(train_sharded, 2, tmp_path)
     for method in VARIANTS:
         sharded: dict[str, Tensor] = torch.load(tmp_path / method)
         target, draft = pair(method)

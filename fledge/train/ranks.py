@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 PLACEMENTS = ("shard", "replicate")
 STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an error
+RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of the last collective
 
 
 class RankError(ConnectionError):
@@ -280,6 +281,9 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         yield replace(ranks, processes=tuple(processes), store=store)
     finally:
         dist.destroy_process_group()
+        # gloo's threads release the tensors of the last collective under Python's lock, after the collective has ended;
+        # one that still waits for the lock when the interpreter ends aborts the process (pytorch issue 190489)
+        time.sleep(RELEASE_SECONDS)
 
 
 def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
