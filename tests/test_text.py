@@ -83,6 +83,7 @@ def one_by_one(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str]) -> tu
 @example(tokens=[0, 0, 7, 0, 3], spread=1, sizes=[(9, False)], stop=["b"])
 @example(tokens=[1, 2, 4, 1], spread=1, sizes=[(9, False)], stop=[])
 @example(tokens=[2, 7, 1, 7], spread=1, sizes=[(9, True)], stop=[])
+@example(tokens=[0, 0, 0, 0, 0, 0, 0, 12, 13, 13, 10, 12, 0], spread=1, sizes=[(1, False)], stop=[])
 def test_any_groups(
     kind: str, tokens: list[int], spread: int, sizes: list[tuple[int, bool]], stop: list[str]
 ) -> None:  # fmt: skip

@@ -20,6 +20,7 @@ CHARACTER = 4  # the most bytes of a character, of which an incomplete one is up
 # decoders of the tokenizers library that give each token the same text in every context, but for incomplete characters
 # and for the first token
 JOINING = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse"}
+BYTES = [form.format(byte) for byte in range(256) for form in ("<0x{:02X}>", "<0x{:02x}>")]  # ByteFallback's tokens
 
 
 class TextStream:
@@ -31,7 +32,7 @@ class TextStream:
         self.text = ""  # decoded so far
         self.given = 0  # number of characters handed out
         self.stopped = False
-        self._decode_ids, self._joins = _decoding(tokenizer)
+        self._decode_ids, self._joins, self._bytes = _decoding(tokenizer)
         self._start = self._end = 0  # tokens[start:end] are decoded already, and again as context of later ones
         self._read = 0  # tokens before this one were decoded; those from `_end` on have given no text yet
 
@@ -73,7 +74,7 @@ class TextStream:
         """Decodes the tokens before `end` in one call, and returns `end`. If it are several, and their text might
         depend on how they are grouped, or has a stop string, changes nothing and returns an end to try before."""
         several, half = end - self._read > 1, (self._read + end) // 2
-        if several and not self._joins:
+        if several and not (self._joins and self._bytes.isdisjoint(self.tokens[self._end : end])):
             return half
         before, after = self._decode(self._end), self._decode(end)
         new = after[len(before) :]
@@ -116,16 +117,19 @@ class TextStream:
         return piece
 
 
-def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
-    """A tokenizer's decoding without special tokens, and whether texts of tokens without REPLACEMENT can be joined."""
+def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
+    """A tokenizer's decoding without special tokens, whether texts of tokens without REPLACEMENT can be joined, and the
+    tokens for which they cannot: single bytes, since ByteFallback gives bytes in a row characters all together or not
+    at all."""
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
     )
     if plain and not _cleans_up(tokenizer):  # nothing but the tokenizers library's decoding
         backend = tokenizer.backend_tokenizer
-        return lambda ids: backend.decode(ids, skip_special_tokens=True), _joins(backend.decoder)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), False
+        single = frozenset(token for name in BYTES if (token := backend.token_to_id(name)) is not None)
+        return lambda ids: backend.decode(ids, skip_special_tokens=True), _joins(backend.decoder), single
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), False, frozenset()
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
