@@ -1,6 +1,7 @@
 # make demo   install, train a draft for the bundled model and measure it (about four minutes on two cores)
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
+# make properties   run the tests of properties on new random examples (minutes)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
 # make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)
 # make docs   build the documentation into build/site
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lossless kills docs lint clean
+.PHONY: demo test fuzz properties lossless kills docs lint clean
 demo: $(VENV)/installed
 	$(BIN)/fledge demo --out build/demo
 
@@ -19,6 +20,9 @@ test: $(VENV)/installed lint
 
 fuzz: $(VENV)/installed
 	FUZZ_CASES=170 $(BIN)/python -m pytest -q tests/test_fuzz.py --numprocesses auto --maxprocesses 8
+
+properties: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile default --numprocesses auto --maxprocesses 8
 
 lossless: $(VENV)/installed
 	LOSSLESS_CASES=1000 $(BIN)/python -m pytest -q tests/test_random_settings.py --numprocesses auto --maxprocesses 8

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
+# the same examples in every run, so that a change is judged by what it changes; `make properties` tries new ones
+hypothesis.settings.register_profile("seeded", derandomize=True)
+hypothesis.settings.load_profile("seeded")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: see torch.set_num_threads below
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
