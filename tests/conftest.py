@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-# the same examples in every run, so that a change is judged by what it changes; `make properties` tries new ones
+# the same examples in every run, so that no property test fails by chance; `make properties` tries others
 hypothesis.settings.register_profile("seeded", derandomize=True)
 hypothesis.settings.load_profile("seeded")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: see torch.set_num_threads below

@@ -514,7 +514,7 @@ def test_ranks_have_one_sentence_for_an_error(two_ranks: Path) -> None:
 
 def reconnect(rank: int, ports: list[int]) -> None:
     """Connects through each port for one collective; fails if its tensor is still held after the connection's end."""
-    sys.setswitchinterval(1000)  # gloo's threads get the lock of Python only when this thread waits
+    sys.setswitchinterval(1000)  # seconds; gloo's threads get the GIL only when this thread waits
     for port in ports:
         sent = torch.ones(1000)
         references = sys.getrefcount(sent)

@@ -71,7 +71,7 @@ class TextStream:
                 ends.append(part)
 
     def _decode_to(self, end: int) -> int:
-        """Decodes the tokens before `end` in one call, and returns `end`. If it are several, and their text might
+        """Decodes the tokens before `end` in one call, and returns `end`. If there are several, and their text might
         depend on how they are grouped, or has a stop string, changes nothing and returns an end to try before."""
         several, half = end - self._read > 1, (self._read + end) // 2
         if several and not (self._joins and self._bytes.isdisjoint(self.tokens[self._end : end])):
@@ -119,8 +119,8 @@ class TextStream:
 
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
     """A tokenizer's decoding without special tokens, whether texts of tokens without REPLACEMENT can be joined, and the
-    tokens for which they cannot: single bytes, since ByteFallback gives bytes in a row characters all together or not
-    at all."""
+    tokens for which they cannot: single bytes. ByteFallback decodes a run of bytes as a whole: if one byte of it is
+    part of no character, all of them become REPLACEMENT, also those that were a character before it came."""
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")

@@ -173,18 +173,11 @@ def packed_copy(weight_OI: Tensor, rows: int) -> Any | None:
     return None if least is None or rows < least or torch.is_grad_enabled() else weight_OI.packed_copy
 
 
-@functools.cache
-def _half_product() -> Callable[[Tensor, Any], Tensor]:
-    """FBGEMM's product. PyTorch's wrapper of it first searches its arguments for what only its exporter passes, which
-    takes a tenth of the time of a small product."""
-    wrapper = torch.ops.quantized.linear_dynamic_fp16.default
-    return getattr(wrapper, "_op", wrapper)
-
-
 def packed_linear(x: Tensor, copy: Any, bias_O: Tensor | None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous."""
     if isinstance(copy, Tensor):  # in oneDNN's layout
         bias = None if bias_O is None else bias_O.contiguous()  # the operation ignores strides
         return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")
-    out = _half_product()(x, copy)
+    # without `_op`, PyTorch searches the arguments of each call for the fake objects that torch.export passes
+    out = torch.ops.quantized.linear_dynamic_fp16.default._op(x, copy)
     return out if bias_O is None else out.add_(bias_O)

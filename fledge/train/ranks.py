@@ -281,8 +281,8 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         yield replace(ranks, processes=tuple(processes), store=store)
     finally:
         dist.destroy_process_group()
-        # gloo's threads release the tensors of the last collective under Python's lock, after the collective has ended;
-        # one that still waits for the lock when the interpreter ends aborts the process (pytorch issue 190489)
+        # After a collective, gloo's threads still have to release its tensors, for which they need Python's GIL. A
+        # thread that waits for the GIL when the interpreter ends aborts the process (pytorch issue 190489).
         time.sleep(RELEASE_SECONDS)
 
 
