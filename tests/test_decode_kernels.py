@@ -230,7 +230,7 @@ def test_tiles_of_chains() -> None:
         tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
         tiles.Tiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
         tiles.Tiles(rows=128, slots=32, warps=8, stages=2, apart=True),
-        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True),
+        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True, late=True),
         tiles.Tiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
     ],
     ids=lambda t: f"{t.rows}x{t.slots}",
@@ -537,12 +537,13 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("shape", [(3, 7), (1, 20_000), (2, 3, 8193), (2, 8192)])
+@pytest.mark.parametrize("shape", [(3, 7), (1, 20_000), (2, 3, 8193), (2, 8192), (3, 66_000)])
 def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The first of equal largest numbers, also where it is the last number or all are -inf."""
+    """The first of equal largest numbers, also where it is the last number or all are -inf. Of long rows, and of every
+    other number of them, chunks have programs of their own."""
     x = torch.randn(shape, device=DEVICE).to(dtype)
     tied, last, none = x.clone(), torch.full_like(x, -torch.inf), torch.full_like(x, -torch.inf)
-    tied[..., 3] = tied[..., 5] = 9.0
+    tied[..., 3] = tied[..., 5] = tied[..., -1] = 9.0
     last[..., -1] = -3.0
     assert (argmax_rows(tied, impl="triton") == 3).all()
     for rows in (x, tied, last, none, x[..., ::2]):

@@ -120,6 +120,14 @@ def test_tiles(kind: str, tiles: Tiles, uninitialized_memory_is_nan) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_held_columns(kind: str, uninitialized_memory_is_nan) -> None:
+    """The last columns. None are held where there are no others, or these are no whole steps."""
+    for I, held in ((160, 64), (160, 128), (96, 64), (64, 64), (104, 32)):
+        for dtype in (torch.float32, HALF):
+            Case(kind, 5, 37, I, dtype, bias=True).check(tiles=Tiles(outputs=16, inputs=32, part=16, held=held))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_depends_on_no_other(kind: str) -> None:
     """Bit by bit, with any number of rows up to 8, and from 9 to 16; also where a row begins at no multiple of 16
     bytes."""
@@ -316,9 +324,13 @@ def test_large_matrices(kind: str, O: int, I: int) -> None:
             for tiles in (Tiles(outputs=64, inputs=128, part=32, splits=3), Tiles(rows=16, stages=4)):
                 case.check(tiles=tiles)
                 plain = case(tiles=tiles)
-                for ahead in (128, 1024):
-                    dependent = replace(tiles, dependent=True, ahead=ahead)
+                for ahead, late in ((128, True), (1024, False)):
+                    dependent = replace(tiles, dependent=True, ahead=ahead, late=late)
                     assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
+                held = replace(tiles, splits=1, held=1024)
+                case.check(tiles=held)
+                plain, dependent = case(tiles=held), replace(held, dependent=True, late=True)
+                assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from fledge.types import Tree
 
 Values = TypeVar("Values", RoundState, BatchSampling, Tree)
 
+LARGE = 8192  # numbers of a tensor above which a copy of its own is faster than one block of torch._foreach_copy_
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
 
 
@@ -299,8 +300,12 @@ class Places:
     def keep(self, changed: Sequence[Tensor]) -> None:
         """Takes the values of tensors that a round made in place of these. Places without a request start again."""
         other = [(mine, x) for mine, x in zip(self.tensors, changed, strict=True) if x is not mine]
-        for dtype in {mine.dtype for mine, _ in other}:  # one kernel for all tensors of a dtype
-            mine, theirs = zip(*(pair for pair in other if pair[0].dtype == dtype), strict=True)
+        large = [(mine, x) for mine, x in other if mine.numel() > LARGE]
+        for mine, x in large:
+            mine.copy_(x)
+        small = [pair for pair in other if pair[0].numel() <= LARGE]
+        for dtype in {mine.dtype for mine, _ in small}:  # one kernel for all tensors of a dtype
+            mine, theirs = zip(*(pair for pair in small if pair[0].dtype == dtype), strict=True)
             torch._foreach_copy_(mine, theirs)
         if self.size > 1 and self.lengths:
             torch._foreach_mul_(self.lengths, [self.active_B] * len(self.lengths))

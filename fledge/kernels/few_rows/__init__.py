@@ -11,7 +11,9 @@ platform's library.
 and so do tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result does not depend on
 the other rows, bit by bit, nor on their number among 1 to 8, among those up to FEW_ROWS, among those up to 32, and
 among those above. Calls with equal arguments have equal results. The kernels accumulate in float32 and round each
-output once; the definitions round in between, and on a CPU their results may be strided.
+output once; the definitions round in between, and on a CPU their results may be strided. On GPUs from compute
+capability 9 on, the kernels read weights before the kernel in front of them has ended, so that a weight must not be
+what that kernel writes.
 
 Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
 """

@@ -24,7 +24,9 @@ class Tiles:
     a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
     before it waits for that kernel; the weights must not be what that kernel writes. It lets the next kernel start too:
     at once, or with `late` when its sums are done. Programs of the next kernel that start early gather on the
-    processors that are free first, which then finish last; `late` avoids this.
+    processors that are free first, which then finish last; `late` avoids this. The weights of the last `held` columns
+    are loaded into registers before the wait, for kernels in front that leave the memory idle; but not of a product
+    that computes the norm, and not where columns are shared, are in one part, or the others are no whole steps.
     """
 
     rows: int = 8
@@ -37,6 +39,7 @@ class Tiles:
     dependent: bool = False
     ahead: int = 512
     late: bool = False
+    held: int = 0
 
 
 def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
@@ -66,19 +69,26 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
 def _tiles_of_few(O: int, I: int, rows: int) -> Tiles:
     """The tiles of up to FEW_ROWS rows, in programs that have all of them, so that each weight is read once.
 
-    Those between 4,096 and 12,288 outputs, and those that are `late`, were chosen by the time of whole rounds.
+    Those between 4,096 and 12,288 outputs, and what is `dependent`, `late` and `held`, were chosen by the time of whole
+    rounds. Columns are held of the product after attention, which leaves the memory idle.
     """
     if O >= 65536:
-        return Tiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3)
+        return Tiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3, dependent=True, ahead=64, late=True)
     if O >= 12288:
         outputs = 128 if rows == 8 and O >= 24576 else 64
-        return Tiles(rows=rows, outputs=outputs, inputs=128, warps=2, stages=3)
+        part = 128 if outputs == 128 else 64
+        return Tiles(
+            rows=rows, outputs=outputs, inputs=128, part=part, warps=2, stages=3, dependent=True, ahead=64, late=True
+        )  # fmt: skip
     if O > 4096 and I > 4096:
         return Tiles(rows=rows, outputs=32, inputs=256, warps=4, stages=4, dependent=True, ahead=256)
     if O > 4096:
         return Tiles(rows=rows, outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
     stages = 3 if O > 2048 else 8
-    return Tiles(rows=rows, outputs=16, inputs=512, warps=4, stages=stages, dependent=True, ahead=256, late=True)
+    held = 1024 if O > 2048 and 2048 <= I <= 4096 else 0
+    return Tiles(
+        rows=rows, outputs=16, inputs=512, warps=4, stages=stages, dependent=True, ahead=256, late=True, held=held
+    )  # fmt: skip
 
 
 def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:

@@ -113,14 +113,26 @@ def _sums_of_parts(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
-    LINE_ELEMENTS: tl.constexpr,
+    LINE_ELEMENTS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """`_sums`, where each of PARTS parts of a step has sums of its own until the end."""
+    """`_sums`, where each of PARTS parts of a step has sums of its own until the end.
+
+    HELD more columns follow, which are a step of their own. Their weights are loaded into registers before the wait.
+    """
     BP: tl.constexpr = BI // PARTS
+    HP: tl.constexpr = HELD // PARTS
+    if HELD > 0:
+        held = first + STEPS * BI + tl.arange(0, PARTS)[:, None] * HP + tl.arange(0, HP)[None, :]
+        held_w_PRI = tl.load(
+            w_ptr + row.to(tl.int64)[None, :, None] * sw + held[:, None, :], eviction_policy="evict_first"
+        )
     k = first + tl.arange(0, PARTS)[:, None] * BP + tl.arange(0, BP)[None, :]
     w_ptrs = w_ptr + row.to(tl.int64)[None, :, None] * sw + k[:, None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[None, None, :] * I + k[:, :, None]
     _wait(w_ptr, row, first, sw, I, DEPENDENT, LATE, AHEAD, LINE_ELEMENTS)
+    if HELD > 0:
+        held_at = x_ptr + m.to(tl.int64)[None, None, :] * I + held[:, :, None]
+        held_x_PIB = tl.load(held_at, mask=(m < M)[None, None, :], other=0.0)
     acc_PRB = tl.zeros((PARTS, row.shape[0], m.shape[0]), tl.float32)
     square_PIB = tl.zeros((PARTS, BP, m.shape[0]), tl.float32)
     for _ in range(STEPS):
@@ -139,6 +151,8 @@ def _sums_of_parts(
         w_ptrs += BI
         x_ptrs += BI
         k += BI
+    if HELD > 0:
+        acc_PRB = tl.dot(held_w_PRI, held_x_PIB, acc_PRB, input_precision="ieee")
     if DEPENDENT and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     return tl.sum(acc_PRB, 0), tl.sum(tl.sum(square_PIB, 1), 0)
@@ -152,6 +166,7 @@ def _product(
     I: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """BO rows of the weight times BM rows of x, in steps of BI columns, of PARTS parts each.
 
@@ -167,9 +182,10 @@ def _product(
         row = (r // BF) * O + tl.minimum(tl.program_id(1) * BF + r % BF, O - 1)
     else:
         row = tl.minimum(tl.program_id(1) * BO + r, O - 1)  # outputs past the end are computed and not stored
-    STEPS: tl.constexpr = (I + BI - 1) // BI
+    STEPS: tl.constexpr = (I - HELD + BI - 1) // BI
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    EVEN: tl.constexpr = SPLITS * SHARE * BI == I
+    EVEN: tl.constexpr = SPLITS * SHARE * BI + HELD == I
+    tl.static_assert(HELD == 0 or (EVEN and SPLITS == 1 and PARTS > 1 and not NORM), "no columns can be held")
     first = split * SHARE * BI
     if PARTS == 1:
         acc_RB, square_B = _sums(
@@ -179,7 +195,7 @@ def _product(
     else:
         acc_RB, square_B = _sums_of_parts(
             x_ptr, gain_ptr, w_ptr, m, row, first, M, sw, I, BI, PARTS, SHARE, EVEN, NORM, DEPENDENT, LATE, AHEAD,
-            LINE_ELEMENTS,
+            LINE_ELEMENTS, HELD,
         )  # fmt: skip
     if SPLITS == 1:
         _epilogue(
@@ -316,12 +332,14 @@ def _compute(
     sr = 0 if residual is None else residual.stride(0)
     launch = dict(launch_pdl=True) if tiles.dependent else {}
     outputs = tiles.outputs // 2 if gated else tiles.outputs
+    whole = S == 1 and gain is None and tiles.part < tiles.inputs and (I - tiles.held) % tiles.inputs == 0
+    held = tiles.held if whole and tiles.held < I else 0
     element = LINE // x.element_size()
     _product[(triton.cdiv(M, tiles.rows), triton.cdiv(O, outputs), S)](
         x, gain, weight_RI, bias, residual, out, part, square, M, O, weight_RI.stride(0), sr, eps,
         I=I, BM=tiles.rows, BO=tiles.outputs, BI=tiles.inputs, SPLITS=S, PARTS=tiles.inputs // tiles.part, **flags,
         DEPENDENT=tiles.dependent, LATE=tiles.late, AHEAD=max(tiles.ahead, element), LINE_ELEMENTS=element,
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+        HELD=held, num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )  # fmt: skip
     if S == 1:
         return out, None

@@ -20,6 +20,9 @@ class Tiles:
     of 2 and 16 or more. `stages` - 1 blocks are in flight at a time. There are as many shares as give each processor
     about `per_processor` programs.
 
+    With `late`, a program lets the next kernel start when it has read its slots, otherwise at once: programs of the next
+    kernel that start early take shared memory from those of this one that are still to start.
+
     With `apart`, blocks that need no mask have a loop of their own, and only that one is pipelined; without, all blocks
     are masked, which costs nothing where reads limit the time. The program that adds the shares has `at_once` of them
     under way together. With `combine_apart`, another kernel adds them, with a program for each row: one more launch,
@@ -34,6 +37,7 @@ class Tiles:
     apart: bool = False
     at_once: int = 4
     combine_apart: bool = False
+    late: bool = False
 
 
 def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool) -> Tiles:
@@ -45,7 +49,7 @@ def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, he
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
     if block < 64 and slots >= MANY and heads <= FEW_HEADS and shared >= LARGE and not wide:
-        return Tiles(rows=block, slots=64, warps=2, stages=stages, per_processor=2, combine_apart=True)
+        return Tiles(rows=block, slots=64, warps=4, stages=stages, per_processor=2, combine_apart=True, late=True)
     if block == 32 and chain and heads <= FEW_HEADS and shared >= LARGE and not wide:  # fewer shares are added sooner
         return Tiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:

@@ -115,12 +115,13 @@ def _attend(
     S, J, scale2, sqb, sqs, sqh, skg, skp, svg, svp, svb, svs, spb,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr, AT_ONCE: tl.constexpr, COMBINED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Without COMBINED, `_combine_rows` combines the shares, also a single one."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     split, g, b = tl.program_id(0), tl.program_id(1) % G, tl.program_id(2).to(tl.int64)
     group: tl.constexpr = H // G
     r = tl.arange(0, BM)
@@ -184,6 +185,8 @@ def _attend(
             acc, m, total, q, k_ptr, v_ptr, skp, svp, visible_ptr, svs, row_s, last, position, first, length, S, J,
             mixed, end, scale2, D, BD, BN, WINDOW, CHAIN, True, 1,
         )  # fmt: skip
+    if DEPENDENT and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     found = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     out_at = out_ptr + ((b * S + row_s) * H + row_h)[:, None] * D + d[None, :]
     lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
@@ -278,13 +281,13 @@ def tree_attention_triton(
         counters, S, J, scale * LOG2E, *q_BSHd.stride()[:3], *keys_GPd.stride()[:2], *values_GPd.stride()[:2],
         *seen.stride()[:2], 0 if window is None else position.stride(0),
         H=H, G=G, D=d, BD=_block_width(d), WINDOW=window or 0, CHAIN=chain, BM=t.rows, BN=t.slots,
-        APART=t.apart, AT_ONCE=at_once, COMBINED=combined, num_warps=t.warps, num_stages=t.stages,
-        **dependent_launch(out.device),
+        APART=t.apart, AT_ONCE=at_once, COMBINED=combined, LATE=t.late, num_warps=t.warps,
+        num_stages=t.stages, **dependent_launch(out.device),
     )  # fmt: skip
     if not combined:
         _combine_rows[(rows, G, B)](
             partial, lse, out, S, H=H, G=G, D=d, BD=_block_width(d), BM=t.rows,
-            SPLITS=splits, num_warps=4, **dependent_launch(out.device),
+            SPLITS=splits, num_warps=2, **dependent_launch(out.device),
         )  # fmt: skip
     return out
 
