@@ -537,10 +537,9 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("shape", [(3, 7), (1, 20_000), (2, 3, 8193), (2, 8192), (3, 66_000)])
+@pytest.mark.parametrize("shape", [(3, 7), (1, 20_000), (2, 3, 8193), (2, 8192), (2, 16_385)])
 def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The first of equal largest numbers, also where it is the last number or all are -inf. Of long rows, and of every
-    other number of them, chunks have programs of their own."""
+    """The first of equal largest numbers, also where it is the last number, all are -inf, or chunks have equal ones."""
     x = torch.randn(shape, device=DEVICE).to(dtype)
     tied, last, none = x.clone(), torch.full_like(x, -torch.inf), torch.full_like(x, -torch.inf)
     tied[..., 3] = tied[..., 5] = tied[..., -1] = 9.0

@@ -13,7 +13,7 @@ def argmax_rows(x: Tensor, ids_V: Tensor | None = None, *, impl: str | None = No
     """The index of the first largest number of each row of x [.., V], int64 [..]; with `ids_V` (int64), the id at that
     index. Rows must not contain NaN.
 
-    Equals `x.argmax(-1)`. `impl` "triton" is one program per row (a GPU or Triton's interpreter), "definition" is
+    Equals `x.argmax(-1)`. `impl` "triton" are kernels (a GPU or Triton's interpreter), "definition" is
     torch, or NumPy on a CPU; None: "triton" on a GPU. Raises ValueError for another name.
     """
     if not use_triton(impl, x):

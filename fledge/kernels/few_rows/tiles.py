@@ -85,7 +85,7 @@ def _tiles_of_few(O: int, I: int, rows: int) -> Tiles:
     if O > 4096:
         return Tiles(rows=rows, outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
     stages = 3 if O > 2048 else 8
-    held = 1024 if O > 2048 and 2048 <= I <= 4096 else 0
+    held = 1024 if rows == 8 and O > 2048 and 2048 <= I <= 4096 else 0
     return Tiles(
         rows=rows, outputs=16, inputs=512, warps=4, stages=stages, dependent=True, ahead=256, late=True, held=held
     )  # fmt: skip

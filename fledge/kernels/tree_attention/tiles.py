@@ -20,8 +20,8 @@ class Tiles:
     of 2 and 16 or more. `stages` - 1 blocks are in flight at a time. There are as many shares as give each processor
     about `per_processor` programs.
 
-    With `late`, a program lets the next kernel start when it has read its slots, otherwise at once: programs of the next
-    kernel that start early take shared memory from those of this one that are still to start.
+    With `late`, a program lets the next kernel start when it has read its slots, otherwise at once. Programs of the
+    next kernel that start early take shared memory from those of this one that are still to start.
 
     With `apart`, blocks that need no mask have a loop of their own, and only that one is pipelined; without, all blocks
     are masked, which costs nothing where reads limit the time. The program that adds the shares has `at_once` of them
