@@ -549,6 +549,9 @@ def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))
         ids_V = torch.randperm(rows.shape[-1], device=DEVICE)
         assert torch.equal(argmax_rows(rows, ids_V, impl="triton"), ids_V[argmax_rows(rows, impl="definition")])
+    for rows in (torch.full_like(x, torch.nan), torch.where(x > 0, torch.nan, x)):
+        found = argmax_rows(rows, impl="triton")
+        assert ((found >= 0) & (found < x.shape[-1])).all()
 
 
 def in_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

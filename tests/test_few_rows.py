@@ -327,7 +327,7 @@ def test_large_matrices(kind: str, O: int, I: int) -> None:
                 for ahead, late in ((128, True), (1024, False)):
                     dependent = replace(tiles, dependent=True, ahead=ahead, late=late)
                     assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
-                held = replace(tiles, splits=1, held=1024)
+                held = Tiles(outputs=16, inputs=512, stages=3, held=1024)
                 case.check(tiles=held)
                 plain, dependent = case(tiles=held), replace(held, dependent=True, late=True)
                 assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))

@@ -11,7 +11,7 @@ from fledge.kernels.implementations import use_triton
 
 def argmax_rows(x: Tensor, ids_V: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """The index of the first largest number of each row of x [.., V], int64 [..]; with `ids_V` (int64), the id at that
-    index. Rows must not contain NaN.
+    index. Of rows with NaN, any index.
 
     Equals `x.argmax(-1)`. `impl` "triton" are kernels (a GPU or Triton's interpreter), "definition" is
     torch, or NumPy on a CPU; None: "triton" on a GPU. Raises ValueError for another name.

@@ -15,7 +15,9 @@ NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _first_largest(x, at):
-    """The largest of some float32 numbers, and its place; of equal ones, the first place."""
+    """The largest of some float32 numbers, and its place; of equal ones, the first place. NaN counts as -inf, so that
+    the place always is one of theirs."""
+    x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, 0)
     return best, tl.min(tl.where(x == best, at, NOWHERE), 0)
 
