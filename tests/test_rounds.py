@@ -228,7 +228,7 @@ def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
     engine = Engine(target, tiny_draft(target), depth="auto")
     engine.generate_all([[5, 6]], max_new_tokens=2)  # the target is checked
     monkeypatch.setattr(target, "verify", slow_at_first)
-    monkeypatch.setattr(engine.chooser, "rests", lambda requests: True)
+    monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
     monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
     engine.generate_all([[5, 6]], max_new_tokens=20)
     assert len(passes) == 19 and len(seconds) == 1 and seconds[0] < 0.5 / 20
@@ -244,7 +244,7 @@ def test_guesses_do_not_count_as_rounds(monkeypatch: pytest.MonkeyPatch) -> None
 
     engine = Engine(target, tiny_draft(target), depth="auto")
     monkeypatch.setattr(engines, "probe", slow)
-    monkeypatch.setattr(engine.chooser, "rests", lambda requests: True)
+    monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
     monkeypatch.setattr(engine.chooser, "probes", lambda requests: True)
     monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
     stop = target.reference_generate([5, 6], max_new_tokens=6)[-1:]

@@ -29,9 +29,8 @@ MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
 LARGE = 1e9  # a weight from which on all sums are divided by it
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
-# how much faster than without it drafting must be to go on: costs are not known exactly, and a round that drafts
-# nothing takes a little longer among rounds that draft than where the requests have no draft
-WORTH_DRAFTING = 1.05
+WORTH_DRAFTING = 1.05  # how much faster than without it drafting must be to go on, as costs are not known exactly
+LEAST_RELIEF = 0.7  # the least that is believed of `AmountChooser.relief`, as measurements may be wrong
 EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause or a choice for long
 CHECKS = 1  # how often the costs are measured again before a pause, since something else may have delayed rounds
 GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
@@ -220,6 +219,13 @@ class AmountChooser:
         self.budget = Budget(clock)
         self.settled = False  # whether what the choice depends on was known when it was made last
         self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
+        # By the number of requests (`graph_size`): the latest seconds of rounds that drafted nothing among others that
+        # draft, and what a round takes where the requests have no draft, relative to these: less, as nothing is kept
+        # for a draft and the host does less.
+        self.idle: dict[int, deque[float]] = {}
+        self.relief: dict[int, float] = {}
+        self.compared: set[int] = set()  # the numbers of requests that rested to find it out
+        self.comparing = False  # whether some do now
         self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
         self.last_reason = ""  # why speculation paused, the last time that it did
         self.pausing = False  # whether the running requests should go on without the draft
@@ -240,6 +246,7 @@ class AmountChooser:
         if self.rounds >= self.again and self.budget.allows:  # other work and longer texts change the costs
             self.rounds, self.again = 0, min(2 * self.again, SELDOM)
             self.costs.forget_all_but(current)
+            self.idle.clear()
             self.budget.begin()
         self.settled = False
         if not self.costs.timed(current):
@@ -260,12 +267,30 @@ class AmountChooser:
         self.paused.discard(graph_size(requests))
         return best if current == NOTHING or speeds[best] > GAIN * speeds[current] else current
 
-    def stops(self, requests: int) -> bool:
-        """Whether drafting does not pay for the next requests, of which so many are decoded together, so that the
-        running ones should give it up too."""
-        if not self.trying and self._pauses(requests) and self._checked():
+    def stops(self, requests: int, waiting: int = 0) -> bool:
+        """Whether the next requests, of which so many are decoded together, should be decoded without the draft, so
+        that the running ones should give it up too: drafting does not pay for them, or it is not known yet what rounds
+        take where requests rest (`_compares`). `waiting` requests have not begun."""
+        if self.trying:
+            return self.pausing
+        if self._pauses(requests) and self._checked():
             self._pause(requests)
+        elif not self.pausing:
+            self.pausing = self._compares(requests, waiting)
         return self.pausing
+
+    def _compares(self, requests: int, waiting: int) -> bool:
+        """Whether the next requests rest to find out what a round takes then. That is found out once for each number
+        of requests, where it may change the choice; of several requests, while enough are waiting to draft again."""
+        size = graph_size(requests)
+        if size in self.relief or size in self.compared or (requests > 1 and waiting < WORTH * requests):
+            return False
+        known = self.rates.known >= EVIDENCE and self._measured and len(self.idle.get(size, ())) >= TIMED
+        if not known or LEAST_RELIEF * self._gain(requests) >= WORTH_DRAFTING:
+            return False
+        self.compared.add(size)
+        self.comparing = True
+        return True
 
     def _checked(self) -> bool:
         """Whether it is certain that drafting does not pay, which was found just now. If not, drafting goes on, and the
@@ -276,6 +301,7 @@ class AmountChooser:
             return True
         self.checks += 1
         self.costs.forget()
+        self.idle.clear()
         self.settled = False
         return False
 
@@ -298,9 +324,11 @@ class AmountChooser:
 
     # -- of requests in a pause ---------------------------------------------------------------------------------
 
-    def rests(self, requests: int) -> bool:
+    def rests(self, requests: int, waiting: int = 0) -> bool:
         """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
-        not pay. Some are decoded with it where that may have changed."""
+        not pay, or to find out what that takes. Some are decoded with it where what pays may have changed. `waiting`
+        requests have not begun."""
+        self.comparing = False
         if self.pausing:  # the last ones ended before that
             self.gave_up()
         if self.trying:
@@ -310,7 +338,7 @@ class AmountChooser:
             self._end_try()  # answers are too short to measure rounds
         if graph_size(requests) not in self.paused:
             if not self._pauses(requests) or not self._checked():
-                return False
+                return self._compares(requests, waiting)
             self._rest(requests)
         self.budget.end()  # the last requests may have ended while the costs were measured again
         return not self._tries(requests)
@@ -318,7 +346,7 @@ class AmountChooser:
     def returns(self, requests: int, waiting: int) -> bool:
         """Whether the running requests, which rest, should end before others begin, which then draft. Not if few are
         waiting, since the places of the running ones are then empty one after the other."""
-        return self.trying or (waiting >= WORTH * requests and self._tries(requests))
+        return self.trying or self.comparing or (waiting >= WORTH * requests and self._tries(requests))
 
     def _tries(self, requests: int) -> bool:
         """Begins a try if it is worth it. Where a guess has just told that drafting would pay, the try does not wait
@@ -374,6 +402,10 @@ class AmountChooser:
         such a round takes. `drafted` is the number of tokens of the longest path that was drafted."""
         self.rounds += 1
         if seconds is not None:
+            if amount == NOTHING:
+                size = graph_size(len(accepted))
+                self.idle.setdefault(size, deque(maxlen=LATEST)).append(seconds)
+                seconds *= self.relief.get(size, 1.0)
             self.costs.add(len(accepted), amount, seconds, drafted)
         if amount.depth:
             self.rates.add(amount.depth, accepted)
@@ -386,6 +418,9 @@ class AmountChooser:
     def add_plain(self, requests: int, seconds: float) -> None:
         """Adds the mean seconds of the rounds of so many requests that rest."""
         self.costs.add(requests, NOTHING, seconds, 0)
+        if len(idle := self.idle.pop(size := graph_size(requests), ())) >= TIMED:
+            relief = min(max(seconds / statistics.median(idle), LEAST_RELIEF), 1.0)
+            self.relief[size] = (self.relief.get(size, relief) + relief) / 2
 
     def add_reading(self, requests: int, seconds: float) -> None:
         """Adds the seconds in which the draft read the prompts of so many requests, while none was decoded."""

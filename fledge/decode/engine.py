@@ -369,7 +369,7 @@ class Engine:
         be decoded differently."""
         chooser = self.chooser if drafts else None
         together = min(batch, len(waiting))
-        rests = chooser is not None and chooser.rests(together)
+        rests = chooser is not None and chooser.rests(together, len(waiting))
         stack = ExitStack()
 
         def batch_of_kind() -> Batch:
@@ -388,7 +388,7 @@ class Engine:
                 count = beginning.count(scheduler.running, len(waiting))
                 if chooser is not None and count and scheduler.batches:
                     if not rests:
-                        chooser.stops(together)
+                        chooser.stops(together, len(waiting))
                     elif chooser.returns(together, len(waiting)):
                         if not scheduler.running:
                             return

@@ -26,11 +26,11 @@ class RandomAmounts:
         self.pausing = self.draw.random() < self.rest / 3
         return NOTHING if self.draw.random() < 0.5 else self.draw.choice(self.amounts)
 
-    def rests(self, requests: int) -> bool:
+    def rests(self, requests: int, waiting: int = 0) -> bool:
         self.trying, self.pausing = self.draw.random() < 0.5, False
         return self.draw.random() < self.rest
 
-    def stops(self, requests: int) -> bool:
+    def stops(self, requests: int, waiting: int = 0) -> bool:
         self.pausing |= self.draw.random() < self.rest / 3
         return self.pausing
 
