@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -299,13 +300,16 @@ class Places:
 
     def keep(self, changed: Sequence[Tensor]) -> None:
         """Takes the values of tensors that a round made in place of these. Places without a request start again."""
-        other = [(mine, x) for mine, x in zip(self.tensors, changed, strict=True) if x is not mine]
-        large = [(mine, x) for mine, x in other if mine.numel() > LARGE]
-        for mine, x in large:
-            mine.copy_(x)
-        small = [pair for pair in other if pair[0].numel() <= LARGE]
-        for dtype in {mine.dtype for mine, _ in small}:  # one kernel for all tensors of a dtype
-            mine, theirs = zip(*(pair for pair in small if pair[0].dtype == dtype), strict=True)
+        small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for mine, x in zip(self.tensors, changed, strict=True):
+            if x is mine:
+                continue
+            if mine.numel() > LARGE:
+                mine.copy_(x)
+            else:
+                small[mine.dtype].append((mine, x))
+        for pairs in small.values():  # one kernel for all small tensors of a dtype
+            mine, theirs = zip(*pairs, strict=True)
             torch._foreach_copy_(mine, theirs)
         if self.size > 1 and self.lengths:
             torch._foreach_mul_(self.lengths, [self.active_B] * len(self.lengths))

@@ -9,8 +9,8 @@ platform's library.
 `impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows, but fast for few only) or None:
 "triton" on a GPU for up to `tiles.most_rows` rows of up to 32 bits, else "definition". Other names raise ValueError,
 and so do tensors whose shapes or dtypes do not belong together. In the kernels, a row of the result does not depend on
-the other rows, bit by bit, nor on their number among 1 to 8, among those up to FEW_ROWS, among those up to 32, and
-among those above. Calls with equal arguments have equal results. The kernels accumulate in float32 and round each
+the other rows, bit by bit, nor on their number among 1 to 8, among 9 to FEW_ROWS, among 17 to 32, and among those
+above. Calls with equal arguments have equal results. The kernels accumulate in float32 and round each
 output once; the definitions round in between, and on a CPU their results may be strided. On GPUs from compute
 capability 9 on, the kernels read weights before the kernel in front of them has ended, so that a weight must not be
 what that kernel writes.

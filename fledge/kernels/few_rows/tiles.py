@@ -52,7 +52,7 @@ def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
 def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
     """The tiles of M rows and a weight [O, I].
 
-    They are the same for 1 to 8 rows, for up to FEW_ROWS, for up to 32, and for more. A row has one result with any of
+    They are the same for 1 to 8 rows, for 9 to FEW_ROWS, for 17 to 32, and for more. A row has one result with any of
     the numbers of rows that have the same tiles.
 
     `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
