@@ -136,7 +136,7 @@ def _expert_product(
             )  # fmt: skip
         else:
             acc, square = _sums_of_parts(
-                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, PARTS, STEPS, EVEN, GATED, False, False, 0, 1
+                x_ptr, gain_ptr, w_ptr, m, row, 0, M, sw, I, BI, PARTS, STEPS, EVEN, GATED, False, False, 0, 1, 0
             )  # fmt: skip
         to = tl.where(i < end, pair, P)
         _epilogue(acc, square, to, o, None, None, out_ptr, P, O, 0, eps, I, GATED, GATED, False, False)

@@ -113,7 +113,7 @@ def _sums_of_parts(
     x_ptr, gain_ptr, w_ptr, m, row, first, M, sw,
     I: tl.constexpr, BI: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
-    LINE_ELEMENTS: tl.constexpr, HELD: tl.constexpr = 0,
+    LINE_ELEMENTS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """`_sums`, where each of PARTS parts of a step has sums of its own until the end.
 
