@@ -229,7 +229,7 @@ def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
     engine.generate_all([[5, 6]], max_new_tokens=2)  # the target is checked
     monkeypatch.setattr(target, "verify", slow_at_first)
     monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
-    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
+    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean, rounds: seconds.append(mean))
     engine.generate_all([[5, 6]], max_new_tokens=20)
     assert len(passes) == 19 and len(seconds) == 1 and seconds[0] < 0.5 / 20
 
@@ -246,7 +246,7 @@ def test_guesses_do_not_count_as_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(engines, "probe", slow)
     monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
     monkeypatch.setattr(engine.chooser, "probes", lambda requests: True)
-    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean: seconds.append(mean))
+    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean, rounds: seconds.append(mean))
     stop = target.reference_generate([5, 6], max_new_tokens=6)[-1:]
     target.model.generation_config.eos_token_id = stop  # ends some answers while others go on
     done = engine.generate_all([[5, 6], [9], [3, 4]], batch=3, max_new_tokens=20)

@@ -5,8 +5,9 @@ acceptance measured lately, divided by the seconds that such a round takes on th
 the amounts. Where drafting does not pay, speculation pauses: the running requests give up their draft
 (`Batch.take_over`), and the next ones are decoded as without a draft, to the end. The draft then guesses complete
 answers now and then (`decode/probe.py`), and requests are decoded with it again when that tells that it would pay, or
-after some guesses, to measure what rounds take. All of this is paid for by a `Budget`. Whether the next requests draft
-also depends on what else the draft costs a request: reading its prompt.
+after some guesses, to measure what rounds take. All of this is paid for by a `Budget`. Where drafting pays little, some
+requests are decoded without the draft once, to find out what rounds take then (`Relief`). Whether the next requests
+draft also depends on what else the draft costs a request: reading its prompt.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fledge.decode.budget import Budget
+from fledge.decode.relief import ATTEMPTS, LEAST, Relief
 from fledge.decode.rounds import graph_size
 
 TIMED = 3  # the fewest rounds that the cost of an amount is known from
@@ -30,13 +32,13 @@ LARGE = 1e9  # a weight from which on all sums are divided by it
 NEARLY = 0.9  # how fast drafting must be, relative to decoding without it, to time a large amount
 GAIN = 1.02  # how much faster another amount must promise to be
 WORTH_DRAFTING = 1.05  # how much faster than without it drafting must be to go on, as costs are not known exactly
-LEAST_RELIEF = 0.7  # the least that is believed of `AmountChooser.relief`, as measurements may be wrong
+GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
 EVIDENCE = 32  # drafted first tokens whose acceptance must be known before a pause or a choice for long
 CHECKS = 1  # how often the costs are measured again before a pause, since something else may have delayed rounds
-GAIN_OF_DRAFTING = 1.06  # the same after a pause, when the acceptance is known less well
 PROBES = 8  # guesses of complete answers in a pause, until drafting is tried whatever they tell
 TRIES = 4  # the most runs of requests that such a try lasts
 WORTH = 4  # batches of requests that must wait to let the running ones end first, so that others draft again
+WORTH_COMPARING = 16  # the same to let some rest, several together, to find out what a round takes then
 ANSWERS = 16  # answers over which the measured length of one loses most of its weight
 LAST = 1  # the rounds of a request that its answer needs no more: one is launched ahead, or its tokens are too many
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
@@ -152,6 +154,13 @@ class RoundCosts:
             self.limits[size] = min(self.limits[size], amount.depth)
         self._known.clear()
 
+    def scale(self, requests: int, amount: Amount, factor: float) -> None:
+        """Multiplies the seconds of the rounds so far of so many requests and an amount."""
+        of_size = self.times.get(graph_size(requests), {})
+        if factor != 1 and amount in of_size:
+            of_size[amount] = deque((factor * seconds for seconds in of_size[amount]), maxlen=LATEST)
+            self._known.clear()
+
     def timed(self, amount: Amount) -> bool:
         """Whether enough rounds of this amount were timed, for any number of requests. Where chains end early, rounds
         of two lengths are enough, as they tell what each token takes, and so are rounds that could have been as long.
@@ -219,13 +228,8 @@ class AmountChooser:
         self.budget = Budget(clock)
         self.settled = False  # whether what the choice depends on was known when it was made last
         self.checks = 0  # since drafting was last found to pay, how often the costs were measured again
-        # By the number of requests (`graph_size`): the latest seconds of rounds that drafted nothing among others that
-        # draft, and what a round takes where the requests have no draft, relative to these: less, as nothing is kept
-        # for a draft and the host does less.
-        self.idle: dict[int, deque[float]] = {}
-        self.relief: dict[int, float] = {}
-        self.compared: set[int] = set()  # the numbers of requests that rested to find it out
-        self.comparing = False  # whether some do now
+        self.relief = Relief()
+        self.comparing = False  # whether the last requests that were asked for rest to find that out
         self.paused: set[int] = set()  # the numbers of requests (`graph_size`) for which speculation pauses
         self.last_reason = ""  # why speculation paused, the last time that it did
         self.pausing = False  # whether the running requests should go on without the draft
@@ -246,7 +250,7 @@ class AmountChooser:
         if self.rounds >= self.again and self.budget.allows:  # other work and longer texts change the costs
             self.rounds, self.again = 0, min(2 * self.again, SELDOM)
             self.costs.forget_all_but(current)
-            self.idle.clear()
+            self.relief.forget_idle()
             self.budget.begin()
         self.settled = False
         if not self.costs.timed(current):
@@ -269,26 +273,34 @@ class AmountChooser:
 
     def stops(self, requests: int, waiting: int = 0) -> bool:
         """Whether the next requests, of which so many are decoded together, should be decoded without the draft, so
-        that the running ones should give it up too: drafting does not pay for them, or it is not known yet what rounds
-        take where requests rest (`_compares`). `waiting` requests have not begun."""
-        if self.trying:
+        that the running ones should give it up too: drafting does not pay for them, or it is to be found out what
+        rounds take then (`comparing`). `waiting` requests have not begun."""
+        self.comparing = False
+        if self.trying or self.pausing:
             return self.pausing
         if self._pauses(requests) and self._checked():
             self._pause(requests)
-        elif not self.pausing:
-            self.pausing = self._compares(requests, waiting)
+        elif self._compares(requests, waiting):
+            self.pausing = True
         return self.pausing
 
     def _compares(self, requests: int, waiting: int) -> bool:
-        """Whether the next requests rest to find out what a round takes then. That is found out once for each number
-        of requests, where it may change the choice; of several requests, while enough are waiting to draft again."""
-        size = graph_size(requests)
-        if size in self.relief or size in self.compared or (requests > 1 and waiting < WORTH * requests):
+        """Whether the next requests rest to find out what a round takes then: where it may change the choice, until it
+        is known for this number of requests or a few attempts failed. Of several requests, only while so many are
+        waiting that the places that are empty until others draft cost little."""
+        size, relief = graph_size(requests), self.relief
+        if size in relief.known or relief.attempts[size] == ATTEMPTS:
             return False
-        known = self.rates.known >= EVIDENCE and self._measured and len(self.idle.get(size, ())) >= TIMED
-        if not known or LEAST_RELIEF * self._gain(requests) >= WORTH_DRAFTING:
+        if requests > 1 and waiting < WORTH_COMPARING * requests:
             return False
-        self.compared.add(size)
+        known = self.rates.known >= EVIDENCE and self._measured and relief.is_measured(size)
+        if not known or LEAST * self._gain(requests) >= WORTH_DRAFTING:
+            return False
+        if self.rounds >= AGAIN:
+            self.rounds = self.again  # the costs are measured again first, which the budget pays
+            return False
+        self.budget.end()  # the last requests may have ended meanwhile
+        relief.attempts[size] += 1
         self.comparing = True
         return True
 
@@ -301,7 +313,7 @@ class AmountChooser:
             return True
         self.checks += 1
         self.costs.forget()
-        self.idle.clear()
+        self.relief.forget_idle()
         self.settled = False
         return False
 
@@ -326,8 +338,8 @@ class AmountChooser:
 
     def rests(self, requests: int, waiting: int = 0) -> bool:
         """Whether the next requests, of which so many are decoded together, are decoded without the draft, as it does
-        not pay, or to find out what that takes. Some are decoded with it where what pays may have changed. `waiting`
-        requests have not begun."""
+        not pay, or to find out what rounds take then (`comparing`). Some are decoded with it where what pays may have
+        changed. `waiting` requests have not begun."""
         self.comparing = False
         if self.pausing:  # the last ones ended before that
             self.gave_up()
@@ -346,7 +358,7 @@ class AmountChooser:
     def returns(self, requests: int, waiting: int) -> bool:
         """Whether the running requests, which rest, should end before others begin, which then draft. Not if few are
         waiting, since the places of the running ones are then empty one after the other."""
-        return self.trying or self.comparing or (waiting >= WORTH * requests and self._tries(requests))
+        return self.trying or (waiting >= WORTH * requests and self._tries(requests))
 
     def _tries(self, requests: int) -> bool:
         """Begins a try if it is worth it. Where a guess has just told that drafting would pay, the try does not wait
@@ -404,8 +416,8 @@ class AmountChooser:
         if seconds is not None:
             if amount == NOTHING:
                 size = graph_size(len(accepted))
-                self.idle.setdefault(size, deque(maxlen=LATEST)).append(seconds)
-                seconds *= self.relief.get(size, 1.0)
+                self.relief.add_idle(size, seconds)
+                seconds *= self.relief.of(size)
             self.costs.add(len(accepted), amount, seconds, drafted)
         if amount.depth:
             self.rates.add(amount.depth, accepted)
@@ -415,12 +427,13 @@ class AmountChooser:
                 self.lengths[size].add(amount.depth - 1, [drafted - 1])
             self.nodes += (amount.nodes - self.nodes) / MEMORY
 
-    def add_plain(self, requests: int, seconds: float) -> None:
-        """Adds the mean seconds of the rounds of so many requests that rest."""
+    def add_plain(self, requests: int, seconds: float, rounds: int) -> None:
+        """Adds the mean seconds of the rounds, so many, of requests that rest."""
+        size = graph_size(requests)
+        before = self.relief.of(size)
+        self.relief.add_resting(size, seconds, rounds)
+        self.costs.scale(requests, NOTHING, self.relief.of(size) / before)
         self.costs.add(requests, NOTHING, seconds, 0)
-        if len(idle := self.idle.pop(size := graph_size(requests), ())) >= TIMED:
-            relief = min(max(seconds / statistics.median(idle), LEAST_RELIEF), 1.0)
-            self.relief[size] = (self.relief.get(size, relief) + relief) / 2
 
     def add_reading(self, requests: int, seconds: float) -> None:
         """Adds the seconds in which the draft read the prompts of so many requests, while none was decoded."""

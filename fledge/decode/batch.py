@@ -444,7 +444,7 @@ class Batch:
         if self.plain_rounds:
             now = time.perf_counter()
             seconds = max(now - self.plain_since, self.plain_seconds)
-            self.chooser.add_plain(len(self.running), seconds / self.plain_rounds)
+            self.chooser.add_plain(len(self.running), seconds / self.plain_rounds, self.plain_rounds)
             self.plain_rounds, self.plain_seconds, self.plain_since = 0, 0.0, now
 
     def _finish_launched(self) -> list[Request]:

@@ -370,6 +370,7 @@ class Engine:
         chooser = self.chooser if drafts else None
         together = min(batch, len(waiting))
         rests = chooser is not None and chooser.rests(together, len(waiting))
+        comparing = chooser is not None and chooser.comparing
         stack = ExitStack()
 
         def batch_of_kind() -> Batch:
@@ -389,7 +390,8 @@ class Engine:
                 if chooser is not None and count and scheduler.batches:
                     if not rests:
                         chooser.stops(together, len(waiting))
-                    elif chooser.returns(together, len(waiting)):
+                        comparing = chooser.comparing
+                    elif comparing or chooser.returns(together, len(waiting)):
                         if not scheduler.running:
                             return
                         count = 0

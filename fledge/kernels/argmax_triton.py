@@ -61,10 +61,8 @@ def argmax_triton(x: Tensor, ids_V: Tensor | None = None) -> Tensor:
         rows = rows.contiguous()
     (M, V), device = rows.shape, x.device
     ids, chunks = None if ids_V is None else ids_V.contiguous(), triton.cdiv(V, CHUNK)
-    out, options = (
-        torch.empty(M, dtype=torch.int64, device=device),
-        dict(IDS=ids is not None, **dependent_launch(device)),
-    )
+    options = dict(IDS=ids is not None, **dependent_launch(device))
+    out = torch.empty(M, dtype=torch.int64, device=device)
     best = at = out  # written only where a row has several chunks
     if chunks > 1:
         best, at = (torch.empty(M, chunks, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))

@@ -17,7 +17,7 @@ class RandomAmounts:
     def __init__(self, engine: Engine, seed: int, rest: float = 0.3):
         self.draw, self.amounts, self.rest = random.Random(seed), engine.drafting.amounts, rest
         self.guesses: list[tuple[int, int]] = []
-        self.settled = self.pausing = self.trying = False
+        self.settled = self.pausing = self.trying = self.comparing = False
         self.least, self.budget = engine.chooser.least, Budget()
         self.exchanges = 0
         engine.chooser = self
@@ -28,10 +28,12 @@ class RandomAmounts:
 
     def rests(self, requests: int, waiting: int = 0) -> bool:
         self.trying, self.pausing = self.draw.random() < 0.5, False
+        self.comparing = self.draw.random() < 0.5
         return self.draw.random() < self.rest
 
     def stops(self, requests: int, waiting: int = 0) -> bool:
         self.pausing |= self.draw.random() < self.rest / 3
+        self.comparing = self.draw.random() < 0.5
         return self.pausing
 
     def returns(self, requests: int, waiting: int) -> bool:
@@ -47,10 +49,11 @@ class RandomAmounts:
     def add(self, amount: Amount, accepted: Sequence[int], seconds: float | None, drafted: int) -> None:
         assert max(accepted) <= drafted <= amount.depth
 
-    def add_plain(self, requests: int, seconds: float) -> None:
+    def add_plain(self, requests: int, seconds: float, rounds: int) -> None:
         pass
 
-    add_reading = add_plain
+    def add_reading(self, requests: int, seconds: float) -> None:
+        pass
 
     def add_answer(self, tokens: int) -> None:
         pass

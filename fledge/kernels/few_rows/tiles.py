@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FEW_ROWS = 16  # up to this number, the columns of a step are in parts
+FEW_ROWS = 16  # up to this number, a product computes the norm of its rows itself
 MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
 RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 

@@ -7,7 +7,7 @@ next steps are under way meanwhile, such that each multiprocessor always waits f
 For up to 16 rows, the columns of a step are divided into parts, which are the batch of a batched product and have sums
 of their own: each warp then multiplies other columns, and its chain of dependent products is short. For more rows,
 these sums would need too many registers and each warp would read the rows from shared memory: one product has all
-columns of a step, and the warps share its outputs.
+columns of a step, and the warps share its outputs. So it is with 128 outputs, which are chains enough.
 """
 
 from __future__ import annotations
@@ -361,9 +361,10 @@ def _compute(
 def _tiles(O: int, I: int, M: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """`tiles_for`, in the shared memory of the device and with what it supports."""
     tiles = tiles_for(O, I, dtype, M)
-    tiles = replace(tiles, dependent=tiles.dependent and can_wait(device))
-    if device.type != "cuda":
-        return tiles
+    if device.type != "cuda":  # the interpreter holds columns, without a wait
+        return replace(tiles, dependent=False)
+    if not can_wait(device):
+        tiles = replace(tiles, dependent=False, held=0)
     chip = torch.cuda.get_device_properties(device)
     shared = getattr(chip, "shared_memory_per_block_optin", chip.shared_memory_per_block)
     return fit(tiles, dtype.itemsize, shared)
