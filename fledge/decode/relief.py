@@ -1,8 +1,8 @@
 """What a round takes where requests rest, relative to a round that drafts nothing among others that draft.
 
-The first takes less time, since nothing is kept for a draft and the host does less: hardly less where rounds are long,
-but up to a quarter less with a small target on a GPU. Drafting has to be faster than the first, and while it goes on,
-only the second can be timed (`fledge/decode/adaptive.py`).
+The first takes less time, since nothing is kept for a draft and the host does less. That is a few percent where rounds
+are long, and more with a small target on a GPU. Drafting has to be faster than the first, but while it goes on, only
+the second can be timed (`fledge/decode/adaptive.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ATTEMPTS = 4  # the most to find it out
 
 
 class Relief:
-    """The relief by the number of requests. Sizes are those of graphs (`graph_size`)."""
+    """The relief, a factor of up to 1, by the number of requests. Sizes are those of graphs (`graph_size`)."""
 
     def __init__(self) -> None:
         self.idle: dict[int, deque[float]] = {}  # the latest seconds of rounds that drafted nothing among others
