@@ -26,7 +26,7 @@ from fledge.decode.adaptive import (
     Amount,
     AmountChooser,
     RoundCosts,
-)  # fmt: skip
+)
 from fledge.decode.budget import SHARE, Budget
 from fledge.decode.engine import Engine
 from fledge.decode.probe import probe
@@ -214,8 +214,7 @@ def test_speculation_comes_back() -> None:
 @pytest.mark.parametrize("idle", [1.0, 1.15, 1.3])
 @pytest.mark.parametrize("rate", [0.1, 0.155, 0.25, 0.4])
 def test_rounds_without_drafting_are_faster_where_requests_rest(rate: float, idle: float) -> None:
-    """Drafting does not seem to pay because a round that drafts nothing takes longer among rounds that draft, which is
-    so for small targets on a GPU."""
+    """Drafting does not seem to pay because a round that drafts nothing takes longer among rounds that draft."""
 
     def cost(amount: Amount) -> float:
         return 1.25 + 0.05 * amount.depth if amount.depth else 1.0

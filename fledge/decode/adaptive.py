@@ -6,7 +6,7 @@ the amounts. Where drafting does not pay, speculation pauses: the running reques
 (`Batch.take_over`), and the next ones are decoded as without a draft, to the end. The draft then guesses complete
 answers now and then (`decode/probe.py`), and requests are decoded with it again when that tells that it would pay, or
 after some guesses, to measure what rounds take. All of this is paid for by a `Budget`. Where drafting pays little, some
-requests are decoded without the draft once, to find out what rounds take then (`Relief`). Whether the next requests
+requests are decoded without the draft, to find out what rounds take then (`Relief`). Whether the next requests
 draft also depends on what else the draft costs a request: reading its prompt.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fledge.decode.budget import Budget
-from fledge.decode.relief import ATTEMPTS, LEAST, Relief
+from fledge.decode.relief import ATTEMPTS, LEAST_RELIEF, Relief
 from fledge.decode.rounds import graph_size
 
 TIMED = 3  # the fewest rounds that the cost of an amount is known from
@@ -294,7 +294,7 @@ class AmountChooser:
         if requests > 1 and waiting < WORTH_COMPARING * requests:
             return False
         known = self.rates.known >= EVIDENCE and self._measured and relief.is_measured(size)
-        if not known or LEAST * self._gain(requests) >= WORTH_DRAFTING:
+        if not known or LEAST_RELIEF * self._gain(requests) >= WORTH_DRAFTING:
             return False
         if self.rounds >= AGAIN:
             self.rounds = self.again  # the costs are measured again first, which the budget pays

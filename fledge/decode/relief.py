@@ -1,8 +1,8 @@
 """What a round takes where requests rest, relative to a round that drafts nothing among others that draft.
 
-The first takes less time, since nothing is kept for a draft and the host does less. That is a few percent where rounds
-are long, and more with a small target on a GPU. Drafting has to be faster than the first, but while it goes on, only
-the second can be timed (`fledge/decode/adaptive.py`).
+The first takes less time, since nothing is kept for a draft and the host does less, which matters where rounds are
+short. Drafting has to be faster than the first, but while it goes on, only the second can be timed
+(`fledge/decode/adaptive.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 
-LEAST, MOST = 0.75, 0.97  # the least that is believed, and the most that is told from none, by such measurements
+LEAST_RELIEF = 0.75  # the least factor that is believed, as measurements may be wrong
+MOST_RELIEF = 0.97  # a factor above it is taken for 1, as measurements do not tell the two apart
 LATEST = 16  # the most rounds among drafting ones that count
 FEWEST_IDLE, FEWEST_RESTING = 3, 16  # the fewest rounds of both kinds that tell it
 ATTEMPTS = 4  # the most to find it out
@@ -41,8 +42,8 @@ class Relief:
         rounds among others that draft, which count once."""
         if rounds < FEWEST_RESTING or not self.is_measured(size):
             return
-        found = max(seconds / statistics.median(self.idle.pop(size)), LEAST)
-        found = found if found < MOST else 1.0
+        found = max(seconds / statistics.median(self.idle.pop(size)), LEAST_RELIEF)
+        found = found if found < MOST_RELIEF else 1.0
         self.known[size] = (self.known.get(size, found) + found) / 2
 
     def is_measured(self, size: int) -> bool:
