@@ -371,7 +371,7 @@ class Batch:
             self.loaded.load(self.rounds)
         self.loaded.draft()
         timer.mark()
-        wait_for_copies(self.target.device)  # of the results of the round before
+        wait_for_copies(timer)  # of the results of the round before
         self.loaded.verify()
         return self.loaded.results[:B]
 

@@ -75,21 +75,24 @@ class Drafter(Protocol):
 
 
 class Timer:
-    """Measures the seconds from its creation to the first `mark`, and from each to the next, with events of the current
-    stream of a GPU. Of a round, on the target's device, these are drafting and verification. Drafting on another device
-    includes the copies to that device and back. Verification includes the copy of the results to the host, which takes
-    microseconds and may overlap with the next drafting (`copy_to_host`)."""
+    """Measures the seconds from its creation to the first `mark`, and from each to the next, with events of a GPU's
+    stream: the one that is current when the timer is created, unless another is given. Of a round, on the target's
+    device, these are drafting and verification. Drafting on another device includes the copies to that device and back.
+    Verification includes the copy of the results to the host, which takes microseconds and may overlap with the next
+    drafting (`copy_to_host`)."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
+        # looked up once, as torch takes longer for it than to record an event
+        self.stream = torch.cuda.current_stream(device) if self.cuda else None
         self.marks: list[Any] = []
         self.mark()
 
-    def mark(self) -> None:
-        """Records the current time."""
+    def mark(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Records the current time, in the timer's stream or another one of its device."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
+            event.record(stream or self.stream)
             self.marks.append(event)
         else:
             self.marks.append(time.perf_counter())
@@ -110,25 +113,25 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 def copy_to_host(results: Tensor, timer: Timer) -> Tensor:
     """A copy of a round's results in the host's memory, which is complete when the mark is reached that this adds to
-    the timer. The device's current stream does not wait for it."""
+    the timer. The timer's stream, which computes the results, does not wait for it."""
     host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
     if not results.is_cuda:
         host.copy_(results)
         timer.mark()
         return host
     stream = copy_stream(results.device)
-    stream.wait_stream(torch.cuda.current_stream(results.device))
+    stream.wait_stream(timer.stream)
     results.record_stream(stream)
     with torch.cuda.stream(stream):
         host.copy_(results, non_blocking=True)
-        timer.mark()
+    timer.mark(stream)
     return host
 
 
-def wait_for_copies(device: torch.device) -> None:
-    """Lets a GPU's current stream wait until all results are copied to the host, before some are overwritten."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(copy_stream(device))
+def wait_for_copies(timer: Timer) -> None:
+    """Lets the stream of a timer wait until all results are copied to the host, before some are overwritten."""
+    if timer.stream is not None:
+        timer.stream.wait_stream(copy_stream(timer.device))
 
 
 def apart(draft: Draft | None, device: torch.device) -> bool:
@@ -152,6 +155,23 @@ def copy_into(copies: Values, values: Values) -> None:
     """Copies the tensors of a dataclass into those that `copy_to` returned. The host does not wait for it on GPUs."""
     for copy, x in zip(tensors_of(copies), tensors_of(values), strict=True):
         copy.copy_(x, non_blocking=True)
+
+
+def copy_all(copies: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies tensors into others of the same shapes and dtypes, but for those that are the same. One kernel copies all
+    small tensors of a dtype."""
+    small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for copy, x in zip(copies, values, strict=True):
+        if x is copy:
+            continue
+        if copy.numel() > LARGE:
+            copy.copy_(x)
+        else:
+            into, of = small[copy.dtype]
+            into.append(copy)
+            of.append(x)
+    for into, of in small.values():
+        torch._foreach_copy_(into, of)
 
 
 def bytes_of(*values: RoundState | Tree) -> int:
@@ -282,35 +302,23 @@ class Places:
 
     def reset(self) -> None:
         """Makes all places places without a request."""
-        for mine, idle in zip(self.tensors, self.idle, strict=True):
-            mine.copy_(idle)
+        copy_all(self.tensors, self.idle)
         self.active_B.zero_()
 
     def load(self, theirs: Sequence[Tensor], requests: int) -> None:
         """Takes the values of requests from such tensors of theirs, for the first places."""
-        self.reset()
-        for mine, x in zip(self.tensors, theirs, strict=True):
-            mine[:requests].copy_(x)
+        if requests < self.size:
+            self.reset()
+        copy_all([mine[:requests] for mine in self.tensors], theirs)
         self.active_B[:requests] = 1
 
     def store(self, theirs: Sequence[Tensor], requests: int) -> None:
         """Gives the first places' values back to their requests."""
-        for mine, x in zip(self.tensors, theirs, strict=True):
-            x.copy_(mine[:requests])
+        copy_all(theirs, [mine[:requests] for mine in self.tensors])
 
     def keep(self, changed: Sequence[Tensor]) -> None:
         """Takes the values of tensors that a round made in place of these. Places without a request start again."""
-        small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for mine, x in zip(self.tensors, changed, strict=True):
-            if x is mine:
-                continue
-            if mine.numel() > LARGE:
-                mine.copy_(x)
-            else:
-                small[mine.dtype].append((mine, x))
-        for pairs in small.values():  # one kernel for all small tensors of a dtype
-            mine, theirs = zip(*pairs, strict=True)
-            torch._foreach_copy_(mine, theirs)
+        copy_all(self.tensors, changed)
         if self.size > 1 and self.lengths:
             torch._foreach_mul_(self.lengths, [self.active_B] * len(self.lengths))
 

@@ -127,8 +127,10 @@ def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool, frozens
     )
     if plain and not _cleans_up(tokenizer):  # nothing but the tokenizers library's decoding
         backend = tokenizer.backend_tokenizer
-        single = frozenset(token for name in BYTES if (token := backend.token_to_id(name)) is not None)
-        return lambda ids: backend.decode(ids, skip_special_tokens=True), _joins(backend.decoder), single
+        steps, single = _steps(backend.decoder), frozenset[int]()
+        if any(step["type"] == "ByteFallback" for step in steps):
+            single = frozenset(token for name in BYTES if (token := backend.token_to_id(name)) is not None)
+        return lambda ids: backend.decode(ids, skip_special_tokens=True), _joins(steps), single
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), False, frozenset()
 
 
@@ -139,12 +141,16 @@ def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
     return tokenizer.clean_up_tokenization_spaces and (forced or not bpe)
 
 
-def _joins(decoder: Any) -> bool:
-    """Whether a decoder of the tokenizers library joins its tokens' texts; it may change the first token's start."""
-    if decoder is None:  # a space between tokens
-        return True
-    state = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """The steps of a decoder of the tokenizers library; none of its default, which joins tokens with spaces."""
+    if decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _joins(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether a decoder with these steps joins its tokens' texts; it may change the first token's start."""
     kinds = [step["type"] for step in steps]
     if "Fuse" in kinds:  # what follows sees the whole text
         after = steps[kinds.index("Fuse") + 1 :]
