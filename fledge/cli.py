@@ -48,7 +48,7 @@ from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
-from fledge.signals import ignore_signals, stopping_signals
+from fledge.signals import ignore_signals, is_of_assembler, stopping_signals
 from fledge.targets.progress import show_loading
 
 app = typer.Typer(
@@ -340,14 +340,13 @@ def main() -> None:
         if isinstance(e, SystemExit) and e.code != 130:  # typer's for a KeyboardInterrupt
             raise
         _end_as_interrupted()
-    except ImportError:
-        if not _was_interrupted():  # libraries make an ImportError of a KeyboardInterrupt while they are imported
+    except Exception as e:
+        if type(e).__name__ == "OutOfMemoryError":  # torch.OutOfMemoryError, by name because torch may not be imported
+            _fail(f"not enough GPU memory: {e}")
+        # libraries make an ImportError of a KeyboardInterrupt while they are imported
+        if not ((isinstance(e, ImportError) or is_of_assembler(e)) and _was_interrupted()):
             raise
         _end_as_interrupted()
-    except RuntimeError as e:
-        if type(e).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, by name because torch may not be imported
-            raise
-        _fail(f"not enough GPU memory: {e}")
 
 
 @functools.cache

@@ -17,6 +17,12 @@ def stopping_signals() -> list[signal.Signals]:
     return [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
 
 
+def is_of_assembler(error: BaseException | None) -> bool:
+    """Whether an error tells that the assembler failed that Triton runs as a process of its own. A terminal's Ctrl-C
+    ends that process too. By name, as Triton need not be installed."""
+    return type(error).__name__ == "PTXASError"
+
+
 def ignore_signals() -> None:
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)

@@ -1084,11 +1084,17 @@ def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
     assert shown.code == 1 and "Wrong: vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states" in shown.out
 
 
-def test_an_interrupt_while_modules_are_imported(fledge, monkeypatch) -> None:
-    """Libraries make an ImportError of it, which is not shown. Without a signal, an ImportError is an error."""
+class PTXASError(Exception):
+    """Stands for Triton's error of this name, which needs a GPU."""
+
+
+@pytest.mark.parametrize("error", [ImportError, PTXASError])
+def test_an_interrupt_that_becomes_an_error(error: type[Exception], fledge, monkeypatch) -> None:
+    """Libraries make an ImportError of a signal while they are imported, and Triton a PTXASError while it compiles;
+    neither is shown. Without a signal, they are errors."""
 
     def missing() -> None:
-        raise ImportError("cannot load module more than once per process")
+        raise error("cannot load module more than once per process")
 
     def interrupted() -> None:
         with suppress(KeyboardInterrupt):
@@ -1098,7 +1104,7 @@ def test_an_interrupt_while_modules_are_imported(fledge, monkeypatch) -> None:
     for app in (missing, interrupted, missing):
         monkeypatch.setattr("fledge.cli.app", app)
         if app is missing:
-            with pytest.raises(ImportError):
+            with pytest.raises(error):
                 fledge()
         else:
             assert fledge() == Ran(130, "", "")

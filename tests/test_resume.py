@@ -446,6 +446,29 @@ def test_an_interruption_is_reported_from_another_thread():
     assert "stopping after this step" in line and thread is not threading.main_thread()
 
 
+class PTXASError(Exception):
+    """Stands for Triton's error of this name, which needs a GPU."""
+
+
+@pytest.mark.parametrize("signals", [0, 1])
+def test_a_signal_that_ends_the_compiler_ends_training(signals: int, tmp_path, fledge, monkeypatch):
+    """A terminal's Ctrl-C also ends the assembler that Triton runs, which is no error of the run."""
+    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+
+    def compile() -> None:
+        send(*[signal.SIGINT] * signals)
+        raise PTXASError("`ptxas` failed with error code -2")
+
+    during_step(monkeypatch, 2, compile)
+    words = ["train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS]
+    if signals:
+        ran = fledge(*words)
+        assert ran.code == 130 and "stopped at once, before the first checkpoint; start again with" in ran.err, ran.err
+    else:
+        with pytest.raises(PTXASError):
+            fledge(*words)
+
+
 @pytest.mark.parametrize("how", ["closed pipe", "full disk"])
 def test_training_saves_and_ends_when_standard_error_cannot_be_written(how, tmp_path, fledge, monkeypatch):
     """With standard error closed (`2>&1 | head`, or a closed terminal) or full, training notices at its next line and
