@@ -8,7 +8,8 @@ measurements. Then the ways with and without the draft take turns, and each goes
 without the draft in both turns, so that its row tells what chance makes of equal work. `tokens_per_s` is the median,
 with prefill and host in it. `speedup` is the median over the measurements of the speed with the draft over that
 without it, `speedup_iqr` its lower and upper quartile, and `passes` how often a measurement decodes the set with each.
-`paused` is the share of rounds that drafted nothing, in all that was measured.
+`paused` is the share of rounds that drafted nothing, in all that was measured. `sets` has the geometric mean of the
+speedups of each way and set, over the batches and temperatures, which chance changes less than those of single rows.
 """
 
 import argparse
@@ -69,7 +70,21 @@ def main() -> None:
                         row | measure(engine, prompts, asked, way != ALONE, options.repeats, options.seconds)
                     )
                     print({k: rounded(v) for k, v in record["rows"][-1].items()}, flush=True)
+                    record["sets"] = of_sets(record["rows"])
                     write_record(options.out, record)
+    for of_set in record["sets"]:
+        print({k: rounded(v) for k, v in of_set.items()})
+
+
+def of_sets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The geometric mean of the speedups of each way and set."""
+    speedups: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        speedups.setdefault((row["way"], row["set"]), []).append(row["speedup"])
+    return [
+        {"way": way, "set": name, "rows": len(x), "speedup": statistics.geometric_mean(x)}
+        for (way, name), x in speedups.items()
+    ]
 
 
 def rounded(value: Any) -> Any:

@@ -239,7 +239,10 @@ def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
     words = "--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--new", 12, "--repeats", 2
     words = *words, "--seconds", 0.05, "--batch", 1, 2, "--temperature", 0, "--ways", "as trained", "auto", "alone"
-    rows = record(tmp_path, monkeypatch, "prompt_sets", *words)["rows"]
+    found = record(tmp_path, monkeypatch, "prompt_sets", *words)
+    rows = found["rows"]
+    assert [(x["way"], x["set"], x["rows"]) for x in found["sets"]] == [(w, "code", 2) for w in words[-3:]]
+    assert found["sets"][0]["speedup"] ** 2 == pytest.approx(rows[0]["speedup"] * rows[1]["speedup"])
     ways = [(way, b) for way in ("as trained", "auto", "alone") for b in (1, 2)]
     assert [(r["way"], r["batch"]) for r in rows] == ways
     assert all(r["tokens_per_s"] > 0 and r["prompts"] == 2 for r in rows)

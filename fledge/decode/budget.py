@@ -20,44 +20,44 @@ class Budget:
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self.seconds = self.spent = 0.0
-        self._debt = 0.0
+        self._paid_at = 0.0  # the `seconds` at which the debt is paid off
         self._began: float | None = None  # finding out, as `seconds`
         self._workers, self._seen = 0, 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """While it is entered, something is decoded."""
-        self._count()
-        self._workers += 1
+        self.resume()
         try:
             yield
         finally:
-            self._count()
-            self._workers -= 1
+            self.pause()
 
-    def pause(self) -> None:
-        """Within `working`: one of those who decode waits, for the consumer or for others."""
-        self._count()
+    def pause(self) -> float:
+        """Within `working`: one of those who decode waits, for the consumer or for others. Returns the time."""
+        now = self._count()
         self._workers -= 1
+        return now
 
-    def resume(self) -> None:
-        """It goes on."""
-        self._count()
+    def resume(self) -> float:
+        """It goes on. Returns the time."""
+        now = self._count()
         self._workers += 1
+        return now
 
-    def _count(self) -> None:
-        """Counts the seconds up to now."""
+    def _count(self) -> float:
+        """Counts the seconds up to now, and returns the time."""
         now = self.clock()
-        passed, self._seen = now - self._seen, now
         if self._workers:
-            self.seconds += passed
-            self._debt = max(0.0, self._debt - SHARE * passed)
+            self.seconds += now - self._seen
+        self._seen = now
+        return now
 
     @property
     def allows(self) -> bool:
         """Whether something may be found out now."""
         self._count()
-        return self._debt == 0.0 and self._began is None
+        return self.seconds >= self._paid_at and self._began is None
 
     def begin(self) -> None:
         """Finding out begins."""
@@ -71,4 +71,4 @@ class Budget:
         self._count()
         took, self._began = self.seconds - self._began, None
         self.spent += took
-        self._debt += took
+        self._paid_at = max(self._paid_at, self.seconds) + took / SHARE

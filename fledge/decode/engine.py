@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -401,27 +400,20 @@ class Engine:
                     chooser.gave_up()
                 yield from scheduler.add([waiting.popleft() for _ in range(count)])
                 for updated in scheduler.round():
-                    yield from self._hand_over(updated, scheduler, chooser)
-                    if rests and chooser is not None and (complete := next((r for r in updated if r.over), None)):
-                        self._probe(complete, chooser, scheduler, together)
-
-    @staticmethod
-    def _hand_over(
-        updated: list[Request], scheduler: BatchScheduler, chooser: AmountChooser | None
-    ) -> Iterator[list[Request]]:  # fmt: skip
-        """Yields requests that tokens were committed to. What passes until the next ones are asked for is no time of
-        decoding: the consumer needs it, or other threads."""
-        if chooser is None:
-            yield updated
-            return
-        before = time.perf_counter()
-        chooser.budget.pause()
-        try:
-            yield updated
-        finally:
-            chooser.budget.resume()
-        if (waited := time.perf_counter() - before) > WAIT:
-            scheduler.waited(waited)
+                    if chooser is None:
+                        yield updated
+                        continue
+                    # what passes until the next ones are asked for is no time of decoding: the consumer needs it, or
+                    # other threads
+                    before = chooser.budget.pause()
+                    try:
+                        yield updated
+                    finally:
+                        waited = chooser.budget.resume() - before
+                    if waited > WAIT:
+                        scheduler.waited(waited)
+                    if rests and (complete := [r for r in updated if r.over]):
+                        self._probe(complete[0], chooser, scheduler, together)
 
     def _probe(
         self, complete: Request, chooser: AmountChooser, scheduler: BatchScheduler, together: int
