@@ -48,7 +48,7 @@ from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
-from fledge.signals import ignore_signals, is_of_assembler, stopping_signals
+from fledge.signals import ignore_signals, is_assembler_error, stopping_signals
 from fledge.targets.progress import show_loading
 
 app = typer.Typer(
@@ -343,8 +343,8 @@ def main() -> None:
     except Exception as e:
         if type(e).__name__ == "OutOfMemoryError":  # torch.OutOfMemoryError, by name because torch may not be imported
             _fail(f"not enough GPU memory: {e}")
-        # libraries make an ImportError of a KeyboardInterrupt while they are imported
-        if not ((isinstance(e, ImportError) or is_of_assembler(e)) and _was_interrupted()):
+        # libraries make an ImportError of a KeyboardInterrupt while they are imported; Ctrl-C ends Triton's assembler
+        if not ((isinstance(e, ImportError) or is_assembler_error(e)) and _was_interrupted()):
             raise
         _end_as_interrupted()
 

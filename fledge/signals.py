@@ -17,9 +17,9 @@ def stopping_signals() -> list[signal.Signals]:
     return [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
 
 
-def is_of_assembler(error: BaseException | None) -> bool:
-    """Whether an error tells that the assembler failed that Triton runs as a process of its own. A terminal's Ctrl-C
-    ends that process too. By name, as Triton need not be installed."""
+def is_assembler_error(error: BaseException | None) -> bool:
+    """Whether the error is Triton's PTXASError: its assembler, ptxas, failed. Triton runs it as a process of its own,
+    which a terminal's Ctrl-C ends too. The class is known by name, as Triton need not be installed."""
     return type(error).__name__ == "PTXASError"
 
 

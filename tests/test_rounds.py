@@ -354,6 +354,26 @@ def test_results_that_are_copied_late(speculate: bool, monkeypatch: pytest.Monke
     assert [c.tokens for c in engine.generate_all(asked, **given)] == [c.tokens for c in expected]
 
 
+def test_places_take_requests_and_give_them_back() -> None:
+    """Large and small tensors of several dtypes, as many requests as places, and fewer, after which the others are
+    places without a request."""
+    shapes = [((4, 3), torch.int64), ((4,), torch.float32), ((4, rounds.LARGE), torch.float32), ((4, 2), torch.int64)]
+    idle = [torch.full(shape, -1, dtype=dtype) for shape, dtype in shapes]
+    places = rounds.Places(4, torch.device("cpu"), [x.clone() for x in idle], [])
+    for requests in (4, 3):
+        theirs = [torch.arange(x[:requests].numel()).view_as(x[:requests]).to(x.dtype) for x in idle]
+        places.load(theirs, requests)
+        for mine, x in zip(places.tensors, theirs, strict=True):
+            assert mine[:requests].equal(x) and bool((mine[requests:] == -1).all())
+        assert places.active_B.tolist() == [1] * requests + [0] * (4 - requests)
+        back = [torch.zeros_like(x) for x in theirs]
+        places.store(back, requests)
+        assert all(a.equal(b) for a, b in zip(back, theirs, strict=True))
+    kept = [places.tensors[0], *(x + 1 for x in places.tensors[1:])]
+    places.keep(kept)
+    assert all(a.equal(b) for a, b in zip(places.tensors, kept, strict=True))
+
+
 def test_one_pass_drafts(captured: list[int]) -> None:
     target = tiny_target(dtype=torch.float64, native=True)
     engine = Engine(target, tiny_draft(target, **P_EAGLE), depth=3)

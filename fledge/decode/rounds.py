@@ -158,8 +158,8 @@ def copy_into(copies: Values, values: Values) -> None:
 
 
 def copy_all(copies: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies tensors into others of the same shapes and dtypes, but for those that are the same. One kernel copies all
-    small tensors of a dtype."""
+    """Copies each of `values` into the tensor at its place in `copies`, which has its shape and dtype; one that is
+    there itself is left out. One kernel copies all small tensors of a dtype."""
     small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for copy, x in zip(copies, values, strict=True):
         if x is copy:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from fledge.signals import is_of_assembler
+from fledge.signals import is_assembler_error
 
 STOPPING = "stopping after this step; a second Ctrl-C stops immediately and loses the steps since the last checkpoint"
 SAVING = "a checkpoint is being saved; stopping when it is complete"
@@ -19,9 +19,9 @@ class Interruption:
     """A context manager in which SIGINT (Ctrl-C), SIGTERM and SIGHUP set `requested` instead of ending the process.
 
     A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
-    effect, since process managers often send them twice. If the first also ended Triton's assembler, the block raises
-    KeyboardInterrupt. SIGHUP stays ignored if it was, as under nohup. `say` is called with a message for each handled
-    signal, from a thread: a signal handler may run in the middle of a print.
+    effect, since process managers often send them twice. If the first signal also ended Triton's assembler, the block
+    raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if it was, as under nohup. `say` is called
+    with a message for each handled signal, from a thread: a signal handler may run in the middle of a print.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -53,7 +53,7 @@ class Interruption:
             signal.signal(s, signal.SIG_DFL if handler is None else handler)
         self._lines.put(None)
         self._printer.join()
-        if self.requested and is_of_assembler(error):
+        if self.requested and is_assembler_error(error):
             raise KeyboardInterrupt from error
 
     def _handle(self, number: int, _frame: object) -> None:
