@@ -7,7 +7,6 @@ CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 import warnings
@@ -332,26 +331,6 @@ def test_nothing_is_captured_after_preparing_on_a_gpu(
             prompts(14, longest=30, seed=seed), batch=3, max_new_tokens=25, temperature=0.8, top_k=9, seed=seed
         )
         assert all(len(c.tokens) <= 25 for c in done)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("speculate", [True, False])
-def test_results_that_are_copied_late(speculate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next round does not overwrite results that are not yet copied to the host."""
-    made, draft, asked = good_pair()
-    model, draft = (copy.deepcopy(x).to("cuda", torch.float32) for x in (made.model, draft))
-    engine = Engine(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
-    given: dict[str, Any] = dict(batch=2, max_new_tokens=30, speculate=speculate)
-    expected = engine.generate_all(asked, **given)
-    copy_to_host = batches.copy_to_host
-
-    def late(results: torch.Tensor, timer: rounds.Timer) -> torch.Tensor:
-        with torch.cuda.stream(rounds.copy_stream(results.device)):
-            torch.cuda._sleep(10_000_000)  # cycles, which are some rounds
-        return copy_to_host(results, timer)
-
-    monkeypatch.setattr(batches, "copy_to_host", late)
-    assert [c.tokens for c in engine.generate_all(asked, **given)] == [c.tokens for c in expected]
 
 
 def test_places_take_requests_and_give_them_back() -> None:

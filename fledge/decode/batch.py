@@ -24,7 +24,6 @@ from fledge.decode.rounds import (
     copy_to_host,
     graph_memory,
     graph_size,
-    wait_for_copies,
 )
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
@@ -114,6 +113,7 @@ class Batch:
         self.processes = False  # whether some of them have logits processors
         self.rounds: Rounds | None = None  # of the running requests
         self.launched: list[Launched] = []
+        self.timers: list[Timer] = []  # of rounds that are committed
         self.captures = can_capture(target, proposer)
         self.graphs: dict[Any, CapturedRounds] = {}
         self.loaded: CapturedRounds | None = None  # the graphs that have the requests' state at present
@@ -345,7 +345,7 @@ class Batch:
         typical = self.held >= WARM_UP and (self.loaded is not None or not self.captures)
         self.held += 1
         self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
-        timer = Timer(self.target.device)
+        timer = self._timer()
         if self._replays():
             results, copied_bytes = self._replay(timer), self.loaded.copied_bytes
         else:
@@ -355,8 +355,17 @@ class Batch:
             tree = self.rounds.draft_trees(rows)
             timer.mark()
             results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
-        host = copy_to_host(results, timer)
+        host = copy_to_host(results)
+        timer.mark()
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
+
+    def _timer(self) -> Timer:
+        """A timer that has started."""
+        if not self.timers:
+            return Timer(self.target.device)
+        timer = self.timers.pop()
+        timer.start()
+        return timer
 
     def _replay(self, timer: Timer) -> Tensor:
         """Launches the graphs of a round, which are captured first if this kind of round is new."""
@@ -371,7 +380,6 @@ class Batch:
             self.loaded.load(self.rounds)
         self.loaded.draft()
         timer.mark()
-        wait_for_copies(timer)  # of the results of the round before
         self.loaded.verify()
         return self.loaded.results[:B]
 
@@ -403,6 +411,7 @@ class Batch:
         """Commits the results of the oldest launched round. Returns its requests that were not complete before."""
         launched = self.launched.pop(0)
         times = launched.timer.seconds()  # waits for the device
+        self.timers.append(launched.timer)
         results = launched.results.tolist()
         if self.chooser is not None:
             self._note_round(launched, sum(times), results)

@@ -75,27 +75,33 @@ class Drafter(Protocol):
 
 
 class Timer:
-    """Measures the seconds from its creation to the first `mark`, and from each to the next, with events of a GPU's
-    stream: the one that is current when the timer is created, unless another is given. Of a round, on the target's
-    device, these are drafting and verification. Drafting on another device includes the copies to that device and back.
-    Verification includes the copy of the results to the host, which takes microseconds and may overlap with the next
-    drafting (`copy_to_host`)."""
+    """Measures the seconds from its last start to the first `mark`, and from each to the next, with events of a GPU's
+    stream: the one that is current at the start. It starts when it is created. Of a round, on the target's device,
+    these are drafting and verification. Drafting on another device includes the copies to that device and back.
+    Verification includes the copy of the results to the host, which takes microseconds."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
-        # looked up once, as torch takes longer for it than to record an event
-        self.stream = torch.cuda.current_stream(device) if self.cuda else None
+        self.events: list[torch.cuda.Event] = []  # used again after each start, as torch takes long to create one
         self.marks: list[Any] = []
+        self.start()
+
+    def start(self) -> None:
+        """Starts again."""
+        self.stream = current_stream(self.device) if self.cuda else None
+        self.marks.clear()
         self.mark()
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Records the current time, in the timer's stream or another one of its device."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(stream or self.stream)
-            self.marks.append(event)
-        else:
+    def mark(self) -> None:
+        """Records the current time."""
+        if not self.cuda:
             self.marks.append(time.perf_counter())
+            return
+        if len(self.marks) == len(self.events):
+            self.events.append(torch.cuda.Event(enable_timing=True))
+        event = self.events[len(self.marks)]
+        event.record(self.stream)
+        self.marks.append(event)
 
     def seconds(self) -> list[float]:
         """The seconds up to each mark. Waits for the device to reach the last one."""
@@ -105,33 +111,27 @@ class Timer:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a GPU, as `torch.cuda.current_stream`, which takes longer than to record an event."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return stream_at(index, torch._C._cuda_getCurrentRawStream(index))
+
+
 @functools.cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU on which results are copied to the host, while the next round runs."""
-    return torch.cuda.Stream(device)
+def stream_at(index: int, address: int) -> torch.cuda.Stream:
+    """The current stream of a GPU, whose address this is. torch keeps its streams for as long as the program runs."""
+    return torch.cuda.current_stream(index)
 
 
-def copy_to_host(results: Tensor, timer: Timer) -> Tensor:
-    """A copy of a round's results in the host's memory, which is complete when the mark is reached that this adds to
-    the timer. The timer's stream, which computes the results, does not wait for it."""
+def copy_to_host(results: Tensor) -> Tensor:
+    """A copy of a round's results in the host's memory, which is complete when their stream has reached it.
+
+    The copy is in the stream that computes the results. In another one, beside the next round, it would save the GPU
+    some microseconds, but the host would need longer for it than for the rest of a launch, and the rounds of a small
+    target would wait for the host.
+    """
     host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
-    if not results.is_cuda:
-        host.copy_(results)
-        timer.mark()
-        return host
-    stream = copy_stream(results.device)
-    stream.wait_stream(timer.stream)
-    results.record_stream(stream)
-    with torch.cuda.stream(stream):
-        host.copy_(results, non_blocking=True)
-    timer.mark(stream)
-    return host
-
-
-def wait_for_copies(timer: Timer) -> None:
-    """Lets the stream of a timer wait until all results are copied to the host, before some are overwritten."""
-    if timer.stream is not None:
-        timer.stream.wait_stream(copy_stream(timer.device))
+    return host.copy_(results, non_blocking=True)
 
 
 def apart(draft: Draft | None, device: torch.device) -> bool:
@@ -219,15 +219,13 @@ class Rounds:
         return tree.to(device)
 
     @torch.inference_mode()
-    def verify_trees(
-        self, tree: Tree, processing: Sequence[Processing | None] = (), into: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
         """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, R + 2]: R tokens to commit, the
-        number of valid ones, and the number of drafted ones. They are written to `into` if it is given."""
+        number of valid ones, and the number of drafted ones."""
         with current_device(self.state.token_BR.device):
-            return self._verify(tree, processing, into)
+            return self._verify(tree, processing)
 
-    def _verify(self, tree: Tree, processing: Sequence[Processing | None], into: Tensor | None) -> Tensor:
+    def _verify(self, tree: Tree, processing: Sequence[Processing | None]) -> Tensor:
         draft, state = self.drafter.draft, self.state
         logits_BNV, features = self.target.verify(tree, self.cache, self.layers)
         ids_W = None if tree.q_BKW is None else self.target_ids_W
@@ -245,7 +243,7 @@ class Rounds:
         else:
             self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
-        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1, out=into)
+        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
 
 
 def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
@@ -326,10 +324,10 @@ class Places:
 class CapturedRounds:
     """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification, each on its own device.
 
-    `draft` and `verify` replay them, and `results` are those of the last replay (`Rounds.verify_trees`). The graphs
-    read and change tensors of their own (`Places`): `load` copies those of other rounds there, and `store` copies them
-    back. Where the devices differ, `draft` also copies the state to the draft's device before its graph, and the trees
-    to the target's device after it, `copied_bytes` in all.
+    `draft` and `verify` replay them, and `results` are those of the last replay (`Rounds.verify_trees`), until the next
+    drafting. The graphs read and change tensors of their own (`Places`): `load` copies those of other rounds there, and
+    `store` copies them back. Where the devices differ, `draft` also copies the state to the draft's device before its
+    graph, and the trees to the target's device after it, `copied_bytes` in all.
     """
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
@@ -351,8 +349,6 @@ class CapturedRounds:
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
         own = drawing.tensors() if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
-        # not in the graphs' memory, where the next drafting could overwrite them before they are copied to the host
-        self.results = torch.empty(size, drafter.levels + 3, dtype=torch.int64, device=device)
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -360,10 +356,10 @@ class CapturedRounds:
         if drafter.levels:
             self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
             self.tree = self._to_target(self.drafted)
-            self.verify, _ = capture(lambda: self._verify(self.tree), memory, device)
+            self.verify, self.results = capture(lambda: self._verify(self.tree), memory, device)
         else:
             self.replay_draft = lambda: None
-            self.verify, _ = capture(lambda: self._verify(self._draft()), memory, device)
+            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory, device)
         self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
 
     @torch.inference_mode()
@@ -389,18 +385,19 @@ class CapturedRounds:
     @torch.inference_mode()
     def _verify(self, tree: Tree) -> Tensor:
         rounds = self.rounds
-        results = rounds.verify_trees(tree, into=self.results)
+        results = rounds.verify_trees(tree)
         self.verifying.keep(rounds.tensors())
         rounds.state = RoundState(*self.verifying.tensors[: len(vars(rounds.state))])
         return results
 
-    @torch.inference_mode()
     def draft(self) -> None:
         """Launches the drafting of the trees that `verify` verifies."""
-        if self.apart:
+        if not self.apart:
+            self.replay_draft()
+            return
+        with torch.inference_mode():
             copy_into(self.state, self.rounds.state)
-        self.replay_draft()
-        if self.apart:
+            self.replay_draft()
             copy_into(self.tree, self.drafted)
 
     @torch.inference_mode()
