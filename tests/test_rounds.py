@@ -54,12 +54,11 @@ def rerun(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[C
 
     def replay() -> None:
         again = work()
-        pairs = [(results, again)]
         if isinstance(results, Tree):
             vars(results).pop("_ancestors", None)  # a graph would compute them again
-            pairs = [(getattr(results, name), x) for name, x in vars(again).items() if isinstance(x, torch.Tensor)]
-        for kept, changed in pairs:
-            kept.copy_(changed)
+            for name, x in vars(again).items():
+                if isinstance(x, torch.Tensor):
+                    getattr(results, name).copy_(x)
 
     return torch.inference_mode()(replay), results
 
@@ -79,7 +78,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def captured(self: rounds.CapturedRounds, of: rounds.Rounds, size: int, *given: Any) -> None:
         sizes.append(size)
         begin(self, of, size, *given)
-        self.replay_draft, self.verify = (only_with_its_buffers(self, f) for f in (self.replay_draft, self.verify))
+        self.replay_draft, self.replay_verify = (
+            only_with_its_buffers(self, f) for f in (self.replay_draft, self.replay_verify)
+        )
 
     monkeypatch.setattr(rounds.CapturedRounds, "__init__", captured)
     return sizes
@@ -518,7 +519,7 @@ def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypa
         sampling = BatchSampling.of([Sampling(**options)] * 2, [0, 1], "cpu")
         of = rounds.Rounds(target, proposer, layers, cache, state.rows(proposer.levels + 1), sampling)
         made = rounds.CapturedRounds(of, 4, spare, None, ())
-    assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.shape[0] == 4
+    assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.slots.shape[1] == 4
 
 
 @pytest.mark.parametrize("speculate", [True, False])

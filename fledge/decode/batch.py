@@ -219,7 +219,10 @@ class Batch:
             for request in self.running:
                 if request.over:
                     self.chooser.add_answer(len(request.done.tokens))
-        self._unload()
+        if going:
+            self._unload()
+        else:  # nothing of them is read again
+            self.loaded = None
         self._select(going)
 
     def take_over(self, other: Batch) -> list[Request]:
@@ -347,15 +350,15 @@ class Batch:
         self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
         timer = self._timer()
         if self._replays():
-            results, copied_bytes = self._replay(timer), self.loaded.copied_bytes
+            host, copied_bytes = self._replay(timer), self.loaded.copied_bytes
         else:
             self._unload()
             processing = [r.processing for r in self.running]
             rows = max(len(r.fresh) for r in self.running) if self.proposer.levels else None
             tree = self.rounds.draft_trees(rows)
             timer.mark()
-            results, copied_bytes = self.rounds.verify_trees(tree, processing), self.rounds.copied_bytes
-        host = copy_to_host(results)
+            host = copy_to_host(self.rounds.verify_trees(tree, processing))
+            copied_bytes = self.rounds.copied_bytes
         timer.mark()
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
 
@@ -368,7 +371,8 @@ class Batch:
         return timer
 
     def _replay(self, timer: Timer) -> Tensor:
-        """Launches the graphs of a round, which are captured first if this kind of round is new."""
+        """Launches the graphs of a round, which are captured first if this kind of round is new. Returns where its
+        results will be on the host."""
         B = len(self.running)
         if self.loaded is not None and self.loaded.buffers != self._buffers():
             self._unload()  # another batch, or a check of the target, made a pool grow
@@ -380,8 +384,7 @@ class Batch:
             self.loaded.load(self.rounds)
         self.loaded.draft()
         timer.mark()
-        self.loaded.verify()
-        return self.loaded.results[:B]
+        return self.loaded.verify()[:B]
 
     def _graph_key(self, size: int) -> tuple[Any, ...]:
         """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
@@ -542,6 +545,8 @@ class Joining:
 
     def select(self, sequences: Sequence[int]) -> None:
         """Keeps only the requests with these indices."""
+        if len(sequences) == len(self.requests):
+            return
         self.cache.select(sequences)
         if self.draft_cache is not None:
             self.draft_cache.select(sequences)

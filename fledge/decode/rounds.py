@@ -24,6 +24,7 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
+from fledge.kernels.host_slots import HostSlots
 from fledge.kernels.implementations import best_impl, current_device
 from fledge.models.draft import Draft
 from fledge.targets.interface import Cache, DecodingTarget
@@ -124,12 +125,7 @@ def stream_at(index: int, address: int) -> torch.cuda.Stream:
 
 
 def copy_to_host(results: Tensor) -> Tensor:
-    """A copy of a round's results in the host's memory, which is complete when their stream has reached it.
-
-    The copy is in the stream that computes the results. In another one, beside the next round, it would save the GPU
-    some microseconds, but the host would need longer for it than for the rest of a launch, and the rounds of a small
-    target would wait for the host.
-    """
+    """A copy of a round's results in the host's memory, which is complete when their stream has reached it."""
     host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
     return host.copy_(results, non_blocking=True)
 
@@ -324,10 +320,9 @@ class Places:
 class CapturedRounds:
     """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification, each on its own device.
 
-    `draft` and `verify` replay them, and `results` are those of the last replay (`Rounds.verify_trees`), until the next
-    drafting. The graphs read and change tensors of their own (`Places`): `load` copies those of other rounds there, and
-    `store` copies them back. Where the devices differ, `draft` also copies the state to the draft's device before its
-    graph, and the trees to the target's device after it, `copied_bytes` in all.
+    `draft` and `verify` replay them. The graphs read and change tensors of their own (`Places`): `load` copies those of
+    other rounds there, and `store` copies them back. Where the devices differ, `draft` also copies the state to the
+    draft's device before its graph, and the trees to the target's device after it, `copied_bytes` in all.
     """
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
@@ -349,6 +344,7 @@ class CapturedRounds:
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
         own = drawing.tensors() if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
+        self.results = HostSlots((size, drafter.levels + 3), device)
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -356,10 +352,10 @@ class CapturedRounds:
         if drafter.levels:
             self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
             self.tree = self._to_target(self.drafted)
-            self.verify, self.results = capture(lambda: self._verify(self.tree), memory, device)
+            self.replay_verify, _ = capture(lambda: self._verify(self.tree), memory, device)
         else:
             self.replay_draft = lambda: None
-            self.verify, self.results = capture(lambda: self._verify(self._draft()), memory, device)
+            self.replay_verify, _ = capture(lambda: self._verify(self._draft()), memory, device)
         self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
 
     @torch.inference_mode()
@@ -383,12 +379,11 @@ class CapturedRounds:
         return tree
 
     @torch.inference_mode()
-    def _verify(self, tree: Tree) -> Tensor:
+    def _verify(self, tree: Tree) -> None:
         rounds = self.rounds
-        results = rounds.verify_trees(tree)
+        self.results.write(rounds.verify_trees(tree))
         self.verifying.keep(rounds.tensors())
         rounds.state = RoundState(*self.verifying.tensors[: len(vars(rounds.state))])
-        return results
 
     def draft(self) -> None:
         """Launches the drafting of the trees that `verify` verifies."""
@@ -400,12 +395,19 @@ class CapturedRounds:
             self.replay_draft()
             copy_into(self.tree, self.drafted)
 
+    def verify(self) -> Tensor:
+        """Launches the verification. Returns where its results (`Rounds.verify_trees`), with a row for each place, will
+        be on the host; see `HostSlots.next`."""
+        self.replay_verify()
+        return self.results.next()
+
     @torch.inference_mode()
     def load(self, rounds: Rounds) -> None:
         """Takes the requests of other rounds with the same flags of sampling."""
         requests = rounds.state.count_B.numel()
         self.verifying.load(rounds.tensors(), requests)
         self.drafting.load(self._read_by_draft(rounds), requests)
+        self.results.restart()
 
     @torch.inference_mode()
     def store(self, rounds: Rounds) -> None:

@@ -85,6 +85,8 @@ class RoundState:
     @staticmethod
     def concatenate(states: Sequence[RoundState]) -> RoundState:
         """The requests of several states with equal R."""
+        if len(states) == 1:
+            return states[0]
         return RoundState(*(torch.cat(x) for x in zip(*(vars(s).values() for s in states), strict=True)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> RoundState:
