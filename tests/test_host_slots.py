@@ -56,9 +56,10 @@ def test_a_graph_writes_to_the_host() -> None:
 @pytest.mark.gpu
 def test_memory_is_kept_while_it_may_be_written() -> None:
     """Memory of slots that are gone is freed when the device has ended what it was doing."""
-    slots = HostSlots((3, 4), torch.device("cuda"))
-    torch.cuda._sleep(100_000_000)  # cycles
-    slots.write(torch.ones(3, 4, dtype=torch.int64, device="cuda"))
+    slots, value = HostSlots((3, 4), torch.device("cuda")), torch.ones(3, 4, dtype=torch.int64, device="cuda")
+    slots.write(value)  # compiles the kernel
+    torch.cuda._sleep(1_000_000_000)  # cycles
+    slots.write(value)
     done, address = torch.cuda.Event(), slots.slots.data_ptr()
     done.record()
     del slots

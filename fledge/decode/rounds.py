@@ -78,8 +78,8 @@ class Drafter(Protocol):
 class Timer:
     """Measures the seconds from its last start to the first `mark`, and from each to the next, with events of a GPU's
     stream: the one that is current at the start. It starts when it is created. Of a round, on the target's device,
-    these are drafting and verification. Drafting on another device includes the copies to that device and back.
-    Verification includes the copy of the results to the host, which takes microseconds."""
+    these are drafting and verification. Drafting on another device includes the copies to that device and back,
+    and verification that of the results to the host, which takes microseconds."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -12,9 +13,8 @@ from torch import Tensor
 from fledge.kernels.implementations import best_impl
 
 SLOTS = 4
-_RETIRED: list[
-    tuple[torch.device, Tensor]
-] = []  # memory of `HostSlots` that are gone; the device may still write to it
+# memory of `HostSlots` that are gone, which their devices may still write to
+_RETIRED: list[tuple[torch.device, Tensor]] = []
 
 
 class HostSlots:
@@ -25,9 +25,7 @@ class HostSlots:
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device):
-        while _RETIRED:
-            torch.cuda.synchronize(_RETIRED[-1][0])
-            _RETIRED.pop()
+        _free_retired()
         on_gpu = device.type == "cuda"
         self.slots = torch.zeros(SLOTS, *shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self.written = torch.zeros(1, dtype=torch.int64, device=device)  # the number of values
@@ -41,9 +39,8 @@ class HostSlots:
         self._places = itertools.cycle(self.slots.unbind())
 
     def write(self, values: Tensor, *, impl: str | None = None) -> None:
-        """Writes values of the shape, which are on the device and contiguous, into the next place. `impl` is
-        "definition" (plain torch, for a CPU), "triton" (one kernel; a GPU or Triton's interpreter), or None: "triton"
-        on a GPU."""
+        """Writes values of the shape, on the device, into the next place. `impl` is "definition" (plain torch,
+        for a CPU), "triton" (one kernel; a GPU or Triton's interpreter), or None: "triton" on a GPU."""
         if (best_impl(values.device, torch.float32) if impl is None else impl) == "triton":
             from fledge.kernels.host_slots_triton import write_triton
 
@@ -55,3 +52,11 @@ class HostSlots:
     def next(self) -> Tensor:
         """The place of the next value that was not asked for."""
         return next(self._places)
+
+
+def _free_retired() -> None:
+    """Frees the memory of `HostSlots` that are gone, after what their devices were doing."""
+    with contextlib.suppress(IndexError):  # none is left, also if another thread frees them too
+        while True:
+            device, _memory = _RETIRED.pop()
+            torch.cuda.synchronize(device)
