@@ -65,5 +65,5 @@ def test_memory_is_kept_while_it_may_be_written() -> None:
     del slots
     gc.collect()
     assert any(memory.data_ptr() == address for _, memory in host_slots._RETIRED) and not done.query()
-    HostSlots((1, 1), torch.device("cuda"))
-    assert not host_slots._RETIRED and done.query()
+    other = HostSlots((1, 1), torch.device("cuda"))
+    assert not host_slots._RETIRED and done.query() and other is not None

@@ -29,6 +29,7 @@ from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
 from fledge.kernels.implementations import current_device
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.targets.interface import DecodingTarget
@@ -356,7 +357,8 @@ class Batch:
             processing = [r.processing for r in self.running]
             rows = max(len(r.fresh) for r in self.running) if self.proposer.levels else None
             tree = self.rounds.draft_trees(rows)
-            timer.mark()
+            if self.proposer.levels:
+                timer.mark()
             host = copy_to_host(self.rounds.verify_trees(tree, processing))
             copied_bytes = self.rounds.copied_bytes
         timer.mark()
@@ -383,7 +385,8 @@ class Batch:
             self.loaded = self.graphs[key]
             self.loaded.load(self.rounds)
         self.loaded.draft()
-        timer.mark()
+        if self.proposer.levels:
+            timer.mark()
         return self.loaded.verify()[:B]
 
     def _graph_key(self, size: int) -> tuple[Any, ...]:
@@ -413,13 +416,13 @@ class Batch:
     def _commit(self) -> list[Request]:
         """Commits the results of the oldest launched round. Returns its requests that were not complete before."""
         launched = self.launched.pop(0)
-        times = launched.timer.seconds()  # waits for the device
+        times = launched.timer.seconds()  # of drafting, if there is any, and verification; waits for the device
         self.timers.append(launched.timer)
         results = launched.results.tolist()
         if self.chooser is not None:
             self._note_round(launched, sum(times), results)
         # requests that draft and accept as much share a record: all of them, where nothing is drafted
-        records, plain = {}, None if launched.amount.depth else Round(0, 0, *times, launched.copied_bytes)
+        records, plain = {}, None if launched.amount.depth else Round(0, 0, 0.0, *times, launched.copied_bytes)
         updated = []
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:
@@ -479,7 +482,7 @@ class Joining:
         self.cache, self.draft_cache = target.new_cache(of_target), None
         try:
             self.draft_cache = proposer.new_cache(of_draft)
-            with current_device(target.device):
+            with current_device(target.device), without_cudnn_sdpa(target.device):
                 self._prefill(start)
         except BaseException:
             self.free()

@@ -37,6 +37,8 @@ def check_prompt(asked: Any) -> str | list[int] | list[Mapping[str, Any]]:
         raise TypeError(f"{KINDS}, but this is {_kind(asked)}")
     if not asked:
         raise ValueError("the prompt is empty")
+    if _are_ids(asked):
+        return asked
     wanted, items = (Mapping, "messages") if isinstance(asked[0], Mapping) else (int, "token ids")
     odd = [x for x in asked if not isinstance(x, wanted) or isinstance(x, bool)]
     if odd:
@@ -48,8 +50,13 @@ def _plain(asked: Any) -> Any:
     """The same with every tensor, array and sequence as a list."""
     asked = asked.tolist() if hasattr(asked, "tolist") else asked
     if isinstance(asked, Sequence) and not isinstance(asked, str | bytes):
-        return [x if type(x) is int else _plain(x) for x in asked]  # most are token ids, of which there may be many
+        return list(asked) if _are_ids(asked) else [_plain(x) for x in asked]
     return asked
+
+
+def _are_ids(asked: Sequence[Any]) -> bool:
+    """Whether all are integers of Python's own type, which is found fast, as a prompt may have many."""
+    return set(map(type, asked)) == {int}
 
 
 def _encodable(text: str) -> str:

@@ -11,9 +11,11 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 def without_cudnn_sdpa(device: torch.device) -> contextlib.AbstractContextManager:
-    """Context manager: excludes cuDNN from torch's attention on CUDA devices; no effect elsewhere.
+    """Context manager: excludes cuDNN from torch's attention on CUDA devices; no effect elsewhere, and where it is
+    excluded already. Entering it takes the host longer than launching attention, so a pass enters it once.
 
     Torch prefers cuDNN on Hopper GPUs, but cuDNN builds a new plan for every new sequence length, and decoding and
     packed documents produce new lengths all the time (bench/results/sdpa.json).
     """
-    return sdpa_kernel(BACKENDS) if device.type == "cuda" else contextlib.nullcontext()
+    excludes = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    return sdpa_kernel(BACKENDS) if excludes else contextlib.nullcontext()

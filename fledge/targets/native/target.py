@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
 from fledge.kernels.packed_weight import packed_model
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
 from fledge.models.decode_layer import CachedRows
@@ -67,7 +68,8 @@ class NativeTarget(TransformersTarget):
     def _run_documents(
         self, token_T: Tensor, position_T: Tensor, documents: Sequence[tuple[int, int]], layers: Sequence[int]
     ) -> Features:
-        return self.native(token_T, position_T, PackedRows(documents, self.device), layers)
+        with without_cudnn_sdpa(self.device):
+            return self.native(token_T, position_T, PackedRows(documents, self.device), layers)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
