@@ -366,8 +366,8 @@ class Round:
     """One round of drafting and verification.
 
     `drafted` is the length of the longest drafted path. `accepted` is the number of accepted draft tokens, without the
-    target's own token. `t_draft` and `t_verify` are seconds. `copied_bytes` are those that the round copied between the
-    devices of draft and target for all requests decoded together.
+    target's own token. `t_draft`, which is 0 where nothing is drafted, and `t_verify` are seconds. `copied_bytes` are
+    those that the round copied between the devices of draft and target for all requests decoded together.
     """
 
     drafted: int

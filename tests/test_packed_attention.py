@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fledge.decode.engine import Engine
 from fledge.kernels.attention import _flash_supports, causal_attention
 from fledge.kernels.packed_attention import PackedAttention
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.models.kv_cache import PromptRows
 from support.decoding import assert_same, prompts
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
@@ -145,3 +147,25 @@ def test_what_the_host_knows_of_lengths() -> None:
     assert other.lengths == [0, 11, 9]
     other.select([])
     assert target.pool.slots == 0
+
+
+@pytest.mark.parametrize("only", [[], [SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]])
+def test_cudnn_is_excluded_whatever_is_set(only: list[SDPBackend]) -> None:
+    """Within it, and in a second one within the first, all backends but cuDNN are on; after it, those that were."""
+
+    def enabled() -> list[bool]:
+        flags = torch.backends.cuda
+        return [
+            flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled(),
+            flags.cudnn_sdp_enabled(),
+        ]  # fmt: skip
+
+    device = torch.device("cuda")
+    with sdpa_kernel(only or [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        before = enabled()
+        with without_cudnn_sdpa(device):
+            assert enabled() == [True, True, True, False]
+            with without_cudnn_sdpa(device):
+                assert enabled() == [True, True, True, False]
+            assert enabled() == [True, True, True, False]
+        assert enabled() == before

@@ -7,6 +7,8 @@ CUDA graphs require beyond that is checked on a GPU by `test_random_settings.py`
 
 from __future__ import annotations
 
+import copy
+import itertools
 import sys
 import time
 import warnings
@@ -28,6 +30,7 @@ from fledge.decode import engine as engines
 from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
 from fledge.decode.prepare import Prepared, prepare
+from fledge.decode.request import Completion
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.models import kv_cache
@@ -334,6 +337,51 @@ def test_nothing_is_captured_after_preparing_on_a_gpu(
             prompts(14, longest=30, seed=seed), batch=3, max_new_tokens=25, temperature=0.8, top_k=9, seed=seed
         )
         assert all(len(c.tokens) <= 25 for c in done)
+
+
+def test_a_round_follows_the_one_before_into_another_stream(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller may ask for each piece in another stream. A stream waits for that of the last round, once."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited.append(other)
+
+    streams = [Stream(), Stream()]
+    current = streams[0]
+    monkeypatch.setattr(rounds, "current_stream", lambda device: current)
+    monkeypatch.setattr(batches, "current_stream", lambda device: current)
+    target, draft, _ = good_pair(native=True)
+    pieces = Engine(target, draft, depth=2).stream("one two three", max_new_tokens=40)
+    for n in range(6):
+        current = streams[n % 2]
+        next(pieces)
+    assert streams[0].waited == [streams[1]] * 2 and streams[1].waited == [streams[0]] * 3
+    pieces.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculate", [True, False])
+def test_each_round_in_another_stream(speculate: bool) -> None:
+    """The tokens stay the same where rounds are asked for in two streams by turns, of which one is late."""
+    made, draft, asked = good_pair()
+    model, draft = (copy.deepcopy(x).to("cuda", torch.float32) for x in (made.model, draft))
+    engine = Engine(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for prompt in asked[:3]:
+        given: dict[str, Any] = dict(max_new_tokens=30, speculate=speculate)
+        expected, done = engine.generate(prompt, **given), Completion()
+        pieces = engine.stream(prompt, into=done, **given)
+        for n in itertools.count():
+            with torch.cuda.stream(streams[n % 2]):
+                torch.cuda._sleep(3_000_000 if n % 3 == 0 else 1)  # cycles
+                if next(pieces, None) is None:
+                    break
+        assert done.tokens == expected.tokens
 
 
 def test_places_take_requests_and_give_them_back() -> None:

@@ -22,6 +22,7 @@ from fledge.decode.rounds import (
     Timer,
     can_capture,
     copy_to_host,
+    current_stream,
     graph_memory,
     graph_size,
 )
@@ -29,7 +30,6 @@ from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
 from fledge.kernels.implementations import current_device
-from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.models.draft import Draft
 from fledge.targets.interface import DecodingTarget
@@ -115,6 +115,7 @@ class Batch:
         self.rounds: Rounds | None = None  # of the running requests
         self.launched: list[Launched] = []
         self.timers: list[Timer] = []  # of rounds that are committed
+        self.stream: torch.cuda.Stream | None = None  # of the last round, on a GPU
         self.captures = can_capture(target, proposer)
         self.graphs: dict[Any, CapturedRounds] = {}
         self.loaded: CapturedRounds | None = None  # the graphs that have the requests' state at present
@@ -350,6 +351,7 @@ class Batch:
         self.held += 1
         self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
         timer = self._timer()
+        self.follow(timer.stream)
         if self._replays():
             host, copied_bytes = self._replay(timer), self.loaded.copied_bytes
         else:
@@ -363,6 +365,13 @@ class Batch:
             copied_bytes = self.rounds.copied_bytes
         timer.mark()
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
+
+    def follow(self, stream: torch.cuda.Stream | None) -> None:
+        """Lets the current stream (None on a CPU) wait for the last round if that was in another: a caller may ask for
+        each round in any stream, and one is launched ahead."""
+        if stream is not None and self.stream not in (None, stream):
+            stream.wait_stream(self.stream)
+        self.stream = stream
 
     def _timer(self) -> Timer:
         """A timer that has started."""
@@ -478,11 +487,12 @@ class Joining:
         self.batch, self.requests = batch, requests
         self.reading: list[Timer] = []  # of the draft's passes
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
+        batch.follow(current_stream(target.device))
         of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
         self.cache, self.draft_cache = target.new_cache(of_target), None
         try:
             self.draft_cache = proposer.new_cache(of_draft)
-            with current_device(target.device), without_cudnn_sdpa(target.device):
+            with current_device(target.device):
                 self._prefill(start)
         except BaseException:
             self.free()

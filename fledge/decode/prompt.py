@@ -50,7 +50,7 @@ def _plain(asked: Any) -> Any:
     """The same with every tensor, array and sequence as a list."""
     asked = asked.tolist() if hasattr(asked, "tolist") else asked
     if isinstance(asked, Sequence) and not isinstance(asked, str | bytes):
-        return list(asked) if _are_ids(asked) else [_plain(x) for x in asked]
+        return list(asked) if _are_ids(asked) else [x if type(x) is int else _plain(x) for x in asked]
     return asked
 
 

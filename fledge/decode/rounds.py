@@ -78,8 +78,8 @@ class Drafter(Protocol):
 class Timer:
     """Measures the seconds from its last start to the first `mark`, and from each to the next, with events of a GPU's
     stream: the one that is current at the start. It starts when it is created. Of a round, on the target's device,
-    these are drafting and verification. Drafting on another device includes the copies to that device and back,
-    and verification that of the results to the host, which takes microseconds."""
+    these are drafting, if there is any, and verification. Drafting on another device includes the copies to that device
+    and back. Verification includes bringing the results to the host, which takes microseconds."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
@@ -89,7 +89,7 @@ class Timer:
 
     def start(self) -> None:
         """Starts again."""
-        self.stream = current_stream(self.device) if self.cuda else None
+        self.stream = current_stream(self.device)
         self.marks.clear()
         self.mark()
 
@@ -112,21 +112,26 @@ class Timer:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a GPU, as `torch.cuda.current_stream`, which takes longer than to record an event."""
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream of a GPU, as `torch.cuda.current_stream`, which takes longer than to record an event; None of
+    a CPU."""
+    if device.type != "cuda":
+        return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return stream_at(index, torch._C._cuda_getCurrentRawStream(index))
 
 
 @functools.cache
 def stream_at(index: int, address: int) -> torch.cuda.Stream:
-    """The current stream of a GPU, whose address this is. torch keeps its streams for as long as the program runs."""
+    """`torch.cuda.current_stream`, remembered by the address, which must be that of the stream that is current. torch
+    keeps its streams for as long as the program runs."""
     return torch.cuda.current_stream(index)
 
 
 def copy_to_host(results: Tensor) -> Tensor:
-    """A copy of a round's results in the host's memory, which is complete when their stream has reached it."""
-    host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
+    """A copy of a round's results in the host's memory. It is complete when the current stream has passed this point,
+    which an event tells."""
+    host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=results.is_cuda)
     return host.copy_(results, non_blocking=True)
 
 

@@ -23,6 +23,7 @@ from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.fresh_rows import FreshRows, fresh_rows
+from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import Visible, VisibleChain
 from fledge.models.decode_layer import CachedRows, Rotation
@@ -71,7 +72,8 @@ class Source:
         flat, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
         flat, count_B = to_device([flat, count_B], draft.device)
         state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
+        with without_cudnn_sdpa(draft.device):
+            self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
         rows.commit(count_B)
 
     def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class RoundState:
 
     @staticmethod
     def concatenate(states: Sequence[RoundState]) -> RoundState:
-        """The requests of several states with equal R."""
+        """The requests of several states with equal R; a single state itself, not a copy."""
         if len(states) == 1:
             return states[0]
         return RoundState(*(torch.cat(x) for x in zip(*(vars(s).values() for s in states), strict=True)))

@@ -1,4 +1,5 @@
-"""Values that a device writes into the host's memory itself, as a CUDA graph can, so that the host launches no copy."""
+"""Values that a device writes into the host's memory by a kernel, which a CUDA graph may contain, so that the host
+launches no copy."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fledge.kernels.implementations import best_impl
 
-SLOTS = 4
+SLOTS = 4  # more than the rounds that are launched and not read, at most two (`Batch.round`)
 # memory of `HostSlots` that are gone, which their devices may still write to
 _RETIRED: list[tuple[torch.device, Tensor]] = []
 
@@ -20,8 +21,8 @@ _RETIRED: list[tuple[torch.device, Tensor]] = []
 class HostSlots:
     """SLOTS places in the host's memory for int64 values of a shape. A device writes each value into the next one.
 
-    The host asks for each value's place with `next`. The value is there when the stream that writes it has reached
-    that, until SLOTS - 1 further ones are written.
+    The host asks for each value's place with `next`. The value is there when the stream has passed its writing, which
+    an event tells, and until the writing of SLOTS further ones is launched.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device):
@@ -34,7 +35,7 @@ class HostSlots:
         self.restart()
 
     def restart(self) -> None:
-        """The next value goes into the first place, whatever the host has asked for."""
+        """The next value goes into the first place. Those that were not read yet may be overwritten."""
         self.written.zero_()
         self._places = itertools.cycle(self.slots.unbind())
 
@@ -58,5 +59,9 @@ def _free_retired() -> None:
     """Frees the memory of `HostSlots` that are gone, after what their devices were doing."""
     with contextlib.suppress(IndexError):  # none is left, also if another thread frees them too
         while True:
-            device, _memory = _RETIRED.pop()
-            torch.cuda.synchronize(device)
+            device, memory = _RETIRED.pop()
+            try:
+                torch.cuda.synchronize(device)
+            except BaseException:
+                _RETIRED.append((device, memory))
+                raise

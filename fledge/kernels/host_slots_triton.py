@@ -24,6 +24,7 @@ def _write(
     for first in range(0, n, BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(slot_ptr + at, tl.load(values_ptr + at, mask=at < n), mask=at < n)
+    tl.debug_barrier()  # all threads have read the number
     tl.store(written_ptr, written + 1)
 
 

@@ -11,11 +11,16 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 def without_cudnn_sdpa(device: torch.device) -> contextlib.AbstractContextManager:
-    """Context manager: excludes cuDNN from torch's attention on CUDA devices; no effect elsewhere, and where it is
-    excluded already. Entering it takes the host longer than launching attention, so a pass enters it once.
+    """Context manager: lets torch's attention use BACKENDS, so not cuDNN, on CUDA devices; no effect elsewhere.
+
+    Setting them takes the host longer than launching attention. Where exactly these are set already, nothing is done,
+    so that a pass that enters it around all layers sets them once.
 
     Torch prefers cuDNN on Hopper GPUs, but cuDNN builds a new plan for every new sequence length, and decoding and
     packed documents produce new lengths all the time (bench/results/sdpa.json).
     """
-    excludes = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
-    return sdpa_kernel(BACKENDS) if excludes else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    flags = torch.backends.cuda
+    others = flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled() and flags.math_sdp_enabled()
+    return contextlib.nullcontext() if others and not flags.cudnn_sdp_enabled() else sdpa_kernel(BACKENDS)

@@ -125,7 +125,7 @@ class NativeTarget(TransformersTarget):
         final: bool = True,
     ) -> tuple[Tensor, list[Features]]:  # fmt: skip
         """See `DecodingTarget.prefill`. One pass over all tokens, without padding."""
-        with current_device(self.device):
+        with current_device(self.device), without_cudnn_sdpa(self.device):
             return self._prefill(prompts, cache, layers, final and layers is not None)
 
     def _prefill(
