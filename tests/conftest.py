@@ -16,6 +16,8 @@ import torch
 hypothesis.settings.register_profile("seeded", derandomize=True)
 hypothesis.settings.load_profile("seeded")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: see torch.set_num_threads below
+# otherwise each look for a hub that no test stands in for (`support/hub.py`) is tried again for half a minute
+os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
 pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values

@@ -242,8 +242,7 @@ def test_training_writes_a_card(trained):
     assert "datasets" not in metadata(text)
 
 
-def test_an_export_has_the_card_with_its_own_commands(trained, fledge, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the hub is not asked for o/t
+def test_an_export_has_the_card_with_its_own_commands(trained, fledge, tmp_path):
     source = (trained.draft / "README.md").read_text()
     done = fledge(
         "export", "--draft", trained.draft, "--to", "speculators", "--out", tmp_path / "out", "--target", "o/t"

@@ -13,7 +13,7 @@ from fledge.hub import DRAFT_FILES
 from fledge.jobs.model_card import DRAFT, is_unedited
 from support.drafts_on_disk import saved
 from support.files import reconfigure
-from support.hub import Repository, serving
+from support.hub import Repository, serving, stand_in
 
 CARD, CONFIG, WEIGHTS = "README.md", "config.json", "model.safetensors"
 
@@ -32,13 +32,8 @@ def draft(tmp_path):
 
 @pytest.fixture
 def push(hub, tmp_path, fledge, monkeypatch):
-    """Runs `fledge push` with the stand-in as the hub. huggingface_hub has read its environment when it was imported,
-    except for HF_TOKEN."""
-    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    values = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    for name, value in (values | {"HF_HUB_DISABLE_XET": True, "HF_TOKEN_PATH": str(tmp_path / "token")}).items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", hub.token)
+    """Runs `fledge push` with the stand-in as the hub."""
+    stand_in(hub, monkeypatch, tmp_path)
     return lambda *words: fledge("push", *words)
 
 

@@ -22,7 +22,7 @@ from support.files import metrics_of
 from support.ranks import ranks_of
 from support.targets import tiny_target_directory
 
-KILLS = int(os.environ.get("KILLS", "3"))  # `make kills` sets 20
+KILLS = int(os.environ.get("KILLS", "2"))  # `make kills` sets 20
 STEPS = 20 * (KILLS + 1)
 FLAGS = f"""--max-length 64 --row-length 128 --steps {STEPS} --depth 3 --draft-vocab 200 --rows-per-step 4
             --eval-every 20 --eval-tokens 4 --save-every 2 --seed 3 --device cpu --dtype float64""".split()

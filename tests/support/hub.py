@@ -15,7 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
+from huggingface_hub import constants
 
 
 @dataclass
@@ -62,6 +66,17 @@ def serving() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def stand_in(hub: Hub, patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Lets huggingface_hub take it for the hub. Caches are in the directory. It has read its environment when it was
+    imported, except for HF_TOKEN."""
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    places = {"HF_HUB_CACHE": str(directory / "cache"), "HF_TOKEN_PATH": str(directory / "token")}
+    values = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
+    for name, value in (values | places | {"HF_HUB_OFFLINE": False}).items():
+        patch.setattr(constants, name, value)
+    patch.setenv("HF_TOKEN", hub.token)
 
 
 class _Refused(Exception):

@@ -19,7 +19,7 @@ import pytest
 from support.chats import tiny_chats
 from support.commands import Ran
 from support.files import write_rows
-from support.hub import serving
+from support.hub import serving, stand_in
 from support.openai_server import FakeServer
 from support.pages import BLOCKS, ROOT
 from support.targets import tiny_target, tiny_tokenizer
@@ -133,17 +133,11 @@ def replace_engines(patch: pytest.MonkeyPatch, fledge: Callable[..., Ran]) -> No
 
 
 @contextmanager
-def uploads(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
+def uploads(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
     """A hub on this machine, where `my-name` may create repositories."""
-    from huggingface_hub import constants
-
     with serving() as hub:
         hub.owners = ("my-name",)
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        values = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(cache)}
-        for name, value in (values | {"HF_HUB_DISABLE_XET": True, "HF_TOKEN_PATH": str(cache / "token")}).items():
-            patch.setattr(constants, name, value)
-        patch.setenv("HF_TOKEN", hub.token)
+        stand_in(hub, patch, directory)
         yield
 
 
