@@ -149,7 +149,14 @@ def test_what_the_host_knows_of_lengths() -> None:
     assert target.pool.slots == 0
 
 
-@pytest.mark.parametrize("only", [[], [SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]])
+@pytest.mark.parametrize(
+    "only",
+    [
+        [SDPBackend.FLASH_ATTENTION],
+        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION],
+        [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION],
+    ],
+)
 def test_cudnn_is_excluded_whatever_is_set(only: list[SDPBackend]) -> None:
     """Within it, and in a second one within the first, all backends but cuDNN are on; after it, those that were."""
 
@@ -161,7 +168,7 @@ def test_cudnn_is_excluded_whatever_is_set(only: list[SDPBackend]) -> None:
         ]  # fmt: skip
 
     device = torch.device("cuda")
-    with sdpa_kernel(only or [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+    with sdpa_kernel(only):
         before = enabled()
         with without_cudnn_sdpa(device):
             assert enabled() == [True, True, True, False]

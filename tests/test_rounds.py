@@ -569,7 +569,7 @@ def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypa
         sampling = BatchSampling.of([Sampling(**options)] * 2, [0, 1], "cpu")
         of = rounds.Rounds(target, proposer, layers, cache, state.rows(proposer.levels + 1), sampling)
         made = rounds.CapturedRounds(of, 4, spare, None, ())
-    assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.slots.shape[1] == 4
+    assert made.drafted.token_BN.is_meta and not made.tree.token_BN.is_meta and made.results.entries.shape[1] == 4
 
 
 @pytest.mark.parametrize("speculate", [True, False])

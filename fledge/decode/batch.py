@@ -367,8 +367,8 @@ class Batch:
         self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:
-        """Lets the current stream (None on a CPU) wait for the last round if that was in another: a caller may ask for
-        each round in any stream, and one is launched ahead."""
+        """Lets the stream that is current now (None on a CPU) wait for the last round if that was in another one: a
+        caller may ask for each round in any stream, and one is launched ahead."""
         if stream is not None and self.stream not in (None, stream):
             stream.wait_stream(self.stream)
         self.stream = stream

@@ -24,8 +24,8 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
-from fledge.kernels.host_slots import HostSlots
 from fledge.kernels.implementations import best_impl, current_device
+from fledge.kernels.pinned_ring import PinnedRing
 from fledge.models.draft import Draft
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
@@ -349,7 +349,7 @@ class CapturedRounds:
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
         own = drawing.tensors() if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
-        self.results = HostSlots((size, drafter.levels + 3), device)
+        self.results = PinnedRing((size, drafter.levels + 3), device)
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -402,7 +402,7 @@ class CapturedRounds:
 
     def verify(self) -> Tensor:
         """Launches the verification. Returns where its results (`Rounds.verify_trees`), with a row for each place, will
-        be on the host; see `HostSlots.next`."""
+        be on the host; see `PinnedRing.next`."""
         self.replay_verify()
         return self.results.next()
 
