@@ -48,8 +48,8 @@ from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
 from fledge.jobs.train import TrainOptions
+from fledge.progress import show_progress
 from fledge.signals import ignore_signals, is_assembler_error, stopping_signals
-from fledge.targets.progress import show_loading
 
 app = typer.Typer(
     cls=Group,
@@ -151,9 +151,9 @@ def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspe
 
 
 def _display(quiet: bool = False) -> ProgressDisplay:
-    """A display that also shows the loading of targets."""
+    """A display that also shows downloads and the loading of targets."""
     display = ProgressDisplay(quiet)
-    show_loading(functools.partial(display.count, unit="tensors", passing=True))
+    show_progress(functools.partial(display.count, passing=True))
     return display
 
 

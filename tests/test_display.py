@@ -21,8 +21,9 @@ from fledge.cli import app
 from fledge.jobs.display import LINE_INTERVAL, ProgressDisplay, fit
 from fledge.jobs.plain_help import TABLE_WIDTH
 from fledge.models.weights import save_draft
+from fledge.progress import show_progress
 from fledge.targets.loading import load_target
-from fledge.targets.progress import counting_tensors, show_loading
+from fledge.targets.progress import counting_tensors
 from support.chats import tiny_chats
 from support.files import write_rows
 from support.narrow import WIDTH, misfits
@@ -215,12 +216,13 @@ def test_loading_counts_every_tensor_where_it_is_shown(made):
     counted: list[tuple[str, int, list[int]]] = []
 
     @contextmanager
-    def counter(label, total):
+    def counter(label, total, *, unit):
         counted.append((label, total, steps := []))
-        yield lambda: steps.append(1)
+        assert unit == "tensors"
+        yield steps.append
 
     def load() -> None:
-        show_loading(counter)
+        show_progress(counter)
         load_target(made / "target")
 
     contextvars.copy_context().run(load)

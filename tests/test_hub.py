@@ -1,7 +1,10 @@
-"""Names of targets and drafts: paths, hub ids with revisions, and the error if neither exists."""
+"""Names of targets and drafts: paths, hub ids with revisions, and the error if neither exists; what is shown of
+downloads."""
 
 from __future__ import annotations
 
+import contextvars
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -11,9 +14,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from fledge import hub
 from fledge.hub import draft_directory, split_revision
 from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.progress import show_progress
 from fledge.targets import loading
-from fledge.targets.loading import load_target
+from fledge.targets.loading import load_head, load_target
 from support.chats import tiny_chats
+from support.hub import Repository, serving, stand_in
 from support.targets import tiny_draft, tiny_target_directory
 
 
@@ -23,7 +28,7 @@ def asked(monkeypatch, tmp_path):
     requests."""
     calls = []
 
-    def snapshot_download(repository, *, revision=None, allow_patterns=None):
+    def snapshot_download(repository, *, revision=None, allow_patterns=None, tqdm_class=None):
         calls.append((repository, revision, allow_patterns))
         if not (tmp_path / "snapshot").exists():
             raise LocalEntryNotFoundError("\n\nNo connection, and nothing in the cache.\nMore of that.")
@@ -111,3 +116,107 @@ def test_targets_have_revisions_too(monkeypatch, tmp_path):
     assert load_target("owner/name@refs/pr/7").name == "owner/name@refs/pr/7"
     load_target("owner/name")
     assert asked == [("owner/name", "refs/pr/7")] * 3 + [("owner/name", None)] * 3
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """A function that does something while progress is shown, and returns (label, total, unit, what was counted)."""
+    monkeypatch.setattr(hub, "MEGABYTE", 1000)  # as models are small here
+
+    def run(work):
+        bars = []
+
+        @contextmanager
+        def counter(label, total, *, unit):
+            bars.append((label, total, unit, steps := []))
+            yield steps.append
+
+        def shown():
+            show_progress(counter)
+            work()
+
+        contextvars.copy_context().run(shown)
+        return [(label, total, unit, sum(steps)) for label, total, unit, steps in bars]
+
+    return run
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """A hub with a target in one file (bird/whole) and in several (bird/shards), and a draft."""
+    directory = tiny_target_directory(tmp_path)
+    files = {f.name: f.read_bytes() for f in directory.iterdir()}
+    load_target(directory).model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    shards = {f.name: f.read_bytes() for f in (tmp_path / "shards").iterdir()}
+    save_draft(tiny_draft(load_target(directory), draft_vocab_size=100), tmp_path / "drafted")
+    draft = {f.name: f.read_bytes() for f in (tmp_path / "drafted").iterdir() if f.is_file()}
+    with serving() as server:
+        stand_in(server, monkeypatch, tmp_path)
+        small = {name: content for name, content in files.items() if name != "model.safetensors"}
+        models = {"bird/whole": files, "bird/shards": small | shards, "bird/draft": draft}
+        for name, content in models.items():
+            server.repositories[name] = Repository(branches={"main": content})
+        yield server
+    hub._download.cache_clear()
+
+
+def kilobytes(server, name):
+    """The size of each file of a model's weights."""
+    files = server.files(name)
+    return [len(files[f]) / 1000 for f in files if f.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("name", ["bird/whole", "bird/shards"])
+def test_the_download_of_a_target_is_shown(served, counted, name):
+    """All its weights in one bar, before their tensors; nothing once they are there, also of the head alone."""
+    tensors = (f"tensors of {name}", 75, "tensors", 75)
+    sizes = kilobytes(served, name)
+    download, after = counted(lambda: load_target(name))
+    label, total, unit, done = download
+    assert (label, total, unit) == (f"MB of {name} from the hub", round(sum(sizes)), "MB")
+    assert len(sizes) == (1 if name == "bird/whole" else 5)
+    assert int(sum(sizes)) == done and after == tensors
+    assert counted(lambda: load_target(name)) == [tensors]
+    assert counted(lambda: load_head(name)) == []
+
+
+def test_only_the_files_that_are_needed_are_downloaded(served, counted):
+    """A target of which only the ends are loaded."""
+    ((label, total, _, done),) = counted(lambda: load_head("bird/shards"))
+    assert label == "MB of bird/shards from the hub"
+    assert 0 < total - 1 <= done <= total < 0.9 * sum(kilobytes(served, "bird/shards"))
+
+
+def test_the_download_of_a_draft_is_shown(served, counted):
+    (size,) = kilobytes(served, "bird/draft")
+    ((label, total, unit, done),) = counted(lambda: load_draft("bird/draft"))
+    assert (label, unit) == ("MB of bird/draft from the hub", "MB") and done >= int(size) and total >= int(size)
+
+
+def test_a_download_that_nobody_looks_at_is_that_of_transformers(served, monkeypatch):
+    """In Python, the hub library shows its own bars."""
+    monkeypatch.setattr(hub, "_snapshot", None)
+    assert load_target("bird/whole").name == "bird/whole"
+
+
+def test_what_is_in_the_cache_is_loaded_without_the_hub(served, counted, monkeypatch):
+    for name in ("bird/whole", "bird/shards"):
+        load_target(name)
+    served.repositories.clear()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "_snapshot", None)
+    for name in ("bird/whole", "bird/shards"):
+        assert counted(lambda name=name: load_target(name)) == [(f"tensors of {name}", 75, "tensors", 75)]
+
+
+def test_a_download_that_fails_is_the_readers(served, counted):
+    """The reader's error says what is wrong."""
+    del served.files("bird/shards")["model-00003-of-00005.safetensors"]
+    with pytest.raises(ValueError, match="the target bird/shards cannot be loaded"):
+        counted(lambda: load_target("bird/shards"))
+
+
+def test_a_hub_that_is_not_reached_is_named_with_a_cure(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"the target brid/chat cannot be loaded: .*connect to .*\. Check its name; "):
+        load_target("brid/chat")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, llama_names
-from fledge.hub import split_revision
+from fledge.hub import download_files, download_weights, split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
@@ -88,6 +89,7 @@ def load_target(
             place: dict[str, Any] = {"device_map": device_map} if device_map else {}
             if quantization and device.type != "cpu":
                 place = {"device_map": device_map or {"": device}}
+            download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 model, info = AutoModelForCausalLM.from_pretrained(
                     name, dtype=wanted, output_loading_info=True, **place, **options
@@ -183,15 +185,18 @@ def _read_weights(
 
     if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
         file_by_key = json.loads(Path(index).read_text())["weight_map"]
-    elif whole := file_of(SAFE_WEIGHTS_NAME):
+    else:
+        download_files(name, options["revision"], [SAFE_WEIGHTS_NAME])
+        if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
+            return None
         with safe_open(whole, "pt") as f:
             file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
-    else:
-        return None
     names = _names_in_files(file_by_key, model)
     keys = {key: names[key] for key in shapes if key in names}
     found: dict[str, torch.Tensor] = {}
-    for file in {file_by_key[stored] for stored in keys.values()}:
+    files = {file_by_key[stored] for stored in keys.values()}
+    download_files(name, options["revision"], files)
+    for file in files:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
     found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
@@ -310,8 +315,8 @@ def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBa
 
 @contextlib.contextmanager
 def _explaining_errors(path: str | Path) -> Iterator[None]:
-    """Context manager for loading a target, without progress bars: any exception becomes a ValueError that says what is
-    wrong and how to correct it."""
+    """Context manager for loading a target, without bars of transformers: any exception becomes a ValueError that says
+    what is wrong and how to correct it."""
     name, _ = split_revision(path)
     local = Path(path).is_absolute() or name.count("/") > 1 or name.startswith(("./", "../"))
     if local and not Path(path).exists():
@@ -322,8 +327,10 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
     if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
         raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
-    progress_bar_was_enabled = is_progress_bar_enabled()
-    disable_progress_bar()
+    progress_bar_was_enabled, downloads_were_shown = is_progress_bar_enabled(), not are_progress_bars_disabled()
+    disable_progress_bar()  # also those of downloads
+    if downloads_were_shown:
+        enable_progress_bars()
     try:
         yield
     except Exception as e:
@@ -352,6 +359,8 @@ def _remedy(e: Exception) -> str:
         return ". A weights file is truncated or damaged: copy or download it again"
     if isinstance(e, json.JSONDecodeError) or INVALID in str(e):
         return ". A JSON file of the model is damaged: copy or download it again"
+    if "couldn't connect" in str(e):
+        return ". Check its name; without a connection, only directories and models in that cache can be loaded"
     return ""
 
 

@@ -1,29 +1,20 @@
-"""The progress of loading a target's weights, for whoever shows it."""
+"""The progress of loading a target's weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import Any
 
-# as `ProgressDisplay.count`: a context manager for a label and a total, which yields a function to call after each item
-Counter = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
-
-_counter: ContextVar[Counter | None] = ContextVar("counter of loaded tensors", default=None)
-
-
-def show_loading(counter: Counter) -> None:
-    """Lets `counter` show how many tensors are loaded, in the current context (`contextvars`) from now on."""
-    _counter.set(counter)
+from fledge.progress import Counter, progress_counter
 
 
 @contextmanager
 def counting_tensors(label: str) -> Iterator[None]:
-    """Context manager: transformers' loading of weights is counted, if `show_loading` was called."""
+    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.progress`)."""
     from transformers.utils.logging import set_tqdm_hook
 
-    if (counter := _counter.get()) is None:
+    if (counter := progress_counter()) is None:
         yield
         return
 
@@ -41,7 +32,7 @@ def counting_tensors(label: str) -> Iterator[None]:
 
 def _counted(items: Iterable[Any], label: str, counter: Counter) -> Iterator[Any]:
     items = list(items)
-    with counter(label, len(items)) as advance:
+    with counter(label, len(items), unit="tensors") as advance:
         for item in items:
             yield item
-            advance()
+            advance(1)

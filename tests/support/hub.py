@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from huggingface_hub import constants
@@ -76,6 +77,7 @@ def stand_in(hub: Hub, patch: pytest.MonkeyPatch, directory: Path) -> None:
     values = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_DISABLE_XET": True}
     for name, value in (values | places | {"HF_HUB_OFFLINE": False}).items():
         patch.setattr(constants, name, value)
+    patch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # else that of the hub before
     patch.setenv("HF_TOKEN", hub.token)
 
 
@@ -154,6 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, body: bytes, name: str, branch: str) -> Any:
         files = self._files(name, branch)
         return _json([{"type": "file", "path": p, "size": len(files[p]), "oid": "0" * 40} for p in sorted(files)])
+
+    def paths(self, body: bytes, name: str, branch: str) -> Any:
+        files, asked = self._files(name, branch), parse_qs(body.decode())["paths"]
+        return _json([{"type": "file", "path": p, "size": len(files[p]), "oid": "0" * 40} for p in asked if p in files])
 
     def create(self, body: bytes) -> Any:
         asked = json.loads(body)
@@ -244,6 +250,7 @@ _ROUTES = (
     ("GET", f"/api/models/{_NAME}", _Handler.info),
     ("GET", f"/api/models/{_NAME}/revision/([^/]+)", _Handler.info),
     ("GET", f"/api/models/{_NAME}/tree/([^/]+)", _Handler.tree),
+    ("POST", f"/api/models/{_NAME}/paths-info/([^/]+)", _Handler.paths),
     ("POST", f"/api/models/{_NAME}/branch/([^/]+)", _Handler.branch),
     ("POST", f"/api/models/{_NAME}/preupload/([^/]+)", _Handler.preupload),
     ("POST", f"/api/models/{_NAME}/commit/([^/]+)", _Handler.commit),
