@@ -1,4 +1,5 @@
-"""Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision)."""
+"""Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision); and the
+download of what they name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from typing import Any
 from fledge.progress import Counter, progress_counter
 
 MEGABYTE = 10**6
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"  # of targets
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 DRAFT_FILES = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
@@ -73,10 +73,12 @@ def _download(name: str) -> Path:
 
 def download_weights(repository: str, revision: str | None) -> None:
     """`download_files` of all safetensors files of a model. Weights of other formats are left to the reader."""
+    from fledge.formats.tensors import INDEX, WEIGHTS
+
     if not _shows_downloads(repository) or _cached(repository, revision, WEIGHTS):
         return
     with contextlib.suppress(Exception), _without_hub_warnings():
-        path = _cached(repository, revision, WEIGHTS_INDEX) or _download_if_there(repository, revision, WEIGHTS_INDEX)
+        path = _cached(repository, revision, INDEX) or _download_if_there(repository, revision, INDEX)
         of_tensors = {} if path is None else json.loads(path.read_text())["weight_map"]
         download_files(repository, revision, set(of_tensors.values()) or {WEIGHTS})
 

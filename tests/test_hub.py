@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from fledge import hub
 from fledge.hub import draft_directory, split_revision
@@ -119,7 +120,7 @@ def test_targets_have_revisions_too(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def counted(monkeypatch, tmp_path):
+def counted(monkeypatch):
     """A function that does something while progress is shown, and returns (label, total, unit, what was counted)."""
     monkeypatch.setattr(hub, "MEGABYTE", 1000)  # as models are small here
 
@@ -193,10 +194,19 @@ def test_the_download_of_a_draft_is_shown(served, counted):
     assert (label, unit) == ("MB of bird/draft from the hub", "MB") and done >= int(size) and total >= int(size)
 
 
-def test_a_download_that_nobody_looks_at_is_that_of_transformers(served, monkeypatch):
-    """In Python, the hub library shows its own bars."""
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_download_that_nobody_counts_is_that_of_transformers(served, monkeypatch, shown):
+    """In Python, the hub library shows its own bars, unless they were disabled."""
+    during, read = [], loading._read_tokenizer
     monkeypatch.setattr(hub, "_snapshot", None)
-    assert load_target("bird/whole").name == "bird/whole"
+    monkeypatch.setattr(
+        loading, "_read_tokenizer", lambda *given: during.append(not are_progress_bars_disabled()) or read(*given)
+    )
+    (enable_progress_bars if shown else disable_progress_bars)()
+    try:
+        assert load_target("bird/whole").name == "bird/whole" and during == [shown]
+    finally:
+        enable_progress_bars()
 
 
 def test_what_is_in_the_cache_is_loaded_without_the_hub(served, counted, monkeypatch):

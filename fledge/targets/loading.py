@@ -360,7 +360,7 @@ def _remedy(e: Exception) -> str:
     if isinstance(e, json.JSONDecodeError) or INVALID in str(e):
         return ". A JSON file of the model is damaged: copy or download it again"
     if "couldn't connect" in str(e):
-        return ". Check its name; without a connection, only directories and models in that cache can be loaded"
+        return ". Check its name; without a connection, only directories and downloaded models can be loaded"
     return ""
 
 
