@@ -129,16 +129,23 @@ def test_random_settings_change_no_token(part: int) -> None:
         assert [c.text for c in fast] == [c.text for c in plain], case
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [True, False], ids=["captured", "direct"])
-def test_random_settings_on_a_gpu(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, each request's tokens are those of decoding without a draft up to a near tie, if any."""
+@pytest.mark.parametrize(
+    ("device", "captured"),
+    [
+        pytest.param("cpu", False, id="cpu"),
+        pytest.param("cuda", True, marks=pytest.mark.gpu, id="captured"),
+        pytest.param("cuda", False, marks=pytest.mark.gpu, id="direct"),
+    ],
+)
+def test_random_settings_in_float32(device: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's tokens are those of decoding without a draft up to a near tie, if any: in float32, a row of a
+    product may depend on the number of rows, on a CPU by its maker and its vector registers."""
     if not captured:
         monkeypatch.setattr(batches, "can_capture", lambda *given: False)
-    ties = 0
-    for case in range(CASES):
+    cases, ties = CASES // 3 if device == "cpu" else CASES, 0
+    for case in range(cases):
         setting = random_setting(case)
-        fast, plain = decode(setting, torch.float32, "cuda")
+        fast, plain = decode(setting, torch.float32, device)
         exact, _ = pair(setting.target, setting.native, setting.draft, torch.float64, "cpu")
         for i, (a, b) in enumerate(zip(fast, plain, strict=True)):
             if a.tokens != b.tokens:
@@ -149,4 +156,4 @@ def test_random_settings_on_a_gpu(captured: bool, monkeypatch: pytest.MonkeyPatc
                 number = setting.options["request"] + i
                 first, second = ranking_of(setting.samplings[i], number, prefix, logits_1V[0]).topk(2).values.tolist()
                 assert first - second < 1e-3, (case, i, agreed)
-    assert ties <= CASES / 20
+    assert ties <= cases / 20

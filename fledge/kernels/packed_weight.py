@@ -20,21 +20,18 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.memory import free_bytes
-from fledge.kernels.processor import is_intel, is_x86
+from fledge.kernels.processor import is_x86
 
 Made = TypeVar("Made")
 
 SHARE = 0.5  # of the free memory, the most that the copies of a model's weights take
 FREE = 4 << 30  # bytes, taken to be free where that is not known
 # A copy in 16 bits is used for any number of rows. In oneDNN's layout, the limits are compromises, chosen by the times
-# of whole rounds too: one and two rows are about as fast without the copy, on Intel's CPUs three rows too; few rows of
-# smaller weights are not much faster with it, and where passes of one row and of a few alternate, weight and copy would
-# compete for the CPU's caches.
+# of whole rounds too: one and two rows are about as fast without the copy; few rows of smaller weights are not much
+# faster with it, and where passes of one row and of a few alternate, weight and copy would compete for the caches.
 LEAST_ELEMENTS = 1 << 18
-LEAST_ROWS = 4 if is_intel() else 3
-MANY_ROWS = None if is_intel() else 9  # from which on smaller weights are faster with the copy too; None: never
-# The smallest copied in 16 bits. Of smaller weights, a product takes less time on Intel's CPUs than calling FBGEMM's.
-HALF_ELEMENTS = LEAST_ELEMENTS if is_intel() else 1
+LEAST_ROWS = 3
+MANY_ROWS = 9  # from which on smaller weights are faster with the copy too
 ROWS = 8  # for which oneDNN's layout is chosen
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
 # A matrix is copied in 16 bits only if its largest number is in this range. Outside, float16 has infinity and zero.
@@ -92,7 +89,7 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
         return list(weights)
-    halves = [has_half_products() and w.numel() >= HALF_ELEMENTS and fits_half(w) for w in weights]
+    halves = [has_half_products() and fits_half(w) for w in weights]
     least = [1 if half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
     given = zip(weights, halves, least, strict=True)
     if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:
@@ -107,8 +104,8 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def least_rows(weight_OI: Tensor) -> int | None:
-    """The number of rows from which on the product with a weight is faster with a copy in oneDNN's layout; None: it
-    never is."""
+    """The number of rows from which on the product with a weight is faster with a copy in oneDNN's layout; None where
+    this build of PyTorch lacks oneDNN's products."""
     if not has_onednn_products():
         return None
     return LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS
