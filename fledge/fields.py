@@ -227,6 +227,11 @@ def format_value(value: Any) -> str:
     return shortened(repr(value))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty; the name of its class without a message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def shortened(text: str) -> str:
     """A string from a file as error messages quote it, cut after MAX_SHOWN characters."""
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + ".."

@@ -111,7 +111,11 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         """The end-of-sequence ids of the generation config, the model's config and the tokenizer."""
         found: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
-        for ids in (getattr(generation, "eos_token_id", None), self.config.eos_token_id, self._tokenizer_eos()):
+        for ids in (
+            getattr(generation, "eos_token_id", None),
+            getattr(self.config, "eos_token_id", None),
+            self._tokenizer_eos(),
+        ):
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         return frozenset(found)
 
@@ -255,7 +259,15 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
                 hook.remove()
 
     def _features(self, states: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
-        """Captured states as features, with batch and sequence flattened to one axis."""
+        """Captured states as features, with batch and sequence flattened to one axis. Raises ValueError if layers pass
+        on something else than one hidden state per token."""
+        for i in layers:
+            if states[i].shape != states["last"].shape:
+                raise ValueError(
+                    f"no draft can be trained for {self.name or 'the target'}: the layers of {type(self.decoder).__name__} "
+                    f"pass on states of shape {list(states[i].shape)}, where a draft reads one hidden state per token, "
+                    f"{list(states['last'].shape)}"
+                )
         last, *aux = (states[i].flatten(0, 1).to(self.device) for i in ("last", *layers))
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
