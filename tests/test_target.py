@@ -495,6 +495,17 @@ def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
             refuse()
 
 
+def test_a_head_of_another_vocabulary_than_the_embedding_is_refused():
+    """As in Moshi, which reads a token that it does not predict."""
+    target = target_of("Llama")
+    target.model.lm_head = target.head = torch.nn.Linear(target.embedding.shape[1], target.embedding.shape[0] - 1)
+    vars(target).pop("head_weight", None)
+    with pytest.raises(
+        ValueError, match=r"tiny Llama reads [\d,]+ tokens and predicts [\d,]+, and fledge trains drafts"
+    ):
+        LiveFeatures(target, LAYERS)
+
+
 # -- longrope ---------------------------------------------------------------------------------------------------------
 
 

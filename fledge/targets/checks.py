@@ -54,6 +54,9 @@ def isolates_documents(target: TransformersTarget) -> bool:
 def logits_problem(target: TransformersTarget) -> str:
     """The reason why the model's logits cannot be computed from its final hidden states; empty if they can. Raises
     ValueError if its logits are NaN or infinite."""
+    read, written = target.embedding.shape[0], target.head_weight.shape[0]
+    if read != written:
+        return f"reads {read:,} tokens and predicts {written:,}, and fledge trains drafts of one vocabulary only"
     *_, tokens = _documents(target)
     last_TD = target.run_decoder(tokens, torch.arange(7, device=target.device), ()).last_TD
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0].to(target.device)

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, llama_names
-from fledge.fields import first_line
+from fledge.fields import first_line, parse_dtype
 from fledge.hub import download_files, download_weights, split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
@@ -49,7 +49,7 @@ def load_target(
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_length: int | None = None,
     trust_remote_code: bool = False,
     implementation: str = "auto",
@@ -59,19 +59,20 @@ def load_target(
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
-    `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
-    the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
-    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
-    reads the weights, into host memory. `device_map` is one of DEVICE_MAPS: transformers then places the layers
-    on the GPUs of this process. Without `weights`, only config and tokenizer are read, and the model is on the
-    meta device: it has sizes, and computes nothing.
+    `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
+    checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
+    `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over its
+    ranks (`targets.sharded`), which all load it at the same time; only the first reads the weights, into host memory.
+    `device_map` is one of DEVICE_MAPS: transformers then places the layers on the GPUs of this process. Without
+    `weights`, only config and tokenizer are read, and the model is on the meta device: it has sizes, and computes
+    nothing.
 
     Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
     needs code that is not trusted, if its weights are quantized by a package that is not installed, and if it does not
     fit where `device_map` places it.
     """
     check_implementation(implementation)
-    device = torch.device(device)
+    device, dtype = torch.device(device), parse_dtype(dtype)
     info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
@@ -262,10 +263,11 @@ def _make_target(
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
     """Raises ValueError for tensors that transformers initialized randomly, by its report about the loading of a model:
     they are missing in the files, or have other sizes there."""
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
+    differing = sorted(info["mismatched_keys"])
+    for name, stored, wanted in differing:
         raise ValueError(
-            f"the target {path} cannot be loaded: {name} has shape {list(stored)} in its files, and its config.json asks "
-            f"for {list(wanted)} (the first of {len(info['mismatched_keys'])} tensors of other sizes). Correct config.json, "
+            f"the target {path} cannot be loaded: {name} has shape {list(stored)} in its files, and its config.json "
+            f"asks for {list(wanted)} (the first of {len(differing)} tensors of other sizes). Correct config.json, "
             "e.g. vocab_size where tokens were added, or copy both from one model"
         )
     if missing := sorted(info["missing_keys"]):
@@ -337,9 +339,9 @@ def _other_kind(path: Path) -> str:
     if gguf := next((name for name in sorted(names) if name.endswith(".gguf")), None):
         directory = str(path if path.is_dir() else path.parent)
         return (
-            f"holds a model in GGUF format ({gguf}), which fledge does not read. Give the model that it was made from, or "
-            f"convert it: AutoModelForCausalLM.from_pretrained({directory!r}, gguf_file={gguf!r}).save_pretrained(..), and "
-            "the same with AutoTokenizer"
+            f"holds a model in GGUF format ({gguf}), which fledge does not read. Give the model that it was made from, "
+            f"or convert it: AutoModelForCausalLM.from_pretrained({directory!r}, gguf_file={gguf!r})"
+            ".save_pretrained(..), and the same with AutoTokenizer"
         )
     return ""
 
