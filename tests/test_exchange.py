@@ -83,7 +83,7 @@ def test_specforges_eagle_3_of_the_whole_vocabulary(tmp_path):
 
 
 def foreign(directory: Path, changes: dict[str, Any], **tensors: Tensor) -> Path:
-    """A draft of 40 tokens as SpecForge writes it, with changes of its config and other tensors in its file."""
+    """A draft of 40 tokens in SpecForge's layout, with `changes` of config.json and further `tensors`."""
     given = under("", make(), "midlayer.") | {"t2d": t2d(make())} | tensors
     config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40) | changes
     return written(directory, config, given)

@@ -496,7 +496,7 @@ def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
 
 
 def test_a_head_of_another_vocabulary_than_the_embedding_is_refused():
-    """As in Moshi, which reads a token that it does not predict."""
+    """Moshi has an embedding of one token more than its head."""
     target = target_of("Llama")
     target.model.lm_head = target.head = torch.nn.Linear(target.embedding.shape[1], target.embedding.shape[0] - 1)
     vars(target).pop("head_weight", None)

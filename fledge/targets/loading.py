@@ -261,8 +261,8 @@ def _make_target(
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
-    """Raises ValueError for tensors that transformers initialized randomly, by its report about the loading of a model:
-    they are missing in the files, or have other sizes there."""
+    """Raises ValueError for tensors that transformers initialized randomly: those missing in a model's files, and those
+    of another size in the files than in config.json. `info` is transformers' report about the loading."""
     differing = sorted(info["mismatched_keys"])
     for name, stored, wanted in differing:
         raise ValueError(
