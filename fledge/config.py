@@ -468,7 +468,9 @@ def llama_names(config: Any) -> dict[str, Any]:
 def _usable_rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """The RoPE parameters of a draft. "dynamic" is kept, and refused later: with it, the target's own features depend
     on the length of a call."""
-    parameters = (parameters or {}).get("full_attention") or parameters or {}
+    parameters = parameters or {}
+    if "full_attention" in parameters:  # by kind of layer; None of layers that do not rotate (Beam)
+        parameters = parameters["full_attention"] or next(filter(None, parameters.values()), {})
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in (*ROPE_TYPES, "su", "dynamic"):
         return parameters

@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_LAYERS = 512  # upper bound of num_hidden_layers, in which some trainers leave the target's layer count
 MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
@@ -19,6 +22,11 @@ RESERVED = frozenset(
     "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
     "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
 )
+# names of compute dtypes, and of the torch dtypes that they stand for
+DTYPES = {
+    "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+}  # fmt: skip
 MAX_KWARGS_LENGTH = 10_000  # characters of the chat template arguments as JSON
 
 
@@ -225,6 +233,24 @@ def format_value(value: Any) -> str:
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value):,}"
     return shortened(repr(value))
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The torch dtype of one of the names in DTYPES; None for None and for auto. A torch dtype is returned unchanged.
+    Raises ValueError for anything else."""
+    import torch
+
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r:.60} is not one of {', '.join(DTYPES)}")
+    name = DTYPES[dtype]
+    return getattr(torch, name) if name else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty; the name of its class without a message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened(text: str) -> str:

@@ -385,6 +385,14 @@ class Trace:
     t_prefill: float = 0.0
     t_total: float = 0.0
 
+    @property
+    def tau(self) -> float:
+        """τ of this generation: tokens committed per round, the target's own token included; 0 without rounds."""
+        return sum(r.accepted + 1 for r in self.rounds) / max(len(self.rounds), 1)
+
+    def __repr__(self) -> str:
+        return f"<Trace of {len(self.rounds)} rounds, τ {self.tau:.2f}, {self.t_total:.2f} s>"
+
 
 def without_processors(sampling: Sampling) -> Sampling:
     """The same parameters without `processors`, which JSON cannot represent."""

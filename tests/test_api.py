@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import fledge as api
+from fledge.eval.metrics import tau
 from fledge.models.weights import save_draft
 from support.chats import tiny_chats
 from support.runs import as_before
@@ -324,6 +325,30 @@ def test_a_loaded_model_is_accepted(made: Path) -> None:
             ValueError, match=f"^{named} has no effect on a target that is loaded already; leave it out"
         ):
             api.load(given.target, draft=str(made / "draft"), **options)
+
+
+def test_a_dtype_may_be_given_by_its_name(made: Path) -> None:
+    """The names of --dtype, in all functions that load a target."""
+    assert api.load(made / "target", dtype="bf16").target.dtype == torch.bfloat16
+    assert api.load_target(made / "target", dtype="float64").dtype == torch.float64
+    assert api.load_target(made / "target", dtype="auto").dtype == torch.float32
+    with pytest.raises(ValueError, match=r"^dtype 'int8' is not one of auto, bf16, fp16"):
+        api.load(made / "target", dtype="int8")
+    with pytest.raises(ValueError, match="--steps 0: it must be at least 1"):  # after the type of dtype
+        api.train_draft(target=made / "target", data="none", dtype=torch.bfloat16, steps=0)
+
+
+def test_an_answer_has_its_tau_and_objects_are_shown_in_a_line(engine: api.Engine) -> None:
+    answer = engine.generate("the young bird", max_new_tokens=20)
+    rounds = answer.trace.rounds
+    assert answer.trace.tau == tau([answer.trace]) == 1 + sum(r.accepted for r in rounds) / len(rounds)
+    shown = f"<Completion {answer.text!r}, {len(answer.tokens)} tokens, {answer.finish}, <Trace of {len(rounds)} rounds"
+    assert repr(answer).startswith(f"{shown}, τ {answer.trace.tau:.2f}, ")
+    assert repr(engine) == "<Engine of <TransformersTarget 'tiny llama' in float64 on cpu>, draft: EAGLE-3, chain>"
+    alone = api.Engine(engine.target)
+    assert repr(alone).endswith(", draft: none>")
+    nothing = api.Completion()
+    assert nothing.trace.tau == 0.0 and "not ended, <Trace of 0 rounds" in repr(nothing)
 
 
 def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> None:

@@ -645,6 +645,18 @@ def test_mix_ups_without_a_probe_are_found_by_decoding(check, damaged, monkeypat
     assert finding["cure"] == "undo this in the file"
 
 
+def test_norm_output_that_specforge_may_have_trained_is_noted(fledge, damaged):
+    """fledge's own field says that fledge trained the draft."""
+    draft, target = damaged("eagle3.1")
+    without_probe(draft, target)
+    for own in (True, False):
+        if not own:
+            reconfigure(draft, fledge=None)
+        went = fledge("check", "--target", target, "--draft", draft, "--files-only", "--json")
+        notes = " ".join(json.loads(went.out)["notes"])
+        assert ("remove norm_output from config.json" in notes) is not own, notes
+
+
 def test_without_a_probe_a_draft_is_not_called_sound(fledge, damaged, monkeypatch):
     draft, target = damaged("eagle3")
     without_probe(draft, target)

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
+from fledge.eval.draft_files import read_files, vocabulary_findings
 from fledge.jobs.inspect import InspectOptions, run, trainer_notes
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
-from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, same, saved
+from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, same, saved
 from support.files import reconfigure
 from support.targets import tiny_target
 
@@ -79,6 +80,67 @@ def test_specforges_eagle_3_of_the_whole_vocabulary(tmp_path):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ValueError, match="d2t is not part of such a draft"):
         load_draft(directory)
+
+
+def foreign(directory: Path, changes: dict[str, Any], **tensors: Tensor) -> Path:
+    """A draft of 40 tokens in SpecForge's layout, with `changes` of config.json and further `tensors`."""
+    given = under("", make(), "midlayer.") | {"t2d": t2d(make())} | tensors
+    config = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40) | changes
+    return written(directory, config, given)
+
+
+ZEROS = torch.zeros(40, dtype=torch.int64)
+FIRST = torch.arange(V) < 40  # a t2d that marks the first 40 tokens
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (dict(d2t=ZEROS), "its d2t is all zeros, which takes draft ids for target ids"),
+        (dict(d2t=ZEROS, t2d=torch.ones(7) > 0), "its d2t is all zeros, which takes draft ids for target ids"),
+        (dict(t2d=torch.ones(V) > 0), "t2d and d2t contradict each other: t2d marks other tokens as the draft's"),
+        (dict(t2d=FIRST), "t2d and d2t contradict each other: t2d marks other tokens as the draft's"),
+    ],
+)
+def test_a_wrong_vocabulary_map_is_not_passed(tmp_path, fledge, tensors, reason):
+    draft = foreign(tmp_path / "d", {}, **tensors)
+    seen = fledge("inspect", draft)
+    assert seen.code == 1 and f"Wrong: {reason}" in seen.out.replace(f"{draft / 'model.safetensors'}: ", ""), seen.out
+    made = fledge("export", "--draft", draft, "--to", "vllm", "--out", tmp_path / "out")
+    assert made.code == 2 and reason in made.err and not (tmp_path / "out").exists(), made.err
+    if "all zeros" in reason:  # whatever reads the draft would take its tokens for others
+        refused(draft, reason)
+
+
+def test_a_map_of_zeros_that_t2d_confirms_is_right(tmp_path, fledge):
+    draft = foreign(tmp_path / "d", {}, d2t=ZEROS, t2d=FIRST)
+    assert fledge("inspect", draft).code == 0
+    assert fledge("export", "--draft", draft, "--to", "vllm").code == 0
+    assert not vocabulary_findings(read_files(draft)[0], None)
+    assert load_draft(draft).target_ids().tolist() == list(range(40))
+
+
+FC_NORM = {f"fc_norm.{i}.weight": torch.ones(D) for i in range(3)}
+
+
+def test_norm_output_of_specforge_is_named_and_without_it_the_draft_is_that_of_training(tmp_path, fledge):
+    """SpecForge normed what the head reads, and fed the state before the norm back."""
+    ours = saved(tmp_path / "ours", fc_norm=True, norm_output=True)
+    theirs = foreign(tmp_path / "theirs", dict(fc_norm=True, norm_output=True), **FC_NORM)
+    words = "Note: norm_output is true. With this field, SpecForge before its pull request 879"
+    for command in (["inspect", theirs], ["export", "--draft", theirs, "--to", "vllm"]):
+        said = fledge(*command)
+        assert said.code == 0 and words in said.out and "remove norm_output from config.json" in said.out
+    assert words not in fledge("inspect", tmp_path / "ours").out
+    for name, prefix in (("vllm", ""), ("automodel", "model.")):  # of these, no file is SpecForge's
+        tensors = under(prefix, ours)
+        other = written(tmp_path / name, json.loads((theirs / "config.json").read_text()), tensors)
+        assert words not in fledge("inspect", other).out
+    reconfigure(theirs, norm_output=None)
+    assert words not in fledge("inspect", theirs).out
+    draft, state = load_draft(theirs), torch.randn(5, D)
+    fed_back, read_by_head = draft.split_output(state)
+    assert fed_back is state and torch.equal(read_by_head, draft.norm(state))
 
 
 @pytest.mark.parametrize("residual", [False, True])

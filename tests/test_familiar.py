@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.fields import DTYPES, parse_dtype
 from fledge.jobs import familiar
 from fledge.jobs.familiar import ALIASES, VALUES, aliases_of
-from fledge.jobs.options import DTYPES, flag_of, option_fields, parse_dtype
+from fledge.jobs.options import flag_of, option_fields
 from fledge.jobs.python import _options
 from fledge.jobs.train import TrainOptions
 from fledge.jobs.training.recipe_file import with_config
@@ -110,7 +111,7 @@ def test_auto_leaves_the_dtype_open(name):
 def test_short_and_long_names_of_dtypes():
     assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
     assert parse_dtype("fp16") is torch.float16 and parse_dtype("fp32") is torch.float32
-    with pytest.raises(ValueError, match="--dtype int8 is not one of auto, bf16"):
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of auto, bf16"):
         parse_dtype("int8")
 
 

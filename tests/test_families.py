@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +57,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
     "StarCoder 2": ("Starcoder2", LLAMA, (48, 4, 2, 512)),
     "Llama 4": ("Llama4Text", LLAMA | dict(num_local_experts=2, intermediate_size_mlp=48), (48, 4, 2, 512)),
     "Gemma 4": ("Gemma4Text", LLAMA | dict(global_head_dim=8, hidden_size_per_layer_input=0), (48, 4, 2, 512)),
+    "Gemma 4 with inputs of layers": (
+        "Gemma4Text",
+        LLAMA | dict(global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=400,
+                     num_kv_shared_layers=0),
+        (48, 4, 2, 512),
+    ),
     "LFM2": ("Lfm2", LLAMA | dict(layer_types=["full_attention"] * 8), (48, 4, 2, 512)),
 }  # fmt: skip
 # this model has no final norm and narrower embeddings: it decodes, but no draft can read its hidden states
@@ -126,6 +132,64 @@ def test_a_family_decodes_trains_a_draft_and_decodes_the_same_with_it(name: str,
     fast = engine.generate(PROMPT, max_new_tokens=40)
     assert fast.tokens == theirs and fast.trace.rounds
     assert engine.generate([PROMPT, PROMPT[:3]], max_new_tokens=40)[0].tokens == theirs
+
+
+GEMMA_3N = LLAMA | dict(
+    intermediate_size=[48] * 8, layer_types=["sliding_attention", "full_attention"] * 4, num_kv_shared_layers=2,
+    activation_sparsity_pattern=[0.0] * 8, laurel_rank=4, altup_num_inputs=2, vocab_size_per_layer_input=400,
+    hidden_size_per_layer_input=8,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
+MLA = LLAMA | EXPERTS | dict(num_key_value_heads=4, head_dim=4, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+                             kv_lora_rank=8, q_lora_rank=8)  # fmt: skip
+DEEPSEEK_V32 = MLA | dict(
+    n_group=1, topk_group=1, first_k_dense_replace=1, index_n_heads=2, index_head_dim=8, index_topk=64
+)
+MINIMAX = LLAMA | dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 4)
+OTHER_STATES = r"keeps states other than the keys and values of attention, which fledge cannot roll back"
+
+
+def trained(target: Path, fledge: Any, parent: Path) -> Any:
+    """The result of a training of two steps on the command line."""
+    sizes = "--steps 2 --depth 2 --max-length 64 --row-length 128 --device cpu".split()
+    chats = tiny_chats(parent / "chats.jsonl", 12)
+    return fledge("train", "--target", target, "--data", chats, "--out", parent / "run", *sizes)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("Gemma3nText", GEMMA_3N)])
+def test_a_family_of_several_states_per_token_trains_no_draft(
+    family: str, sizes: dict[str, Any], tmp_path: Path, fledge: Any
+) -> None:
+    target = saved(model_of(family, sizes).float(), tmp_path)
+    went = trained(target, fledge, tmp_path)
+    assert went.code == 2 and len(went.err.splitlines()) == 1, went.err
+    assert "no draft can be trained for" in went.err and "a draft reads one hidden state per token" in went.err
+    assert fledge("generate", "--target", target, "--prompt", "a", "--max-new-tokens", 3, "--device", "cpu").code == 0
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("MiniMax", MINIMAX), ("DeepseekV32", DEEPSEEK_V32)])
+def test_a_family_of_another_cache_trains_a_draft_that_fledge_does_not_decode_with(
+    family: str, sizes: dict[str, Any], tmp_path: Path, fledge: Any
+) -> None:
+    target = saved(model_of(family, sizes).float(), tmp_path)
+    went = trained(target, fledge, tmp_path)
+    assert went.code == 0 and f"{family}ForCausalLM {OTHER_STATES}" in went.err, went.err
+    words = ["--target", target, "--prompt", "a", "--max-new-tokens", 3, "--device", "cpu"]
+    assert fledge("generate", *words).code == 0
+    refused = fledge("generate", *words, "--draft", tmp_path / "run" / "draft")
+    assert refused.code == 2 and OTHER_STATES in refused.err and "recurrent" not in refused.err
+
+
+def test_a_family_that_takes_no_masks_is_refused_with_the_reason(tmp_path: Path, fledge: Any) -> None:
+    """Bloom makes its biases of positions from a mask of two dimensions."""
+    target = saved(model_of("Bloom", FAMILIES["Bloom"][1]).float(), tmp_path)
+    assert trained(target, fledge, tmp_path).code == 0
+    words = ["--target", target, "--draft", tmp_path / "run" / "draft", "--device", "cpu", "--max-new-tokens", 3]
+    tree = fledge("generate", *words, "--prompt", "a", "--draft-mode", "tree")
+    batch = fledge("eval", *words, "--prompts", tmp_path / "chats.jsonl", "--batch", 3)
+    for went, what in ((tree, "trees: each node"), (batch, "several requests together: each request")):
+        assert went.code == 2 and f"cannot verify {what}" in went.err, went.err
+        assert "BloomForCausalLM does not take an attention mask for that" in went.err
 
 
 WINDOW = 16  # tokens, less than the texts below
@@ -209,6 +273,19 @@ def test_a_model_without_a_final_norm_decodes_but_trains_no_draft(tmp_path: Path
         fledge.train_draft(target=directory, data="not read", out=tmp_path / "run", max_length=64, device="cpu")
 
 
+def test_a_model_whose_layers_read_no_tokens_decodes_but_trains_no_draft(tmp_path: Path) -> None:
+    """CPM-Ant, whose encoder of layers and norm reads embeddings. Its config has no end-of-sequence token."""
+    if not hasattr(transformers, "CpmAntConfig"):
+        pytest.skip("this transformers has no CPM-Ant")
+    sizes = dict(hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=8, vocab_size=400)
+    model = AutoModelForCausalLM.from_config(transformers.CpmAntConfig(**sizes), dtype=torch.float32)
+    target = target_of(model, tiny_tokenizer())
+    assert target.stop_ids == {1}
+    assert len(fledge.Engine(target).generate(PROMPT, max_new_tokens=3).tokens) == 3
+    with pytest.raises(ValueError, match=r"CpmAntModel does not have .* no draft can be trained for it"):
+        target.layers  # noqa: B018
+
+
 def test_a_model_without_attention_gives_its_draft_heads_64_wide() -> None:
     shape = llama_names(transformers.MambaConfig(hidden_size=256, vocab_size=400))
     draft = DraftConfig.for_target(shape, max_length=64)
@@ -220,3 +297,11 @@ def test_a_rope_that_no_draft_can_use_becomes_the_default_rope() -> None:
     shape = llama_names(config_of("Gemma4Text", LLAMA))
     rope = DraftConfig.for_target(shape, max_length=64).rope
     assert (rope.rope_type, rope.rope_theta, rope.partial_rotary_factor) == ("default", 1e6, 1.0)
+
+
+def test_layers_of_full_attention_without_positions_leave_the_rope_of_the_others() -> None:
+    """As in Beam's config."""
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e4}, "full_attention": None}
+    config = config_of("Llama", LLAMA).to_dict() | {"rope_parameters": rope}
+    shape = llama_names(SimpleNamespace(to_dict=lambda: config, attribute_map={}))
+    assert DraftConfig.for_target(shape, max_length=64).rope.rope_theta == 5e4

@@ -284,7 +284,7 @@ def test_nothing_heavy_is_loaded_before_a_contradiction_is_refused(monkeypatch, 
         (["--template-kwargs", "["], "--template-kwargs is not JSON"),
         (["--aux-layers", "a"], "--aux-layers a is not a list of layer numbers"),
         (["--log", "paper"], "--log paper is not one of tensorboard, wandb"),
-        (["--dtype", "int8"], "--dtype int8 is not one of"),
+        (["--dtype", "int8"], "dtype 'int8' is not one of"),
         (["--device", "tpu"], "'tpu' is not a device"),
         (["--eval-prompts", tmp_path / "no.jsonl"], "--eval-prompts"),
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,50 @@ def test_missing_tensors_are_refused(damaged):
     """transformers fills missing tensors with random numbers and only warns; fledge refuses."""
     reconfigure(damaged, num_hidden_layers=9)
     refused(damaged, r"its files lack 9 of the model.s tensors, such as model\.layers\.8\.input_layernorm\.weight")
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("vocab_size", r"lm_head\.weight has shape \[400, 32\] .* asks for \[416, 32\] \(the first of 2"),
+        ("intermediate_size", r"down_proj\.weight has shape \[32, 48\] .* asks for \[32, 416\] \(the first of 24"),
+    ],
+)
+def test_tensors_of_other_sizes_than_in_the_config_are_named(damaged, fledge, field, words):
+    reconfigure(damaged, **{field: 416})
+    told = fledge("generate", "--target", damaged, "--prompt", "a", "--device", "cpu")
+    assert told.code == 2 and re.search(words, told.err.splitlines()[-1]), told.err
+    assert "Correct config.json" in told.err and "ignore_mismatched_sizes" not in told.err
+
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+
+
+def test_an_adapter_is_named_with_the_cure(tmp_path, fledge):
+    """Also beside a config.json, or with a config of its own that says nothing."""
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    words = ["--target", tmp_path, "--data", tmp_path / "none.jsonl", "--out", tmp_path / "run"]
+    for more in ((), ("config.json",)):
+        for name in more:
+            (tmp_path / name).write_text("{}")
+        told = fledge("train", *words)
+        assert told.code == 2 and f"{tmp_path} is a LORA adapter of owner/base, not a whole model" in told.err, told.err
+        assert ".merge_and_unload().save_pretrained(" in told.err and len(told.err.splitlines()) == 1
+    (tmp_path / "adapter_config.json").write_text("[")
+    refused(tmp_path, "is a PEFT adapter of another model, not a whole model")
+
+
+def test_a_model_in_gguf_format_is_named_with_the_cure(tmp_path, fledge):
+    """As a directory, beside a config.json, and as a file; another file is no model at all."""
+    (file := tmp_path / "bird-Q4_K_M.gguf").touch()
+    for path in (tmp_path, file):
+        told = fledge("generate", "--target", path, "--prompt", "a")
+        words = f"the target {path} holds a model in GGUF format ({file.name}), which fledge does not read"
+        assert told.code == 2 and words in told.err and f"gguf_file='{file.name}'" in told.err, told.err
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "in GGUF format")
+    refused(tmp_path / "config.json", "is a file; give the directory")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
@@ -447,6 +493,17 @@ def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
     for refuse in (target.check_logits, lambda: LiveFeatures(target, LAYERS)):
         with pytest.raises(ValueError, match="tiny Llama computes its logits in a way fledge does not know"):
             refuse()
+
+
+def test_a_head_of_another_vocabulary_than_the_embedding_is_refused():
+    """Moshi has an embedding of one token more than its head."""
+    target = target_of("Llama")
+    target.model.lm_head = target.head = torch.nn.Linear(target.embedding.shape[1], target.embedding.shape[0] - 1)
+    vars(target).pop("head_weight", None)
+    with pytest.raises(
+        ValueError, match=r"tiny Llama reads [\d,]+ tokens and predicts [\d,]+, and fledge trains drafts"
+    ):
+        LiveFeatures(target, LAYERS)
 
 
 # -- longrope ---------------------------------------------------------------------------------------------------------

@@ -97,6 +97,10 @@ class Engine:
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
+    def __repr__(self) -> str:
+        draft = "none" if self.draft is None else f"{self.draft.family.title}, {self.drafting.mode}"
+        return f"<Engine of {self.target!r}, draft: {draft}>"
+
     @overload
     def generate(self, prompt: Prompt, **options: Any) -> Completion: ...
 
@@ -558,7 +562,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
     draft_device: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     target_impl: str = "auto",
@@ -569,11 +573,11 @@ def load(
     Both are a directory or a hub id, which may have a revision (owner/name@revision). The target may also be a loaded
     `Target`, or a transformers model, which is not copied, and is frozen. `tokenizer` is for a transformers model; None
     loads it from the model's `name_or_path`. `device` "auto" is the GPU if there is one. `draft_device` None is the
-    target's device. `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. Code in the target's
-    files runs only with `trust_remote_code`; a draft has no code. `target_impl` is as `implementation` in
-    `fledge.targets.loading.target_of`. `template_kwargs` are arguments of the chat template.
-    `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, if draft and target do not belong
-    together, or for options that would have no effect; raises TypeError for arguments of a wrong type.
+    target's device. `dtype` is a torch dtype or a name such as "bf16"; None is float32 on the CPU, and the
+    checkpoint's dtype otherwise. Code in the target's files runs only with `trust_remote_code`; a draft has no code.
+    `target_impl` is as `implementation` in `fledge.targets.loading.target_of`. `template_kwargs` are arguments of the
+    chat template. `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, if draft and target
+    do not belong together, or for options that would have no effect; raises TypeError for arguments of a wrong type.
     """
     check_type("draft", draft, str | Path | None, "the directory of a draft")
     _drafting(drafting, bool(draft))  # raises before a target is loaded

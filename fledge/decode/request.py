@@ -22,6 +22,10 @@ class Completion:
     finish: str = ""
     trace: Trace = field(default_factory=Trace)
 
+    def __repr__(self) -> str:
+        ended = self.finish or "not ended"
+        return f"<Completion {self.text!r}, {len(self.tokens)} tokens, {ended}, {self.trace!r}>"
+
 
 @dataclass(eq=False)
 class Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from fledge.models.weights import (
     CONFIG,
     FLOATS,
     complete_config,
+    marked_ids,
     meta_draft,
     template_sha256,
     tensor_problems,
@@ -109,15 +110,17 @@ class DraftOnDisk:
     """The files of a draft, read without checking that they fit together.
 
     `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
-    `tensors` have the names of `Draft`'s state dict; `t2d` is None if there is none. `speculators` tells whether
-    config.json is in speculators' format, which SGLang does not read. `deviations` are the fields of config.json that
-    fledge refuses elsewhere, and `strays` weight files that are not the draft's.
+    `tensors` have the names of `Draft`'s state dict, `names` are those in the file, and `marked` the target ids that
+    `t2d` marks (`marked_ids`). `speculators` tells whether config.json is in speculators' format, which SGLang does not
+    read. `deviations` are the fields of config.json that fledge refuses elsewhere, and `strays` weight files that are
+    not the draft's.
     """
 
     hf: dict[str, Any]
     config: DraftConfig
     tensors: dict[str, Tensor]
-    t2d: Tensor | None
+    names: Collection[str]
+    marked: Tensor | None
     speculators: bool
     deviations: Sequence[Deviation]
     strays: Sequence[str]
@@ -148,8 +151,8 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
         return Finding("weights", str(e), symptom, COPY)
     if config.draft_vocab_size == config.vocab_size and "d2t" in tensors and not tensors["d2t"].any():
         del tensors["d2t"]  # as `open_draft` does
-    t2d = next((x for name, x in raw.items() if name.removeprefix("model.") == "t2d"), None)
-    return DraftOnDisk(flat, config, tensors, t2d, speculators, odd, strays)
+    marked = marked_ids(raw, config.vocab_size)
+    return DraftOnDisk(flat, config, tensors, raw.keys(), marked, speculators, odd, strays)
 
 
 def _read_probe(directory: Path) -> Probe | Finding | None:
@@ -278,7 +281,7 @@ def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Findi
         return [Finding("vocabulary", cause, served, cure)]
     ids, first = d2t + torch.arange(W), torch.arange(W)
     known = record.draft_config.provenance.vocabulary_sha256 if record else config.provenance.vocabulary_sha256
-    listed = _listed(draft.t2d, V)
+    listed = draft.marked
 
     def right(found: Tensor) -> bool:
         if known:
@@ -287,7 +290,7 @@ def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Findi
 
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
     off = _distance(ids, listed) or next((s for s in SHIFTS if known and right(ids - s)), 0)
-    if not in_order or (known and not right(ids)) or (not known and (not d2t.any() or off)):
+    if not in_order or (known and not right(ids)) or (not known and not right(ids) and (not d2t.any() or off)):
         cause = (
             "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
         )
@@ -328,11 +331,6 @@ def _contradiction_cure(d2t_is_right: bool) -> str:
     return (
         again if d2t_is_right else f"copy the draft again, as either may be wrong; if d2t is known to be right, {again}"
     )
-
-
-def _listed(t2d: Tensor | None, V: int) -> Tensor | None:
-    """The target's ids that t2d marks; None without it, or if it has another size."""
-    return t2d.nonzero().squeeze(-1) if t2d is not None and t2d.shape == (V,) else None
 
 
 # -- config -----------------------------------------------------------------------------------------------------------
@@ -489,6 +487,20 @@ def _rope_contradiction(hf: dict[str, Any]) -> str:
         return ""
     now, before = _shown("rope", first, second)
     return f"rope_theta and rope_scaling say {now}, and rope_parameters say {before}"
+
+
+def norm_output_note(draft: DraftOnDisk) -> str:
+    """What `norm_output` may have meant in training; empty for a draft that SpecForge cannot have trained."""
+    config = draft.config
+    by_specforge = "fledge" not in draft.hf and any(name.startswith("midlayer.") for name in draft.names)
+    if not config.norm_output or config.family.one_pass or not by_specforge:
+        return ""
+    return (
+        "norm_output is true. With this field, SpecForge before its pull request 879 (September 2026) fed the state "
+        "before the norm back in training, while fledge and all engines feed the normed state back: drafted tokens "
+        "after the first are accepted less often. If such a version trained this draft, remove norm_output from "
+        f"{CONFIG}, which gives the draft of training. fledge check decodes with and without norm_output."
+    )
 
 
 def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:

@@ -178,8 +178,7 @@ def _check_files(
     report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
     others = [f for f in files.config_findings(draft, target, record, engines) if f not in findings]
     report.notes += [f"{f.cause}: {f.symptom}. Before serving it there, {f.cure}." for f in others]
-    if note := files.rope_note(draft, target):
-        report.notes.append(note)
+    report.notes += [note for note in (files.norm_output_note(draft), files.rope_note(draft, target)) if note]
     if record is not None:
         findings, notes = files.template_findings(draft, target, record, _renders(draft, target, record))
         shown = "the chat template renders chats as in training" + _with_kwargs(config)

@@ -31,6 +31,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
     from fledge.engines.export import TargetName, export
     from fledge.engines.support import ENGINES, TITLES, minimum_version, remarks, unsupported
+    from fledge.eval.draft_files import DraftOnDisk, norm_output_note, vocabulary_findings
+    from fledge.eval.draft_files import read_files as read_draft_and_probe
     from fledge.eval.probe import probe_content
     from fledge.files import replace_directory
     from fledge.hub import architectures
@@ -41,6 +43,10 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         raise ValueError(f"--to {options.to!r:.60} is none of {', '.join(ENGINES)}")
     out = _free_directory(options.out) if options.out is not None else None
     draft = open_draft(options.draft)
+    on_disk, _ = read_draft_and_probe(options.draft)
+    assert isinstance(on_disk, DraftOnDisk)
+    if found := vocabulary_findings(on_disk, None):
+        raise ValueError(f"{options.draft}: {found[0].cause}; {found[0].cure}")
     if options.target and options.to != "speculators":
         draft = _without_copied_embeddings(draft, options.target)
     if reason := unsupported(draft.config, options.to):  # before the hub is asked for the target's class
@@ -53,11 +59,14 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         what = "are in" if options.to == "speculators" else "are loaded as they are by"
         say(f"The files of {options.draft} {what} {TITLES[options.to]}.")
     else:
-        say(f"{TITLES[options.to]} needs other files than {options.draft} has: {'; '.join(exported.differences)}.")
+        files = f"The files {'in' if options.to == 'speculators' else 'for'} {TITLES[options.to]}"
+        say(f"{files} differ from those of {options.draft}: {'; '.join(exported.differences)}.")
     if version := minimum_version(draft.config, options.to):
         say(f"Such a draft needs {'vLLM' if options.to == 'speculators' else TITLES[options.to]} {version} or later.")
     for remark in remarks(draft.config, options.to):
         say(f"Note: {remark}.")
+    if note := norm_output_note(on_disk):
+        say(f"Note: {note}")
     if names_target and not classes:
         say(
             f"Note: the architectures in the config.json of {name} cannot be read, so verifier.architectures in these "

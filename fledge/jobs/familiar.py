@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field
 from typing import Any
 
-from fledge.jobs.options import DTYPES, Options, flag_of, option_fields
+from fledge.fields import DTYPES
+from fledge.jobs.options import Options, flag_of, option_fields
 from fledge.methods import CHOICES
 
 ALIASES = {

@@ -12,6 +12,8 @@ from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
     from fledge.config import DraftConfig
+    from fledge.eval.draft_files import DraftOnDisk
+    from fledge.eval.findings import Finding
     from fledge.models.weights import DraftFiles
 
 
@@ -26,6 +28,7 @@ class InspectOptions(Options):
 
 def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     """Prints a description and any problems. Returns whether there are none. Raises ValueError if there is no draft."""
+    from fledge.eval.draft_files import DraftOnDisk, norm_output_note, read_files, vocabulary_findings
     from fledge.formats.tensors import stray_symptom
     from fledge.models.weights import check_draft, open_draft, read_draft_config
 
@@ -43,12 +46,16 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
                      for name in files.strays]  # fmt: skip
     except ValueError as e:
         problems.append(str(e))
+    draft, _ = read_files(options.directory)
+    if isinstance(draft, DraftOnDisk):
+        notes += filter(None, [norm_output_note(draft)])
+        problems += map(_problem, () if problems else vocabulary_findings(draft, None))
     if config is not None:
         for line in [*describe(config), *(describe_files(files) if files else ())]:
             say(line)
     if options.target and not problems:
-        misfit, notes = _against_target(config, options)
-        problems += misfit
+        misfit, more = _against_target(config, draft, options)
+        problems, notes = misfit, notes + more
     for note in [*(trainer_notes(config) if config is not None else ()), *notes]:
         say(f"Note: {note}")
     for problem in problems:
@@ -57,10 +64,16 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     return not problems
 
 
-def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[str], list[str]]:
+def _problem(finding: Finding) -> str:
+    return f"{finding.cause}: {finding.symptom}; {finding.cure}"
+
+
+def _against_target(
+    config: DraftConfig, draft: DraftOnDisk | Finding, options: InspectOptions
+) -> tuple[list[str], list[str]]:
     """Problems and notes about a draft with its target. Problems say why it does not fit; either list may be empty."""
     from fledge.engines.layers import PLACES
-    from fledge.eval.draft_files import DraftOnDisk, layer_findings, read_files
+    from fledge.eval.draft_files import DraftOnDisk, layer_findings
     from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 
@@ -69,10 +82,9 @@ def _against_target(config: DraftConfig, options: InspectOptions) -> tuple[list[
     )
     wrong, notes = mismatch(config, target), []
     problems = [f"does not fit {options.target}: {wrong}"] if wrong else []
-    draft, _ = read_files(options.directory)
     if not wrong and config.family.reads_layers and isinstance(draft, DraftOnDisk):
         findings, notes = layer_findings(draft, target, None, ("vllm",) if draft.speculators else tuple(PLACES))
-        problems += [f"{found.cause}: {found.symptom}; {found.cure}" for found in findings]
+        problems += map(_problem, findings)
     if target.rollback_problem:
         notes.append(
             f"fledge cannot decode {options.target} with a draft: {target.rollback_problem}. Serve the draft with an "

@@ -12,12 +12,10 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
-from fledge.fields import check_template_kwargs
+from fledge.fields import check_template_kwargs, parse_dtype
 from fledge.methods import MOST_DEPTH, MOST_NODES
 
 if TYPE_CHECKING:
-    import torch
-
     from fledge.decode.engine import Engine
     from fledge.targets.interface import DecodingTarget
     from fledge.types import Sampling
@@ -178,31 +176,12 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
     return check_template_kwargs(kwargs, "--template-kwargs")
 
 
-# the names of --dtype, and of the torch dtypes that they stand for
-DTYPES = {
-    "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
-    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
-}  # fmt: skip
-
-
 def dtype_option() -> Any:
     """The --dtype option of the commands that compute."""
     return opt(
         "compute dtype: auto, bf16, fp16, fp32 or fp64 (default: auto, float32 on a CPU, otherwise the target's dtype)",
         None,
     )
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """The torch dtype of this name; None for None and for auto. Raises ValueError for any other name."""
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise ValueError(f"--dtype {name} is not one of {', '.join(DTYPES)}")
-    import torch
-
-    long_name = DTYPES[name]
-    return getattr(torch, long_name) if long_name else None
 
 
 def trust_remote_code_option() -> Any:

@@ -84,5 +84,7 @@ def _source(given: str | Path | Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> Any:
-    """A path as a string; other values unchanged."""
-    return str(value) if isinstance(value, Path) else value
+    """A path, or the name of a torch dtype, as a string; other values unchanged."""
+    import torch
+
+    return str(value).removeprefix("torch.") if isinstance(value, Path | torch.dtype) else value

@@ -245,7 +245,7 @@ def _open(directory: Path, find_strays: bool = True) -> DraftFiles:
         if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
             del tensors["d2t"]  # SpecForge writes a map of zeros if the draft has the whole vocabulary
         _check_tensors(draft, tensors)
-        _check_vocabulary(draft, tensors)
+        _check_vocabulary(draft, tensors, marked_ids(raw, config.vocab_size))
         if damage := find_damage(tensors.items()):
             raise ValueError(
                 f"{'; '.join(damage)}. The target would accept no token of this draft: copy it again or train another"
@@ -315,8 +315,15 @@ def tensor_problems(draft: Draft, tensors: Mapping[str, Tensor]) -> list[tuple[s
     return problems
 
 
-def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a vocabulary map with invalid target ids, or one that does not match the config's hash."""
+def marked_ids(tensors: Mapping[str, Tensor], V: int) -> Tensor | None:
+    """The target ids that `t2d` marks, by the names of a draft's file; None without a `t2d` of shape [V]."""
+    t2d = next((x for name, x in tensors.items() if name.removeprefix("model.") == "t2d"), None)
+    return t2d.nonzero().squeeze(-1) if t2d is not None and t2d.shape == (V,) else None
+
+
+def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor], marked: Tensor | None) -> None:
+    """Raises ValueError for a vocabulary map with invalid target ids, for a map that does not match the config's hash,
+    and for zeros that neither the hash nor the ids that t2d marks confirm."""
     ids = torch.arange(draft.config.draft_vocab_size)
     if "d2t" in tensors:
         ids = ids + tensors["d2t"]
@@ -324,3 +331,11 @@ def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor]) -> None:
     recorded = draft.config.provenance.vocabulary_sha256
     if recorded and recorded != vocabulary_sha256(ids):
         raise ValueError(f"its vocabulary map does not match the hash in its {CONFIG}")
+    confirmed = recorded or (marked is not None and torch.equal(marked, ids))
+    if "d2t" in tensors and not tensors["d2t"].any() and not confirmed:
+        W = len(ids)
+        raise ValueError(
+            "its d2t is all zeros, which takes draft ids for target ids: engines would accept hardly a token. Get the "
+            f"file as its trainer wrote it; if the draft really predicts the target's first {W} tokens, add a t2d that "
+            f"is true for the first {W}"
+        )

@@ -26,7 +26,7 @@ def install_attention(decoder: nn.Module) -> bool:
     implementation's name with "sdpa".
     """
     can_choose = getattr(decoder, "_can_set_attn_implementation", lambda: False)
-    if getattr(decoder.config, "_attn_implementation", None) != "sdpa" or not can_choose():
+    if getattr(getattr(decoder, "config", None), "_attn_implementation", None) != "sdpa" or not can_choose():
         return False
     if '"sdpa"' in inspect.getsource(sys.modules[type(decoder).__module__]):
         return False

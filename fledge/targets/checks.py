@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fledge.fields import first_line
 from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.targets.cache import TargetCache
 from fledge.targets.recurrent import RecurrentCache
@@ -53,6 +54,9 @@ def isolates_documents(target: TransformersTarget) -> bool:
 def logits_problem(target: TransformersTarget) -> str:
     """The reason why the model's logits cannot be computed from its final hidden states; empty if they can. Raises
     ValueError if its logits are NaN or infinite."""
+    read, written = target.embedding.shape[0], target.head_weight.shape[0]
+    if read != written:
+        return f"reads {read:,} tokens and predicts {written:,}, and fledge trains drafts of one vocabulary only"
     *_, tokens = _documents(target)
     last_TD = target.run_decoder(tokens, torch.arange(7, device=target.device), ()).last_TD
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0].to(target.device)
@@ -113,7 +117,7 @@ def rollback_problem(target: TransformersTarget) -> str:
     tokens, cache = random_tokens(target, 1, 12, seed=1), TargetCache()
     direct = target.run(tokens[:, :8], RecurrentCache(recompute=True))[:, 6:]
     target.check_numbers(direct)
-    problem = "its state cannot be rolled back, which is so for recurrent layers (state-space models, linear attention)"
+    error = ""
     try:
         target.verify(Tree.chain(tokens[:, :6]), cache)
         target.verify(Tree.chain(tokens[:, 8:]), cache)
@@ -121,9 +125,17 @@ def rollback_problem(target: TransformersTarget) -> str:
         after, _ = target.verify(Tree.chain(tokens[:, 6:8]), cache)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a model whose layers do not support such a cache may raise anything
-        return problem
-    return "" if nearly_equal(after, direct, bool(target.quantization)) else problem
+    except Exception as e:  # a model whose layers do not support such a cache may raise anything
+        error = f" ({first_line(e).rstrip('.')})"
+    else:
+        if nearly_equal(after, direct, bool(target.quantization)):
+            return ""
+    if getattr(target.model, "_is_stateful", False):  # transformers' mark of recurrent layers
+        return (
+            "its state cannot be rolled back, which is so for recurrent layers (state-space models, linear attention)"
+        )
+    kind = type(target.model).__name__
+    return f"{kind} keeps states other than the keys and values of attention, which fledge cannot roll back{error}"
 
 
 @torch.inference_mode()
@@ -157,8 +169,11 @@ def check_masks(target: TransformersTarget, requests: int) -> None:
         try:
             target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
             found, _ = target.verify(Tree(drafted, parents, 2), cache)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as e:  # a model that does not support such a mask may raise anything
-            raise ValueError(f"{name} cannot verify {what}: {why} ({e}); {REMEDY[requests]}") from e
+            mask = f"{type(target.model).__name__} does not take an attention mask for that ({first_line(e)})"
+            raise ValueError(f"{name} cannot verify {what}: {why}, and {mask}; {REMEDY[requests]}") from e
         path = torch.tensor([0, 2, 4], device=target.device).expand(requests, -1)
         cache.keep(path, path.new_full((requests,), 3))
         after, _ = target.verify(Tree.chain(tokens[:, :1]), cache)

@@ -54,6 +54,9 @@ class Target(ABC):
     head_weight: Tensor
     plain_head: bool
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} in {str(self.dtype).removeprefix('torch.')} on {self.device}>"
+
     @abstractmethod
     def last_layer_weights(self) -> dict[str, Tensor]:
         """The weights of the last decoder layer and the final norm by Llama's names: "q_proj.weight", "k_proj.weight",

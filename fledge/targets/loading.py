@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, llama_names
+from fledge.fields import first_line, parse_dtype
 from fledge.hub import download_files, download_weights, split_revision
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
@@ -48,7 +49,7 @@ def load_target(
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_length: int | None = None,
     trust_remote_code: bool = False,
     implementation: str = "auto",
@@ -58,20 +59,21 @@ def load_target(
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
-    `dtype` None is float32 on the CPU, and the checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in
-    the model's files runs only with `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the
-    model's layers are sharded over its ranks (`targets.sharded`), which all load it at the same time; only the first
-    reads the weights, into host memory. `device_map` is one of DEVICE_MAPS: transformers then places the layers
-    on the GPUs of this process. Without `weights`, only config and tokenizer are read, and the model is on the
-    meta device: it has sizes, and computes nothing.
+    `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
+    checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
+    `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over its
+    ranks (`targets.sharded`), which all load it at the same time; only the first reads the weights, into host memory.
+    `device_map` is one of DEVICE_MAPS: transformers then places the layers on the GPUs of this process. Without
+    `weights`, only config and tokenizer are read, and the model is on the meta device: it has sizes, and computes
+    nothing.
 
     Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
     needs code that is not trusted, if its weights are quantized by a package that is not installed, and if it does not
     fit where `device_map` places it.
     """
     check_implementation(implementation)
-    device = torch.device(device)
-    info: dict[str, Any] = {"missing_keys": ()}
+    device, dtype = torch.device(device), parse_dtype(dtype)
+    info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
     with _explaining_errors(path):
         name, options = _hub_arguments(path, trust_remote_code)
         config = _read_config(name, options)
@@ -91,19 +93,16 @@ def load_target(
                 place = {"device_map": device_map or {"": device}}
             download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
+                # sizes that differ are not ignored: `_check_complete` names them
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=wanted, output_loading_info=True, **place, **options
+                    name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **place, **options
                 )
                 if quantization:
                     run_once(model)
         else:
             model = _empty_model(name, config, config.dtype if isinstance(wanted, str) else wanted, options)
         tokenizer = _read_tokenizer(name, options)
-    if missing := sorted(info["missing_keys"]):  # transformers initializes these randomly
-        raise ValueError(
-            f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
-            f"{missing[0]}; copy or download it again"
-        )
+    _check_complete(path, info)
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
         shard_layers(model, mesh, fill_from_first(device, mesh))
@@ -261,6 +260,23 @@ def _make_target(
     return target
 
 
+def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
+    """Raises ValueError for tensors that transformers initialized randomly: those missing in a model's files, and those
+    of another size in the files than in config.json. `info` is transformers' report about the loading."""
+    differing = sorted(info["mismatched_keys"])
+    for name, stored, wanted in differing:
+        raise ValueError(
+            f"the target {path} cannot be loaded: {name} has shape {list(stored)} in its files, and its config.json "
+            f"asks for {list(wanted)} (the first of {len(differing)} tensors of other sizes). Correct config.json, "
+            "e.g. vocab_size where tokens were added, or copy both from one model"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
+            f"{missing[0]}; copy or download it again"
+        )
+
+
 def _check_placed(model: PreTrainedModel, path: str | Path) -> None:
     """Raises ValueError if a part of a model is in host memory or on the disk, since it does not fit on the GPUs."""
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
@@ -313,6 +329,37 @@ def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBa
     return tokenizer
 
 
+def _other_kind(path: Path) -> str:
+    """What a path is if it is an adapter or a GGUF model in place of a model in transformers' format, with the cure."""
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+    if any(name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin")) for name in names):
+        return ""
+    if "adapter_config.json" in names:
+        return _adapter(path / "adapter_config.json", str(path))
+    if gguf := next((name for name in sorted(names) if name.endswith(".gguf")), None):
+        directory = str(path if path.is_dir() else path.parent)
+        return (
+            f"holds a model in GGUF format ({gguf}), which fledge does not read. Give the model that it was made from, "
+            f"or convert it: AutoModelForCausalLM.from_pretrained({directory!r}, gguf_file={gguf!r})"
+            ".save_pretrained(..), and the same with AutoTokenizer"
+        )
+    return ""
+
+
+def _adapter(file: Path, name: str) -> str:
+    """What an adapter is, and how it becomes a target, by its adapter_config.json."""
+    try:
+        config = json.loads(file.read_text())
+        kind, base = config["peft_type"], config["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        kind, base = "PEFT", "another model"
+    return (
+        f"is a {kind} adapter of {base}, not a whole model. Merge the two and give the result: pip install peft, then "
+        f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(..), and "
+        f"AutoTokenizer.from_pretrained({base!r}).save_pretrained(..) to the same directory"
+    )
+
+
 @contextlib.contextmanager
 def _explaining_errors(path: str | Path) -> Iterator[None]:
     """Context manager for loading a target, without bars of transformers: any exception becomes a ValueError that says
@@ -321,6 +368,8 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
     local = Path(path).is_absolute() or name.count("/") > 1 or name.startswith(("./", "../"))
     if local and not Path(path).exists():
         raise ValueError(f"the target {path} does not exist; it is a directory or a hub id such as owner/name")
+    if problem := _other_kind(Path(path)):
+        raise ValueError(f"the target {path} {problem}")
     if Path(path).is_file():
         raise ValueError(f"the target {path} is a file; give the directory that it is in")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
@@ -346,11 +395,22 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
                 f"the target {path} has no files of a tokenizer (tokenizer.json, or those of its kind), or lacks some; "
                 "copy them from where the model is from"
             ) from e
+        if not Path(path).exists() and (adapter := _adapter_on_hub(path)):
+            raise ValueError(f"the target {path} {adapter}") from e
         hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
-        raise ValueError(f"the target {path} cannot be loaded: {hub}{_first_line(e).rstrip('.')}{_remedy(e)}") from e
+        raise ValueError(f"the target {path} cannot be loaded: {hub}{first_line(e).rstrip('.')}{_remedy(e)}") from e
     finally:
         if progress_bar_was_enabled:
             enable_progress_bar()
+
+
+def _adapter_on_hub(path: str | Path) -> str:
+    """`_adapter` of a hub id; empty if no adapter is found there."""
+    name, revision = split_revision(path)
+    found = None
+    with contextlib.suppress(Exception):  # offline, unknown or private id: the error of the model's config says so
+        found = cached_file(name, "adapter_config.json", revision=revision)
+    return _adapter(Path(found), name) if found else ""
 
 
 def _remedy(e: Exception) -> str:
@@ -362,7 +422,3 @@ def _remedy(e: Exception) -> str:
     if "couldn't connect" in str(e):
         return ". Check its name; without a connection, only directories and downloaded models can be loaded"
     return ""
-
-
-def _first_line(e: Exception) -> str:
-    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip()

@@ -19,10 +19,21 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def find_decoder(model: nn.Module, n: int) -> nn.Module:
-    """The first module that has n layers and a final norm as children, starting with `model.get_decoder()`; the latter
-    if there is none. (get_decoder() returns the whole model for Llama 4, and the head for ModernBERT.)"""
-    found = next((m for m in (model.get_decoder(), *model.modules()) if all(_candidates(m, n))), None)
+    """The first module that has n layers and a final norm as children and reads tokens, starting with
+    `model.get_decoder()`; the latter if there is none. (get_decoder() returns the whole model for Llama 4, and the head
+    for ModernBERT.)"""
+    parts = (model.get_decoder(), *model.modules())
+    found = next((m for m in parts if all(_candidates(m, n)) and _reads_tokens(m)), None)
     return model.get_decoder() if found is None else found
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Whether a module can be called with tokens and positions; CPM-Ant's encoder reads their embeddings."""
+    try:
+        inspect.signature(module.forward).bind(input_ids=None, position_ids=None, use_cache=False)
+    except TypeError:
+        return False
+    return True
 
 
 def cache_argument(model: nn.Module, decoder: nn.Module) -> str:
@@ -52,6 +63,8 @@ def _candidates(module: nn.Module, n: int) -> tuple[list[nn.ModuleList], list[nn
     """A module's child lists of n layers, and its children whose names are those of a final norm."""
     children = dict(module.named_children())
     layers = [m for m in children.values() if isinstance(m, nn.ModuleList) and len(m) == n]
+    if isinstance(norm := children.get("norm"), nn.Module):  # Gemma 3n and 4 have a norm of per-layer inputs after it
+        return layers, [norm]
     return layers, [m for name, m in children.items() if _names_final_norm(name)]
 
 
@@ -102,11 +115,12 @@ def _weight(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor | None:
 
 
 def _qkv(attention: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
-    """The weights of the q, k and v projections. Phi-3 has them in one matrix."""
-    fused = _weight(attention, "qkv_proj", dtype)
-    if fused is None:
+    """The weights of the q, k and v projections. Phi-3 has them in one matrix; the linear attention of MiniMax too, but
+    without key-value heads, and its weights are left out."""
+    fused, heads = _weight(attention, "qkv_proj", dtype), getattr(attention, "num_key_value_heads", None)
+    if fused is None or heads is None:
         return [_weight(attention, n, dtype) for n in ("q_proj", "k_proj", "v_proj")]
-    kv = attention.num_key_value_heads * attention.head_dim
+    kv = heads * attention.head_dim
     return list(fused.split([fused.shape[0] - 2 * kv, kv, kv]))
 
 

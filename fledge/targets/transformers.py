@@ -111,12 +111,10 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         """The end-of-sequence ids of the generation config, the model's config and the tokenizer."""
         found: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
-        for ids in (getattr(generation, "eos_token_id", None), self.config.eos_token_id, self._tokenizer_eos()):
+        for part in (generation, self.config, self.tokenizer):
+            ids = getattr(part, "eos_token_id", None)
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         return frozenset(found)
-
-    def _tokenizer_eos(self) -> int | None:
-        return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
@@ -255,7 +253,15 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
                 hook.remove()
 
     def _features(self, states: dict[int | str, Tensor], layers: Sequence[int]) -> Features:
-        """Captured states as features, with batch and sequence flattened to one axis."""
+        """Captured states as features, with batch and sequence flattened to one axis. Raises ValueError if layers pass
+        on something else than one hidden state per token."""
+        for i in layers:
+            if states[i].shape != states["last"].shape:
+                raise ValueError(
+                    f"no draft can be trained for {self.name or 'the target'}: the layers of "
+                    f"{type(self.decoder).__name__} pass on states of shape {list(states[i].shape)}, where a draft "
+                    f"reads one hidden state per token, {list(states['last'].shape)}"
+                )
         last, *aux = (states[i].flatten(0, 1).to(self.device) for i in ("last", *layers))
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
