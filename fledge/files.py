@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,20 +129,37 @@ def _fsync(path: Path) -> None:
 
 
 def replace_text(file: str | Path, text: str) -> None:
-    """Writes a small UTF-8 file atomically. If `file` is a symbolic link, the file it points to is replaced.
+    """Writes a small UTF-8 file atomically (see `replace_file`)."""
+    replace_file(file, [text.encode()])
 
-    The text is written to a temporary file with a random name in the same directory (see `replace_bytes`).
+
+def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
+    """Writes a file of several parts atomically (see `replace_parts`). If `file` is a symbolic link, the file it points
+    to is replaced.
+
+    The temporary file is named after `file`, so that the next writer removes what a killed writer left.
     """
     file = Path(os.path.realpath(file))
-    replace_bytes(file, text.encode(), file.with_name(TEMPORARY + secrets.token_hex(8)))
+    with contextlib.ExitStack() as stack:
+        try:
+            _lock_directory(file.parent, stack)
+            temporary = file.with_name(TEMPORARY + hashlib.sha256(os.fsencode(file.name)).hexdigest()[:16])
+            temporary.unlink(missing_ok=True)
+        except OSError:  # another process may be writing the same file
+            temporary = file.with_name(TEMPORARY + secrets.token_hex(8))
+        replace_parts(file, parts, temporary)
 
 
-def replace_bytes(file: Path, content: bytes, temporary: Path) -> None:
-    """Writes a file atomically (see `replace_parts`)."""
-    replace_parts(file, [content], temporary)
+def _lock_directory(directory: Path, stack: contextlib.ExitStack) -> None:
+    """Locks a directory until the stack is closed or the process ends. Raises OSError if that is not possible now."""
+    import fcntl
+
+    handle = os.open(directory, os.O_RDONLY)
+    stack.callback(os.close, handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def replace_parts(file: Path, parts: Sequence[bytes | memoryview], temporary: Path) -> None:
+def replace_parts(file: Path, parts: Iterable[bytes | memoryview], temporary: Path) -> None:
     """Writes a file of several parts atomically: to `temporary`, a path in the same directory, which is then renamed. A
     file that a killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old
     content of `file` stays."""
@@ -164,9 +182,15 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def remove_temporary_files(directory: Path) -> None:
-    """Removes the temporary files of `replace_text` calls that were killed. Only the writing process may call this."""
+    """Removes the temporary files of `replace_file` calls that were killed. Only the writing process may call this."""
     for file in directory.glob(TEMPORARY + "*"):
         file.unlink()
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def disk_full_errno(error: BaseException | None) -> int | None:

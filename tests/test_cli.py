@@ -31,8 +31,8 @@ from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
-from support.commands import Ran
-from support.files import metrics_of, reconfigure, rows_of, write_rows
+from support.commands import Ran, kill_as_it_writes
+from support.files import listing, metrics_of, reconfigure, rows_of, write_rows
 from support.mutations import replace_function
 from support.runs import as_before, recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -933,6 +933,15 @@ def test_regenerate_writes_the_targets_answers_and_resumes(made, draft, fledge, 
     assert whole != out.read_text()
     (tmp_path / "sampled.jsonl").write_text("".join(whole.splitlines(keepends=True)[:3]))
     assert fledge(*sampled).code == 0 and (tmp_path / "sampled.jsonl").read_text() == whole
+
+
+def test_an_eval_that_is_killed_as_it_writes_leaves_nothing_for_ever(made, draft, fledge, tmp_path):
+    """The next one removes the unfinished record, which has texts of the prompts."""
+    words = ["eval", "--target", made / "target", "--draft", draft, "--prompts", made / "prompts.jsonl"]
+    words += ["--max-new-tokens", 4, "--device", "cpu", "--out", tmp_path / "r.json"]
+    kill_as_it_writes("r.json", *words)
+    assert len(listing(tmp_path)) == 1
+    assert fledge(*words).code == 0 and listing(tmp_path) == ["r.html", "r.json"]
 
 
 def test_regenerate_does_not_overwrite_files_that_it_did_not_write(made, fledge, tmp_path):

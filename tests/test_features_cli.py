@@ -19,7 +19,7 @@ from fledge.features import budget as budget_module
 from fledge.features.cache import FeatureCache
 from fledge.models.weights import load_draft
 from support.chats import tiny_chats
-from support.commands import Ran, python
+from support.commands import Ran, kill_as_it_writes, python
 from support.files import listing, metrics_of, write_rows
 from support.runs import recipe_of
 from support.targets import tiny_target_directory
@@ -148,6 +148,14 @@ def test_a_killed_writer_continues_with_the_same_bytes(fledge: Fledge, made: Pat
     assert {f.name: f.read_bytes() for f in out.glob("shard*")} == whole
     assert listing(out) == listing(tmp_path / "whole")
     assert "is complete" in fledge(*write_words(made, out)).err
+
+
+@pytest.mark.parametrize("name", ["documents.safetensors", "held-out.jsonl", "manifest.json"])
+def test_a_writer_that_is_killed_as_it_begins_leaves_nothing(name: str, fledge: Fledge, made: Path, tmp_path: Path):
+    kill_as_it_writes(name, *write_words(made, tmp_path / "f"))
+    assert [f for f in listing(tmp_path / "f") if f.startswith(".fledge-new-")]
+    assert fledge(*write_words(made, tmp_path / "f")).code == 0
+    assert not [f for f in listing(tmp_path / "f") if f.startswith(".")]
 
 
 def test_two_processes_write_one_cache(made: Path, tmp_path: Path) -> None:
@@ -353,6 +361,10 @@ def test_other_files_are_left_alone(fledge: Fledge, made: Path, tmp_path: Path) 
     assert ran.code == 2 and "holds other files, such as notes.txt; choose another --out" in ran.err
     (tmp_path / "notes.txt").unlink()
     assert fledge(*write_words(made, tmp_path)).code == 0
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "held-out.jsonl").write_text("mine")
+    ran = fledge(*write_words(made, mine))
+    assert ran.code == 2 and "holds other files, such as held-out.jsonl" in ran.err
 
 
 def test_a_directory_without_features(fledge: Fledge, tmp_path: Path) -> None:

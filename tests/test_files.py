@@ -284,6 +284,43 @@ def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch, call
     assert (tmp_path / "r.json").read_text() == "old" and listing(tmp_path) == ["r.json"]
 
 
+KILLED = """
+import os, signal, sys
+from fledge.files import replace_text
+os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+replace_text(sys.argv[1], "half")
+"""
+
+
+@pytest.mark.parametrize("planted", [None, Path.symlink_to, Path.hardlink_to, lambda path, other: path.mkdir()])
+def test_what_a_killed_writer_left_is_replaced(planted, tmp_path):
+    """A link or a directory that somebody put there instead is not written to."""
+    file, other = tmp_path / ("r" * 255), tmp_path / "other"
+    other.write_text("mine")
+    with python(KILLED, file) as process:
+        assert process.wait(timeout=60) == -signal.SIGKILL
+    (left,) = tmp_path.glob(".fledge-new-*")
+    if planted:
+        left.unlink()
+        planted(left, other)
+    replace_text(file, "whole")
+    assert file.read_text() == "whole" and other.read_text() == "mine"
+    assert left.is_dir() or listing(tmp_path) == sorted(["other", file.name])
+
+
+@pytest.mark.parametrize("error", [errno.EWOULDBLOCK, errno.ENOLCK])
+def test_writers_of_one_file_do_not_share_a_temporary_file(error, tmp_path, monkeypatch):
+    """Nor do writers on a file system without locks."""
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(error, "No")))
+    used, write = [], files.replace_parts
+    monkeypatch.setattr(files, "replace_parts", lambda file, parts, temporary: used.append(temporary) or write(
+        file, parts, temporary
+    ))  # fmt: skip
+    for text in ("old", "new"):
+        replace_text(tmp_path / "r.json", text)
+    assert used[0] != used[1] and (tmp_path / "r.json").read_text() == "new" and listing(tmp_path) == ["r.json"]
+
+
 # -- locks ------------------------------------------------------------------------------------------------------------
 
 HOLDER = """

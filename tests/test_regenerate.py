@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fledge.files import TEMPORARY
 from support.commands import Ran
 from support.files import rows_of
 from support.targets import tiny_target_directory
@@ -77,6 +79,37 @@ def test_records_without_a_line_are_answered(target: Path, tmp_path: Path, fledg
         f"{name}.jsonl, line {i}" for name in "ab" for i in range(1, 8)
     ]
     assert "is complete: 14 records" in fledge(*words, first, "--data", second).err
+
+
+def test_only_a_row_of_its_own_is_cut(target: Path, tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    """An unfinished line is cut if it begins with a whole header, or follows rows of the same job."""
+    data, out = chats(tmp_path / "chats.jsonl"), tmp_path / "out.jsonl"
+    words = ["regenerate", "--target", target, "--data", data, "--max-new-tokens", 3, "--out", out]
+    assert fledge(*words).code == 0
+    whole = out.read_text()
+    rows = whole.splitlines(keepends=True)
+    header = rows[0][: rows[0].index(', "messages"')]
+    for foreign in ('{"source": "my notes', "{", header[:-1], header.replace("line 1", "line 9"), f"{rows[0]}mine"):
+        out.write_text(foreign)
+        ran = fledge(*words)
+        said = " ".join(ran.err.split())
+        assert ran.code == 2 and "choose another --out. If" in said and "remove its last line" in said, said
+        assert out.read_text() == foreign
+    for own in (header, rows[0][:-1], f'{rows[0]}{{"sour', f"{rows[1]}{rows[0][:-9]}"):
+        out.write_text(own)
+        assert fledge(*words).code == 0 and out.read_text() == whole
+
+
+@pytest.mark.parametrize("name", [".out.jsonl.fledge-sorted", TEMPORARY + sha256(b"out.jsonl").hexdigest()[:16]])
+def test_no_link_is_written_through(name: str, target: Path, tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    """The rows are put into the order of the data in a file that nobody else can have made."""
+    first, second = chats(tmp_path / "a.jsonl"), chats(tmp_path / "b.jsonl")
+    words = ["regenerate", "--target", target, "--max-new-tokens", 3, "--out", tmp_path / "out.jsonl", "--data"]
+    assert fledge(*words, second).code == 0
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / name).symlink_to(tmp_path / "mine")
+    assert fledge(*words, first, "--data", second).code == 0
+    assert (tmp_path / "mine").read_text() == "mine" and len(rows_of(tmp_path / "out.jsonl")) == 14
 
 
 def test_records_that_cannot_be_read(target: Path, tmp_path: Path, fledge: Callable[..., Ran]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -684,10 +685,83 @@ def test_an_error_that_ends_a_run_says_what_to_do(error, code, saved, unsaved, t
         assert ("the GPU ran out of memory" in ran.err) == (code == 2)
 
 
-def test_resume_refuses_changed_data(tmp_path, fledge):
-    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+def test_resume_refuses_changed_data(tmp_path, fledge, monkeypatch):
+    """The file is named before the target is loaded and anything is tokenized; files elsewhere may be the same."""
+    target, data, run = tiny_target_directory(tmp_path), tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    chats = [tiny_chats(data / f"{name}.jsonl", 30) for name in "ab"]
     flags = "--max-length 64 --row-length 128 --steps 2 --depth 2 --device cpu".split()
-    assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *flags).code == 0
-    tiny_chats(data, 31)
-    refused = fledge("train", "--resume", tmp_path / "run")
-    assert refused.code == 2 and "the data differs from that of the run in" in refused.err
+    assert fledge("train", "--target", target, "--data", data, "--out", run, *flags).code == 0
+    data = data.rename(tmp_path / "moved")
+    write_recipe(run, {**recipe_of(run), "data": [str(data)]})
+    assert fledge("train", "--resume", run).code == 0
+    monkeypatch.setattr("fledge.jobs.training.target.prepare_shared_target", lambda *given: pytest.fail("loaded"))
+    for name, change, how in (
+        ("c", lambda file: tiny_chats(file, 31), "was added"),
+        ("a", lambda file: tiny_chats(file, 32), "was added"),  # under this path, which the run did not have
+    ):
+        change(data / f"{name}.jsonl")
+        refused = fledge("train", "--resume", run)
+        said = " ".join(refused.err.split())
+        assert refused.code == 2 and f"that of the run in {run}: {data / name}.jsonl {how}; restore the file" in said
+        (data / "c.jsonl").unlink(missing_ok=True)
+    data = data.rename(tmp_path / "data")
+    write_recipe(run, {**recipe_of(run), "data": [str(data)]})
+    assert f"{chats[0]} was changed" in " ".join(fledge("train", "--resume", run).err.split())
+    chats[0].unlink()
+    tiny_chats(chats[1], 33)
+    assert f"{chats[1]} was changed" in " ".join(fledge("train", "--resume", run, "--dry-run").err.split())
+
+
+def test_a_stopped_run_names_its_draft_so_far(tmp_path, fledge, monkeypatch):
+    """Commands name the checkpoint of an unfinished run, and take the checkpoint for a draft."""
+    target, data, run = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30), tmp_path / "run"
+    train = ["train", "--target", target, "--data", data, *FLAGS]
+    during_step(monkeypatch, 3, lambda: send(signal.SIGINT, signal.SIGINT))
+    assert fledge(*train, "--out", tmp_path / "young").code == 130
+    monkeypatch.undo()
+    young = " ".join(fledge("inspect", tmp_path / "young").err.split())
+    assert f"the run in {tmp_path / 'young'} is not finished: it has saved no draft yet, and fledge train" in young
+    during_step(monkeypatch, 3, lambda: send(signal.SIGINT))
+    assert fledge(*train, "--out", run).code == 130
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    pair, short = ["--target", target, "--draft"], ["--device", "cpu", "--max-new-tokens", 4]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"turns": ["the young bird"]}])
+    for words, more in (
+        (["generate", *pair], ["--prompt", "the bird", *short]), (["chat", *pair], ["--device", "cpu"]),
+        (["eval", *pair], ["--prompts", prompts, *short]), (["inspect"], []),
+        (["export", "--to", "vllm", "--draft"], ["--out", tmp_path / "exported"]),
+        (["card", "--draft"], []), ([*train, "--out", tmp_path / "other", "--init-from"], []),
+    ):  # fmt: skip
+        for place in (run, run / "draft"):
+            ran = fledge(*words, place, *more)
+            said = " ".join(ran.err.split())
+            assert ran.code == 2 and f"{place} holds no config.json; the run in {run} is not finished: " in said, said
+            assert f"draft so far is {run / 'checkpoint'}, and fledge train --resume {run} continues" in said, said
+        ran = fledge(*words, run / "checkpoint", *more)
+        assert ran.code == 0, ran.err
+    checked = fledge("check", *pair, run / "checkpoint", "--device", "cpu")
+    assert "the draft has no probe (fledge train writes one)" in " ".join(checked.out.split()), checked
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text(), newline="\r\n")  # as after a copy by a program for Windows
+    assert fledge("train", "--resume", run).code == 0
+    assert [m["step"] for m in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert f"the run's draft is {run / 'draft'}" in " ".join(fledge("inspect", run / "drafts").err.split())
+
+
+def test_a_disk_that_is_too_small_is_named_before_the_first_step(tmp_path, fledge, monkeypatch):
+    target, data, run = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30), tmp_path / "run"
+    words, usage = ["train", "--target", target, "--data", data, "--out", run, *FLAGS], shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
+        ran = fledge(*words)
+        said = " ".join(ran.err.split())
+        assert ran.code == 2 and f"the disk has too little space to save the run in {run}: its draft and" in said, said
+        assert "need 829." in said and "and 100.00 KB are free" in said and not run.exists(), said
+    assert fledge(*words).code == 0
+    written = sum(f.stat().st_size for name in ("draft", "checkpoint") for f in (run / name).rglob("*") if f.is_file())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=written))
+    assert fledge("train", "--resume", run).code == 0, "what is there needs no more space"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=written // 2))
+    assert "too little space to save" in fledge("train", "--resume", run).err.replace("\n", " ")

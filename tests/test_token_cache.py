@@ -285,12 +285,14 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "why"),
     [
-        (token_store.TOKENS, truncate, "tokens.bin has [0-9,]+ bytes instead of [0-9,]+"),
+        (token_store.TOKENS, truncate, "the SHA-256 of tokens.bin is not the one in SHA256SUMS"),
+        (token_store.TOKENS, flip, "the SHA-256 of tokens.bin"),
+        (token_store.SPANS, flip, "the SHA-256 of spans.bin"),
         (token_store.SPANS, Path.unlink, "No such file or directory"),
-        (token_cache.TABLE, flip, "CRC"),
-        (token_cache.MANIFEST, truncate, "."),
-        (token_cache.MANIFEST, lambda f: f.write_text("[]"), "."),
-        (token_cache.MANIFEST, lambda f: f.write_text('{"files": {}}'), "manifest.json lacks 'sha256'"),
+        (token_cache.TABLE, flip, "the SHA-256 of documents.npz"),
+        (token_cache.MANIFEST, flip, "the SHA-256 of manifest.json"),
+        (token_cache.SUMS, lambda f: f.write_text(""), "the SHA-256 of manifest.json"),
+        (token_cache.SUMS, Path.unlink, "No such file or directory"),
     ],
 )
 def test_damaged_data_is_made_again(name: str, damage, why: str, tmp_path: Path) -> None:
@@ -304,6 +306,32 @@ def test_damaged_data_is_made_again(name: str, damage, why: str, tmp_path: Path)
     assert "kept for later runs" in job.said[1] and job.tokenized == 60
     assert_same(job.load(request).documents, expected)
     assert job.tokenized == 60
+
+
+def test_training_does_not_read_changed_tokens(tmp_path: Path, fledge) -> None:
+    """Ids that the vocabulary has, in files of the right size."""
+    words = ["train", "--target", tiny_target_directory(tmp_path), "--data", tiny_chats(tmp_path / "chats.jsonl", 30)]
+    words += "--max-length 64 --row-length 128 --steps 1 --depth 2 --device cpu --data-cache".split()
+    assert fledge(*words, tmp_path / "c", "--out", tmp_path / "a").code == 0
+    (file,) = (tmp_path / "c" / "tokens").glob("*/tokens.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    ran = fledge(*words, tmp_path / "c", "--out", tmp_path / "b")
+    assert ran.code == 0 and "is damaged (the SHA-256 of tokens.bin" in ran.err.replace("\n", " "), ran.err
+    trained = [(tmp_path / run / "draft" / "model.safetensors").read_bytes() for run in "ab"]
+    assert trained[0] == trained[1]
+
+
+def test_an_unchanged_cache_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, job, read = asked(tiny_chats(tmp_path / "chats.jsonl", 30)), Job(tmp_path / "c"), []
+    job.load(request)
+    now, sha256_of = time.time_ns(), content.sha256_of
+    monkeypatch.setattr(content.time, "time_ns", lambda: now + 3 * content.SETTLED_NS)
+    monkeypatch.setattr(content, "sha256_of", lambda file: read.append(file.name) or sha256_of(file))
+    job.load(request)
+    assert {"tokens.bin", "spans.bin"} < set(read)
+    read.clear()
+    job.load(request)
+    assert not read
 
 
 SLOW = """

@@ -761,6 +761,19 @@ def test_a_run_that_writes_nothing_leaves_no_directory(tmp_path):
     assert listing(tmp_path) == ["mine"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_metrics_are_kept_with_any_line_ends(end, tmp_path):
+    run = RunDirectory(tmp_path)
+    lines = [f'{{"step": {i}}}' for i in range(1, 5)]
+    for last in ("", end, f'{end}{{"step": 5, "parts": {{"data": 1}}'):
+        run.metrics.write_text(end.join(lines) + last, newline="")
+        run.truncate_metrics(3)
+        assert run.metrics.read_text().splitlines() == lines[:3]
+    run.metrics.write_text(end.join(lines), newline="")
+    run.truncate_metrics(4)  # a last line without an end is whole
+    assert run.metrics.read_text().splitlines() == lines
+
+
 def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
     run = RunDirectory(tmp_path)
     run.truncate_metrics(3)  # none yet

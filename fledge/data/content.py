@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from fledge.files import replace_text
+from fledge.files import replace_text, sha256_of
 
 SETTLED_NS = (
     2_000_000_000  # a file that changed so recently may change again within one tick of its file system's clock
@@ -37,8 +37,7 @@ def content_sha256(file: Path, memory: Path) -> str:
         known = json.loads(note.read_text(encoding="utf-8"))
         if (known["path"], tuple(known["stamp"])) == (path, now):
             return known["sha256"]
-    with file.open("rb") as f:
-        sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+    sha256 = sha256_of(file)
     if stamp(file) == now and time.time_ns() - max(now[1:]) > SETTLED_NS:
         with contextlib.suppress(OSError):
             memory.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 Each data set is a directory `tokens/HASH` of the cache, which is written once, by one process, and complete or absent:
 the tokens and spans of all documents as int32 (tokens.bin, spans.bin), where each document starts and how often each
-token occurs (documents.npz), and a manifest (manifest.json).
+token occurs (documents.npz), a manifest (manifest.json), and the hashes of these files (SHA256SUMS), which are compared
+whenever the data is read.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from fledge.data.read import SourceReader
 from fledge.data.record import Record
 from fledge.data.rows import format_of
 from fledge.data.selection import select
+from fledge.data.sources import Source, is_local
 from fledge.data.template import ChatTemplate
 from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
-from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sibling_path
+from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sha256_of, sibling_path
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
+SUMS = "SHA256SUMS"
+FILES = (MANIFEST, TABLE, TOKENS, SPANS)
 VARIABLE = "FLEDGE_CACHE"  # the environment variable that names the cache's directory
 POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
 
@@ -78,6 +82,17 @@ def cache_directory(given: str | None = None) -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "fledge"
 
 
+def data_files(sources: Sequence[str], cache: Path) -> dict[str, str]:
+    """The absolute path and the SHA-256 of each local file of data sources."""
+    files = (file for source in sources if is_local(Source.parse(source).path) for file in SourceReader(source).files)
+    return {os.path.abspath(file): content_sha256(file, _hashes(cache)) for file in files}
+
+
+def _hashes(cache: Path) -> Path:
+    """The directory in which a cache remembers the hashes of files that do not change."""
+    return cache / "hashes"
+
+
 def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, count: Count) -> TrainingData:
     """The training data, from the cache, or made and put there; `say` is told where it is.
 
@@ -89,7 +104,7 @@ def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, 
     sources = [SourceReader(source) for source in request.sources]
     job = _Job(request, sources, workers, say, count)
     stamps = job.stamps()
-    entry = cache / "tokens" / _key(request, sources, cache / "hashes")
+    entry = cache / "tokens" / _key(request, sources, _hashes(cache))
     told = False
     while True:
         if (known := job.read(entry)) is not None:
@@ -261,7 +276,7 @@ def _write_problem(directory: Path) -> str | None:
 
 
 def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
-    """Adds the table and the manifest to the files of a `TokenStore`."""
+    """Adds the table, the manifest and the hashes to the files of a `TokenStore`."""
     documents, counts = data.documents, count_tokens(data.documents)
     np.savez(
         directory / TABLE,
@@ -269,7 +284,6 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
         supervised_V=counts.supervised_V.numpy(), seen_V=counts.seen_V.numpy(),
     )  # fmt: skip
     manifest = {
-        "files": {name: (directory / name).stat().st_size for name in (TOKENS, SPANS, TABLE)},
         "tokens": documents.tokens.count,
         "sha256": fingerprint(documents),
         "report": asdict(data.report) | {"first_refusal": _without_name(data.report.first_refusal, names)},
@@ -278,14 +292,16 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
         "copies": data.copies,
     }
     (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    (directory / SUMS).write_text("".join(f"{sha256_of(directory / name)}  {name}\n" for name in FILES))
 
 
 def _load(entry: Path, names: Sequence[str]) -> TrainingData:
     """Reads an entry of the cache. Raises an exception if its files are not those that were written."""
+    recorded = (entry / SUMS).read_text(errors="replace").splitlines()
+    for name in FILES:
+        if f"{content_sha256(entry / name, _hashes(entry.parent.parent))}  {name}" not in recorded:
+            raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-    for name, size in manifest["files"].items():
-        if (found := (entry / name).stat().st_size) != size:
-            raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
     with np.load(entry / TABLE) as table:
         counts = TokenCounts(*(torch.from_numpy(table[name]) for name in ("supervised_V", "seen_V")))
         documents = DocumentTable(

@@ -32,7 +32,7 @@ from fledge.features.codec import PRECISIONS
 from fledge.features.layout import HEADER_BYTES, Layout, Sizes
 from fledge.features.shard_file import CONTENT, DTYPES, file_hash, write_shard
 from fledge.fields import check_template_kwargs, shortened
-from fledge.files import TEMPORARY, replace_bytes, replace_text
+from fledge.files import TEMPORARY, replace_file, replace_text
 from fledge.types import Document
 
 MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
@@ -132,7 +132,7 @@ class FeatureCache:
             "spans": torch.cat([d.spans for d in documents]),
             "lengths": torch.tensor([d.tokens.numel() for d in documents]),
         }
-        replace_bytes(self.path / DOCUMENTS, save(tensors), self.path / (TEMPORARY + DOCUMENTS))
+        replace_file(self.path / DOCUMENTS, [save(tensors)])
         replace_text(self.path / HELD_OUT, "".join(json.dumps(asdict(r)) + "\n" for r in held_out))
         replace_text(self.path / MANIFEST, json.dumps(asdict(self.manifest), indent=2) + "\n")
 

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fledge.files import sibling_path
+from fledge.files import replace_file
 
 
 class AnswersFile:
@@ -29,7 +29,7 @@ class AnswersFile:
         self._read()
 
     def _read(self) -> None:
-        """Finds the complete rows, and removes an incomplete last line."""
+        """Finds the complete rows, and removes an incomplete last line if it is the beginning of a row."""
         if not self.path.exists():
             return
         left: dict[tuple[Any, Any], deque[int]] = defaultdict(deque)
@@ -38,9 +38,11 @@ class AnswersFile:
         end = 0
         for line in self._lines():
             if not line.endswith(b"\n"):
-                start = json.dumps(self.headers[0])[: len('{"source": "')].encode()
-                if line[: len(start)] != start[: len(line)]:
-                    raise ValueError(self.foreign)
+                if not self._begins_row(line):
+                    raise ValueError(
+                        f"{self.foreign}. If {self.path} is an unfinished file of this command, remove its last line, "
+                        "which is incomplete"
+                    )
                 break
             try:
                 row = json.loads(line)
@@ -51,6 +53,11 @@ class AnswersFile:
             end += len(line)
         if end < self.path.stat().st_size:
             os.truncate(self.path, end)
+
+    def _begins_row(self, line: bytes) -> bool:
+        """Whether an incomplete line begins with a whole header, or follows complete rows and may be a part of one."""
+        starts = (json.dumps(header, ensure_ascii=False)[:-1].encode() for header in self.headers)
+        return any(line.startswith(start) or (self.done and start.startswith(line)) for start in starts)
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as f:
@@ -92,12 +99,10 @@ class AnswersFile:
         this one. A job that is killed meanwhile leaves a complete file in the old order."""
         if list(self._places) == sorted(self._places):
             return
-        new = sibling_path(self.path, "sorted")
-        with self.path.open("rb") as old, new.open("wb") as f:
-            for index in sorted(self._places):
-                start, length = self._places[index]
+        with self.path.open("rb") as old:
+
+            def row(start: int, length: int) -> bytes:
                 old.seek(start)
-                f.write(old.read(length))
-            f.flush()
-            os.fsync(f.fileno())
-        new.replace(os.path.realpath(self.path))
+                return old.read(length)
+
+            replace_file(self.path, (row(*self._places[index]) for index in sorted(self._places)))

@@ -53,7 +53,7 @@ def local_draft(name: str) -> Path:
     from fledge.hub import hub_id
     from fledge.models.weights import check_draft
 
-    if hub_id(name):
+    if hub_id(name) and not Path(name).parent.is_dir():
         raise ValueError(f"{name} is not a directory here; give the directory of the draft, such as run/draft")
     check_draft(name)
     return Path(name)

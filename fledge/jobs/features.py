@@ -265,8 +265,8 @@ def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
 
     if not (out / MANIFEST).exists():
         names = [f.name for f in out.iterdir()] if out.exists() else []
-        # a killed process may have left the documents
-        if other := next((n for n in sorted(names) if n not in (DOCUMENTS, HELD_OUT) and not n.startswith(".")), None):
+        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # by a killed process, in this order
+        if other := next((n for n in sorted(names) if n not in left and not n.startswith(".")), None):
             raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
         return FeatureCache(out, new, documents)
     cache = FeatureCache.open(out, documents)

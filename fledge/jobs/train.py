@@ -282,10 +282,11 @@ def _train(
     from fledge.data.dataset import StreamedRows
     from fledge.features.vllm.source import VllmFeatures
     from fledge.jobs.training.card import with_card
-    from fledge.jobs.training.data import make_rows, training_data
+    from fledge.jobs.training.data import check_files, make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
     from fledge.jobs.training.implementation import choose_implementation
+    from fledge.jobs.training.plan import check_disk
     from fledge.jobs.training.probe import make_probe
     from fledge.jobs.training.recipe_file import check_settled, recipe_text
     from fledge.jobs.training.run import SAVE_DTYPE, TrainingRun, run_training
@@ -296,6 +297,8 @@ def _train(
     from fledge.jobs.training.target import prepare_shared_target
 
     with ranks.together("while target and data were loaded"):
+        if recorded is not None and ranks.leads:
+            check_files(recipe.data, directory)
         target = prepare_shared_target(recipe, ranks, options.shard_target, say)
         check_shape(recipe, target)
         documents, held_out = training_data(recipe, target, say, progress)
@@ -319,6 +322,8 @@ def _train(
         settled = settle(recipe, target, draft, rows, schedule)
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
         attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
+        if ranks.leads:
+            check_disk(directory, draft, schedule.steps)
         if recorded is not None:
             check_settled(recorded, settled, directory)
             if ranks.leads and not directory.summary.exists():  # the run was killed as it started

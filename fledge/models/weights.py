@@ -24,6 +24,7 @@ from fledge.models.draft import Draft
 from fledge.models.health import find_damage
 
 CONFIG = "config.json"
+RECIPE = "recipe.yaml"  # the file with the options of a training run
 SAMPLE = 2**16  # values of each tensor that a fingerprint of weights reads
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -162,10 +163,20 @@ def _config_file(directory: Path) -> Path:
     if directory.is_file():
         raise ValueError(f"the draft {directory} is a file; give the directory that it is in")
     if not file.is_file():
-        run = directory / "draft"
-        cure = f"the run's draft is {run}" if run.is_dir() else f"a draft is a directory with {CONFIG} and {WEIGHTS}"
-        raise ValueError(f"{directory} holds no {CONFIG}; {cure}")
+        raise ValueError(f"{directory} holds no {CONFIG}; {_where_the_draft_is(directory)}")
     return file
+
+
+def _where_the_draft_is(directory: Path) -> str:
+    """Where the draft is instead of in a directory that has none, which may be a run or a part of one."""
+    for run in (directory, directory.parent):
+        draft, checkpoint, is_run = run / "draft", run / "checkpoint", (run / RECIPE).is_file()
+        if draft.is_dir() and draft != directory and (is_run or run == directory):
+            return f"the run's draft is {draft}"
+        if is_run:
+            so_far = f"its draft so far is {checkpoint}" if checkpoint.is_dir() else "it has saved no draft yet"
+            return f"the run in {run} is not finished: {so_far}, and fledge train --resume {run} continues it"
+    return f"a draft is a directory with {CONFIG} and {WEIGHTS}"
 
 
 def _read_config(file: Path) -> tuple[dict[str, Any], DraftConfig]:

@@ -7,7 +7,6 @@ state. It can be read by another number of ranks. All its files are safetensors 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -31,12 +30,14 @@ from fledge.files import (
     read_consistent,
     remove_temporary_files,
     replace_directory,
+    replace_file,
     replace_text,
     restore_interrupted,
+    sha256_of,
     sibling_path,
 )
 from fledge.models.draft import Draft
-from fledge.models.weights import draft_files, save_draft, write_files
+from fledge.models.weights import RECIPE, draft_files, save_draft, write_files
 from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
@@ -54,7 +55,7 @@ class RunDirectory:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
-        self.recipe, self.old_config = self.path / "recipe.yaml", self.path / "train.json"
+        self.recipe, self.old_config = self.path / RECIPE, self.path / "train.json"
         self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -193,7 +194,7 @@ class RunDirectory:
                 raise failure
             self._write_tensors(tensors, new, ranks)
             names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *files]
-            (new / SUMS).write_text("".join(f"{_sha256(new / name)}  {name}\n" for name in names))
+            (new / SUMS).write_text("".join(f"{sha256_of(new / name)}  {name}\n" for name in names))
 
     def _write_tensors(self, tensors: dict[str, Tensor], new: Path, ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(new / STATE), save_distributed=True)
@@ -275,7 +276,7 @@ class RunDirectory:
         for known, name in recorded:
             if not (checkpoint / name).is_file():
                 raise self.damage_error("it is missing", name)
-            if _sha256(checkpoint / name) != known:
+            if sha256_of(checkpoint / name) != known:
                 raise self.damage_error("its SHA-256 differs from the recorded one", name)
 
     def damage_error(self, why: str, name: str = STATE) -> ValueError:
@@ -295,10 +296,11 @@ class RunDirectory:
         """
         if not self.metrics.exists():
             return
-        *complete, _ = self.metrics.read_bytes().split(b"\n")
-        lines = [(i, line) for i, line in enumerate(complete, 1) if line.endswith(b"}")]
-        kept = [line.decode() for i, line in lines if self._step_of(line, i) <= step]
-        replace_text(self.metrics, "".join(line + "\n" for line in kept))
+        *lines, last = self.metrics.read_bytes().split(b"\n")
+        with contextlib.suppress(ValueError):  # of a line that was cut
+            json.loads(last)
+            lines.append(last)
+        replace_file(self.metrics, [line + b"\n" for i, line in enumerate(lines, 1) if self._step_of(line, i) <= step])
 
     def _step_of(self, line: bytes, number: int) -> int:
         try:
@@ -324,8 +326,3 @@ def _first_failure(error: CheckpointException) -> str:
     """What went wrong in a rank that could not write or read its part of a checkpoint."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(reason).__name__}: {reason}"
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+
+
+# `fledge`, killed before a small file, named by the first word, has any content
+KILLED_WRITER = """
+import os, signal, sys
+from fledge import files
+from fledge.cli import main
+name, write = sys.argv.pop(1), files.replace_parts
+
+def killed(file, parts, temporary):
+    if file.name == name:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+    write(file, parts, temporary)
+
+files.replace_parts = killed
+main()
+"""
 
 
 @dataclass
@@ -26,6 +44,12 @@ def python(script: str, *words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, words)], env=environment, stdout=subprocess.PIPE, text=True
     )
+
+
+def kill_as_it_writes(name: str, *words: object) -> None:
+    """Runs a command that is killed as it writes a small file called `name`."""
+    with python(KILLED_WRITER, name, *words) as process:
+        assert process.wait(timeout=300) == -signal.SIGKILL
 
 
 def run_to_its_end(script: str, *words: object, seconds: float = 300) -> None:

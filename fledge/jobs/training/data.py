@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from fledge.data.documents import lengths_of
 from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
-from fledge.data.token_cache import DataRequest, cache_directory, load_data
+from fledge.data.token_cache import DataRequest, cache_directory, data_files, load_data
 from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PlannedTarget
+from fledge.train.checkpoint import RunDirectory
 from fledge.types import Document
 
 EVAL_RECORDS = 16  # records held out to measure τ
@@ -62,6 +64,26 @@ def read_data(
         say(f"{len(found.held_out)} of {found.records:,} records are held out to measure τ{more}")
     say(str(found.report))
     return found.documents, found.held_out
+
+
+def check_files(data: DataRecipe, directory: RunDirectory) -> None:
+    """Raises ValueError, naming a file, if the files of the data are not those in the summary of the run. Nothing is
+    tokenized. Runs of earlier versions have no such summary; their data is compared once it is tokenized."""
+    try:
+        known = json.loads(directory.summary.read_text(encoding="utf-8"))["data"]["files"]
+        hashes = set(known.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return
+    now = data_files(data.sources, cache_directory(data.cache))
+    others = [file for file in now if now[file] not in hashes]
+    others += [file for file in known if known[file] not in now.values()]
+    if others:
+        file = others[0]
+        how = "was changed" if file in known and file in now else "was added" if file in now else "is not there"
+        raise ValueError(
+            f"the data differs from that of the run in {directory.path}: {file} {how}; restore the file, or start a "
+            f"new run, with the weights so far by --init-from {directory.checkpoint}"
+        )
 
 
 def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:

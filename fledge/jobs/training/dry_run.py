@@ -17,7 +17,7 @@ from fledge.decode.engine import resolve_device
 from fledge.features.source import ROWS_AHEAD
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
 from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
-from fledge.jobs.training.data import make_rows, pack_rows, total_memory, training_data
+from fledge.jobs.training.data import check_files, make_rows, pack_rows, total_memory, training_data
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import check_ranks, needs_processes, run_ranks, start_processes
@@ -109,6 +109,8 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         raise ValueError(
             f"{recipe.features.path} is a stream, whose rows come as they are written; it cannot be planned"
         )
+    if options.resume:
+        check_files(recipe.data, directory)
     target = plan_target(recipe)
     if target.target.quantization:
         say(quantization_note(target.target))

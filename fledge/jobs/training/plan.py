@@ -6,10 +6,11 @@ import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fledge.data.dataset import Rows
+from fledge.features.budget import existing_parent, format_bytes
 from fledge.jobs.training.recipe import Recipe
+from fledge.models.draft import Draft
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.estimate import (
     Part,
@@ -97,8 +98,7 @@ class Plan:
     @functools.cached_property
     def free_disk(self) -> int:
         """The free bytes of the file system of the run's directory."""
-        path = Path(self.directory.path).absolute()
-        return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+        return shutil.disk_usage(existing_parent(self.directory.path)).free
 
     @property
     def fits_memory(self) -> bool:
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def fits_disk(self) -> bool:
-        return total(self.disk) <= self.free_disk
+        return total(self.disk) <= self.free_disk + written_bytes(self.directory)
 
     @property
     def fits(self) -> bool:
@@ -164,6 +164,24 @@ class Plan:
                 return tokens
             tokens //= 2
         return None
+
+
+def written_bytes(directory: RunDirectory) -> int:
+    """The bytes of the draft and the checkpoint that a run has written."""
+    files = (file for path in (directory.draft, directory.checkpoint) for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in files)
+
+
+def check_disk(directory: RunDirectory, draft: Draft, steps: int) -> None:
+    """Raises ValueError if what a run still writes to its directory is more than the disk has free."""
+    needed = total(disk_parts(draft, steps)) - written_bytes(directory)
+    free = shutil.disk_usage(existing_parent(directory.path)).free
+    if needed > free:
+        raise ValueError(
+            f"the disk has too little space to save the run in {directory.path}: its draft and its checkpoint, each "
+            f"twice while a new one replaces it, need {format_bytes(needed)}, and {format_bytes(free)} are free; free "
+            "some disk space, or choose another --out"
+        )
 
 
 def work_of(rows: Rows, schedule: Schedule, machine: Machine, trains: int) -> Work:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fledge import __version__
 from fledge.data.documents import lengths_of, supervised_of
+from fledge.data.token_cache import cache_directory, data_files
 from fledge.data.vocab import missing_from
 from fledge.eval.environment import command, environment
 from fledge.jobs.training.recipe import Recipe
@@ -33,6 +34,7 @@ def summarize(
         "method": recipe.method.name,
         "data": {
             "sources": list(recipe.features.manifest.data if recipe.features else recipe.data.sources),
+            "files": data_files(recipe.data.sources, cache_directory(recipe.data.cache)),
             "documents": len(documents),
             "tokens": int(lengths_of(documents).sum()),
             "supervised": int(supervised_of(documents).sum()),
