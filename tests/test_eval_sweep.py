@@ -358,9 +358,13 @@ def test_the_table_of_a_sweep_fits_the_terminal(width: int, capsys, monkeypatch)
 def test_few_requests_have_no_interval_in_the_table(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     record = whole_record()
-    for requests, shown in ((4, False), (5, True)):
-        print_table(record | {"prompts": requests}, ResultPrinter())
-        assert ("±" in capsys.readouterr().out) == shown
+    print_table(record | {"tau_interval": None}, ResultPrinter())
+    assert "±" not in capsys.readouterr().out
+    above = record["tau_interval"][1] - record["tau"]
+    print_table({"many": record, "two": record | {"tau_interval": None}}, ResultPrinter())
+    assert re.search(
+        rf"many 6 +{record['tau']:.2f} +{above:.2f} .*\n.*two 6 +{record['tau']:.2f} +- ", capsys.readouterr().out
+    )
 
 
 JSON = st.recursive(

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fledge.jobs.display import ResultPrinter
 
 
-ENOUGH = 5  # requests from which on the table shows the interval of τ
 FEW = 6  # records, each of which gets all its sentences
 
 
@@ -256,9 +255,8 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 
 def half_width(r: dict[str, Any]) -> float | None:
-    """Half the width of τ's 95 % interval; None with fewer than ENOUGH requests."""
-    interval = r.get("tau_interval")
-    return (interval[1] - interval[0]) / 2 if interval and r["prompts"] >= ENOUGH else None
+    """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
+    return r["tau_interval"][1] - r["tau"] if r["tau_interval"] else None
 
 
 def speed_line(r: dict[str, Any]) -> str:

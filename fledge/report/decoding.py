@@ -11,7 +11,7 @@ from fledge.report.read import Record, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
-INTERVALS = "Whiskers are 95 % intervals by bootstrap over the requests"
+INTERVALS = "Whiskers are 95 % intervals over the requests"
 OLDER = "records of earlier versions have not kept it"
 ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
 
