@@ -32,8 +32,8 @@ def answers() -> np.ndarray:
 def test_the_interval_of_tau_covers_the_truth_in_95_percent_of_evaluations(
     count: int, widest: float, answers: np.ndarray
 ) -> None:
-    """Of 3 to 20 requests; and it is not much wider than τ's errors: its half is at most `widest` times that error
-    which one evaluation of 20 exceeds."""
+    """Of 3 to 20 requests; and it is not much wider than τ's errors: its half is at most `widest` times the error
+    that one evaluation of 20 exceeds."""
     draw = np.random.default_rng(0)
     truth = answers[:, 0].sum() / answers[:, 1].sum()
     errors, halves = [], []

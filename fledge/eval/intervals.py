@@ -1,7 +1,7 @@
 """95 % intervals of the figures of an evaluation, from the differences between its requests.
 
 A request is an entry of a record's `requests` (docs/measuring.md). The rounds of a request resemble each other, so that
-the sample is the requests, not the rounds. Every figure is a quotient of sums over requests. Its standard error comes
+the sample is the requests, not the rounds. Every figure is a quotient of sums over requests. The standard error comes
 from leaving out one request after the other (jackknife; Tukey, 1958), and the interval is the figure ± that error times
 the 97.5th percentile of Student's t. The requests count as (Σ w)² / Σ w² equal ones, where the weight w is a request's
 part of the divisor (effective sample size; Kish, 1965), since a few long requests may decide the figure; the degrees of

@@ -43,7 +43,7 @@ def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others:
     rates = [a or 0.0 for a in alpha[:depth]]
     reached = list(accumulate([*rates, *rates[-1:] * 2], mul))
     speeds = {k: (1 + sum(reached[:k])) / (draft * k / depth + others) for k in range(1, len(reached) + 1)}
-    return {k: speed / speeds[depth] for k, speed in speeds.items()} if depth in speeds else {}
+    return {k: speed / speeds[depth] for k, speed in speeds.items()} if len(rates) == depth else {}
 
 
 def alpha_text(alpha: Sequence[float | None]) -> str:
