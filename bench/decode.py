@@ -46,6 +46,7 @@ import vllm_rounds
 from common import MIXTURES, SHAPES, profile, randomize, randomize_weight, seconds
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -56,7 +57,6 @@ from fledge.eval.environment import environment
 from fledge.eval.metrics import bytes_per_round
 from fledge.eval.record import check_record_path, write_record
 from fledge.models.draft import Draft
-from fledge.models.size import weight_bytes
 from fledge.models.weights import save_draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
@@ -177,6 +177,13 @@ def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> Tr
     model.model.rotary_emb = rotary.to(device)
     randomize(model)
     return target_of(model.float() if device == "cpu" else model, one_word_tokenizer())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """The bytes of weights that a forward pass reads: all parameters except an embedding that is not also the head."""
+    tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in tables - heads)
 
 
 def one_word_tokenizer() -> PreTrainedTokenizerFast:

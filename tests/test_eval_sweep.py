@@ -27,7 +27,7 @@ from fledge.eval.record import record_text
 from fledge.eval.run import EvaluationStopped, evaluate
 from fledge.jobs import evaluate as evaluate_job
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.evaluate import FEW, EvalOptions, print_table
+from fledge.jobs.evaluate import FEW, EvalOptions, print_table, round_lines
 from fledge.jobs.evaluate_ways import names, ways
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
@@ -358,9 +358,39 @@ def test_the_table_of_a_sweep_fits_the_terminal(width: int, capsys, monkeypatch)
 def test_few_requests_have_no_interval_in_the_table(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     record = whole_record()
-    for requests, shown in ((4, False), (5, True)):
-        print_table(record | {"prompts": requests}, ResultPrinter())
-        assert ("±" in capsys.readouterr().out) == shown
+    print_table(record | {"tau_interval": None}, ResultPrinter())
+    assert "±" not in capsys.readouterr().out
+    above = record["tau_interval"][1] - record["tau"]
+    print_table({"many": record, "two": record | {"tau_interval": None}}, ResultPrinter())
+    assert re.search(
+        rf"many 6 +{record['tau']:.2f} +{above:.2f} .*\n.*two 6 +{record['tau']:.2f} +- ", capsys.readouterr().out
+    )
+
+
+PAYS = {  # by what is changed in the record: the end of the sentence on what would make decoding faster
+    "By these times and α, --depth 1 instead of 3 would be 46% faster.": {},
+    "compare with --draft-mode tree.": dict(alpha=[0.9, 0.5, 0.2], round=dict(draft_ms=0.3, verify_ms=4.0)),
+    "--depth 5 instead of 3 would be 44% faster.": dict(alpha=[1.0, 1.0, 1.0], round=dict(draft_ms=0.3, verify_ms=4.0)),
+    "with --depth auto, nothing is drafted where that is faster.": dict(depth=1, alpha=[0.1], speedup=0.5),
+    "a draft with a smaller --draft-vocab or fewer layers.": dict(mode="tree"),
+    "compare with fewer --tree-nodes.": dict(mode="tree", round=dict(verify_ms=9.0)),
+    "see whether other programs load the processor.": dict(mode="parallel", round=dict(draft_ms=1.0, overhead_ms=5.0)),
+    "train the draft for longer, on the target's own answers.": dict(mode="parallel", round=dict(draft_ms=1.0)),
+}
+
+
+@pytest.mark.parametrize("end", PAYS)
+def test_a_round_s_parts_and_what_would_make_decoding_faster(end: str) -> None:
+    parts = dict(draft_ms=3.0, verify_ms=2.0, overhead_ms=0.5, vanilla_token_ms=2.0)
+    given = dict(tau=1.6, speedup=1.2, mode="chain", depth=3, confidence=0.0, alpha=[0.5, 0.2, 0.1], round={})
+    r = given | PAYS[end]
+    shares, pays = round_lines(r | {"round": parts | r["round"]})
+    assert pays.endswith(end)
+    if not r["round"]:
+        assert shares == (
+            "A round takes 5.50 ms: drafting 55%, verification 36%, the rest 9%. It commits 1.60 tokens in the time of "
+            "2.75 tokens without the draft (2.00 ms each)."
+        )
 
 
 JSON = st.recursive(

@@ -85,7 +85,7 @@ class Relayed(DecodingTarget):
 
     def __init__(self, target: DecodingTarget):
         vars(self).update(facts_of(target))
-        self.rollback_problem, self.weight_bytes = target.rollback_problem, target.weight_bytes
+        self.rollback_problem = target.rollback_problem
         self._there = target
 
     def last_layer_weights(self) -> dict[str, Tensor]:

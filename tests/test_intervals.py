@@ -1,7 +1,8 @@
-"""Intervals of the figures of an evaluation: they cover the truth, are paired by request, and need two requests."""
+"""Intervals of the figures of an evaluation: they cover the truth, are paired by request, and need three requests."""
 
 import random
 
+import numpy as np
 import pytest
 
 from fledge.eval.intervals import alpha_intervals, speedup_interval, tau_interval
@@ -13,16 +14,42 @@ def request(committed, rounds, reached=(), passed=(), **more):
     ) | more  # fmt: skip
 
 
-def test_the_interval_of_tau_covers_the_truth_in_about_95_percent_of_evaluations():
-    draw, covered = random.Random(0), 0
-    for _ in range(200):
-        rounds = [[1 + sum(draw.random() < 0.5 for _ in range(4)) for _ in range(20)] for _ in range(40)]
-        low, high = tau_interval([request(sum(r), len(r)) for r in rounds])
-        covered += low <= 3.0 <= high
-    assert 0.88 <= covered / 200 <= 0.99
+@pytest.fixture(scope="module")
+def answers() -> np.ndarray:
+    """(committed, rounds) of many answers, whose lengths and acceptance rates differ much."""
+    draw = np.random.default_rng(1)
+
+    def answer() -> tuple[int, int]:
+        length, rate = np.clip(draw.lognormal(4, 1), 2, 512), draw.beta(6, 3)
+        accepted = np.minimum(draw.geometric(1 - rate, 512) - 1, 5)
+        rounds = int(np.searchsorted(np.cumsum(accepted + 1), length)) + 1
+        return int((accepted[:rounds] + 1).sum()), rounds
+
+    return np.array([answer() for _ in range(4000)])
 
 
-def test_requests_are_resampled_and_not_rounds():
+@pytest.mark.parametrize("count, widest", [(3, 3.5), (5, 2.0), (10, 1.4), (20, 1.2)])
+def test_the_interval_of_tau_covers_the_truth_in_95_percent_of_evaluations(
+    count: int, widest: float, answers: np.ndarray
+) -> None:
+    """Of 3 to 20 requests; and it is not much wider than τ's errors: its half is at most `widest` times the error
+    that one evaluation of 20 exceeds."""
+    draw = np.random.default_rng(0)
+    truth = answers[:, 0].sum() / answers[:, 1].sum()
+    errors, halves = [], []
+    for _ in range(400):
+        chosen = answers[draw.integers(len(answers), size=count)].tolist()
+        low, high = tau_interval([request(*each) for each in chosen])
+        tau = sum(c for c, _ in chosen) / sum(r for _, r in chosen)
+        errors.append(abs(tau - truth))
+        halves.append(high - tau)
+        assert low == pytest.approx(max(1.0, 2 * tau - high))
+    covered = np.mean(np.array(errors) <= np.array(halves))
+    assert covered >= 0.92, covered
+    assert np.median(halves) <= widest * np.percentile(errors, 95)
+
+
+def test_the_sample_is_the_requests_and_not_the_rounds():
     alike = [request(20, 10) for _ in range(20)]  # each has τ 2
     apart = [request(10 if i % 2 else 30, 10) for i in range(20)]  # the same mean, of τ 1 and 3
     assert tau_interval(alike) == (2.0, 2.0)
@@ -33,6 +60,8 @@ def test_requests_are_resampled_and_not_rounds():
 def test_a_long_request_counts_by_its_rounds():
     low, high = tau_interval([request(3000, 1000)] * 30 + [request(1, 1)] * 30)
     assert 2.9 < low <= high < 3.01
+    low, high = tau_interval([request(3000, 1000)] + [request(1, 1)] * 30)
+    assert low <= 2.9 and high > 3.01, "one long request among many says little"
 
 
 def test_the_speedup_is_paired_by_request():
@@ -50,17 +79,23 @@ def test_the_baseline_has_its_own_number_of_tokens():
 
 
 def test_a_depth_that_few_requests_reached_is_unknown():
-    requests = [request(5, 4, (4, 2), (2, 1)), request(5, 4, (4,), (2,))]
+    requests = [request(5, 4, (4, 2), (2, 1))] * 2 + [request(5, 4, (4,), (2,))]
     first, second = alpha_intervals(requests)
     assert first == (0.5, 0.5) and second == (0.0, 1.0)
 
 
-def test_intervals_need_two_requests_and_the_speedup_their_seconds():
-    one = [request(5, 4, (4,), (2,), seconds=1.0, baseline_seconds=2.0)]
-    assert (tau_interval(one), alpha_intervals(one), speedup_interval(one)) == (None, [], None)
-    assert (tau_interval([]), alpha_intervals([]), speedup_interval([])) == (None, [], None)
-    assert speedup_interval([request(5, 4), request(5, 4)]) is None
-    assert tau_interval([request(0, 0), request(5, 4)]) is None  # an answer of one token has no round
+def test_an_interval_has_possible_values_only():
+    accepted = [request(n, 4, (4,), (k,)) for n, k in ((4, 0), (4, 0), (8, 4))]
+    assert tau_interval(accepted)[0] == 1.0 and alpha_intervals(accepted) == [(0.0, 1.0)]
+
+
+def test_intervals_need_three_requests_and_the_speedup_their_seconds():
+    two = [request(n, 4, (4,), (2,), seconds=1.0, baseline_seconds=2.0) for n in (5, 6)]
+    for few in ([], two[:1], two):
+        assert (tau_interval(few), alpha_intervals(few), speedup_interval(few)) == (None, [], None)
+    assert speedup_interval([request(5, 4)] * 3) is None
+    assert tau_interval([*two, request(0, 0)]) is None  # an answer of one token has no round
+    assert None not in (tau_interval([*two, *two]), speedup_interval([*two, *two]))
 
 
 def test_the_same_requests_have_the_same_intervals():

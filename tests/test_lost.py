@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from fledge.train.interrupt import Interruption
 from fledge.train.lost import Process, duration, is_communication_error, lost_sentence
 from fledge.train.ranks import ALONE, LostRankError, Ranks
 
@@ -66,3 +69,24 @@ def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError) as caught, ALONE.collective("here"):
         raise GLOO
     assert not isinstance(caught.value, LostRankError)
+
+
+def test_sigterm_does_not_end_a_rank_before_it_has_named_the_lost_rank() -> None:
+    """torchrun sends SIGTERM to the ranks that are left, at any moment after the loss: in a communication, and in
+    training, where a thread that saves a checkpoint may have found the loss."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ranks = Ranks(size=2, processes=(Process.current(), ended_process()), store=dist.HashStore())
+    try:
+        with pytest.raises(LostRankError, match="rank 1 of 2 ended here"), ranks.collective("here"):
+            raise GLOO
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with pytest.raises(LostRankError, match="while a checkpoint was saved"), Interruption(print):
+            raise LostRankError("rank 1 of 2 ended while a checkpoint was saved")
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with pytest.raises(ValueError, match="damaged"), Interruption(print):
+            raise ValueError("row 3 is damaged")
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "after another error"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import sys
 import threading
@@ -36,8 +37,10 @@ from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.train import TrainOptions, _run_as_rank
 from fledge.jobs.training.probe import make_probe
 from fledge.models.weights import WEIGHTS, write_files
+from fledge.targets import sharded as sharded_module
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
+from fledge.targets.size import target_bytes
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import checkpoint, trainer
@@ -231,7 +234,7 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     Each rank has its own row."""
     path = directory / "target"
     whole = load_target(path, dtype=torch.float64, implementation="transformers")
-    sharded = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
+    sharded = load_sharded_target(ranks, path)
     assert sharded.packs == whole.packs and not sharded.rollback_problem
     assert any(isinstance(p, DTensor) for p in sharded.model.parameters())
     row, layers = row_of([DOCUMENTS[ranks.rank], DOCUMENTS[3]], filler=3), (1, 4, 8)
@@ -251,6 +254,34 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
         (directory / "whole").mkdir()
         write_files(files, directory)
         write_files(probe_of(whole, ALONE), directory / "whole")
+
+
+def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
+    """A target whose layers are sharded; while it is loaded, a rank has its share of them and one whole layer."""
+    before, most = bytes_in_memory(), []
+
+    def measured(original: Any, *args: Any, **options: Any) -> Any:
+        most.append(bytes_in_memory() - before)
+        return original(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        replace_function(patch, sharded_module, "fully_shard", measured)
+        target = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
+    sizes, buffers = target_bytes(target), sum(x.nbytes for x in target.model.buffers())
+    share = sizes.on_rank(ranks.size) + buffers
+    assert share < sizes.whole
+    # rank 0 has the values of the layers that it did not share yet
+    assert len(most) == sizes.n + 1 and max(most[ranks.leads * sizes.n :]) <= share, (most, share)
+    assert bytes_in_memory() - before <= share, "and after the loading"
+    return target
+
+
+def bytes_in_memory() -> int:
+    """The bytes of the storages of all tensors of this process."""
+    gc.collect()
+    found = (x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta)
+    storages = (getattr(x, "_local_tensor", x).untyped_storage() for x in found)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def probe_of(target: TransformersTarget, ranks: Ranks) -> Mapping[str, bytes]:
@@ -286,7 +317,8 @@ def distributed_weights(ranks: Ranks, target: TransformersTarget) -> list[tuple[
 
 
 def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:
-    """Features, logits, decoding, and the weights that initialize a draft. Rank 0 alone reads the file."""
+    """Features, logits, decoding, and the weights that initialize a draft. Rank 0 alone reads the file. The ranks check
+    that their memory follows their share."""
     for rank in range(2):
         found = json.loads((two_ranks / f"sharded {rank}").read_text())
         assert max(found.values()) < 1e-9 and {"aux", "prefill", "q_proj.weight"} <= found.keys(), found

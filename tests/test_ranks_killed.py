@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -56,6 +57,14 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], more: int) -> None
         more -= max(seen - before, 0)
 
 
+def send_until_it_ends(pid: int, number: signal.Signals) -> None:
+    """Sends a signal to a rank every millisecond. torchrun sends it once, at any of these moments."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, number)
+            time.sleep(0.001)
+
+
 def assert_same_run(ours: Path, theirs: Path) -> None:
     """The same weights bit for bit, and the same metrics but for times."""
     for part in ("draft", "checkpoint"):
@@ -106,7 +115,10 @@ def test_killed_at_random_moments_ends_bit_for_bit_the_same(
         wait_for_steps(run, process, random.randint(1, 12))
         time.sleep(random.random() * 0.1)
         if kill % 2:
-            os.kill(ranks_of(process)[random.randrange(2)], signal.SIGKILL)
+            killed = random.randrange(2)
+            ranks = ranks_of(process)
+            os.kill(ranks[killed], signal.SIGKILL)
+            send_until_it_ends(ranks[1 - killed], signal.SIGTERM)
             _, told = process.communicate(timeout=120)
             assert process.returncode != 0
             assert_says_which_rank_ended(told, run)

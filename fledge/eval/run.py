@@ -20,8 +20,6 @@ from fledge.eval.metrics import alpha, bytes_per_round, paused, repeated_ngrams,
 from fledge.eval.prompts import EvalPrompt, conversation
 from fledge.eval.requests import request_record, sample_records
 from fledge.kernels.sampling import TOKEN, gumbel
-from fledge.models.draft import Draft
-from fledge.models.size import weight_bytes
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Sampling, Trace, Tree, without_processors
 
@@ -127,9 +125,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "prompts": len(ids),
         **_repetition(with_draft),
         # in a batch, the time of a request includes the prefill of others
-        "round": (
-            _round_times(engine, with_draft, without, fast / slow, comparison.seconds(name)) if batch == 1 else None
-        ),
+        "round": _round_times(with_draft, without) if batch == 1 else None,
         "bytes_per_round": bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
@@ -277,51 +273,21 @@ def _repetition(completions: list[Completion]) -> dict[str, Any]:
     }
 
 
-def _round_times(
-    engine: Engine, with_draft: list[Completion], without: list[Completion], speedup: float, seconds: float
-) -> dict[str, float]:
-    """The milliseconds of a mean round by part, and a ceiling of the speedup.
-
-    `speedup` was measured in `seconds`. The ceiling is the speedup without overhead and with drafting at memory speed:
-    a round's drafting then takes the time of d baseline tokens, where d is the ratio of the bytes of weights that
-    drafting and a target pass read. If drafting was faster than that (weights that stay in a cache), its measured time
-    is used, so that the ceiling is never below the measured speedup.
-    """
+def _round_times(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
+    """The milliseconds of a mean round by part, and of a token without a draft."""
     traces = [c.trace for c in with_draft]
     n = max(sum(len(t.rounds) for t in traces), 1)
     draft = sum(r.t_draft for t in traces for r in t.rounds) / n
     verify = sum(r.t_verify for t in traces for r in t.rounds) / n
-    overhead = sum(t.t_total - t.t_prefill for t in traces) / n - draft - verify
     steps = sum(max(len(c.tokens) - 1, 1) for c in without)
-    token = sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps
-    drafted = sum(r.drafted for t in traces for r in t.rounds) / n
-    once, each = _draft_bytes(engine.draft)
-    by_bytes = token * (once + drafted * each) / engine.target.weight_bytes
-    spared = n * (max(draft - by_bytes, 0.0) + max(overhead, 0.0))
     return {
         "draft_ms": draft * 1e3,
         "verify_ms": verify * 1e3,
-        "overhead_ms": overhead * 1e3,
-        "vanilla_token_ms": token * 1e3,
-        "drafted": drafted,
+        "overhead_ms": 1e3 * (sum(t.t_total - t.t_prefill for t in traces) / n - draft - verify),
+        "vanilla_token_ms": 1e3 * sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps,
+        "drafted": sum(r.drafted for t in traces for r in t.rounds) / n,
         "prefill_share": sum(t.t_prefill for t in traces) / sum(t.t_total for t in traces),
-        "ceiling": speedup * seconds / (seconds - spared),
     }
-
-
-def _draft_bytes(draft: Draft) -> tuple[int, int]:
-    """The bytes of weights that drafting reads once per round, and those that it reads for every drafted token.
-
-    A one-pass draft (P-EAGLE) reads all weights once per round. EAGLE-3 reads `fc` once per round and the rest for each
-    token. EAGLE-1 reads everything for each token, including the target's head.
-    """
-    whole = weight_bytes(draft)
-    if draft.family.borrows_head:
-        whole += draft.head.numel() * draft.head.element_size()
-    if draft.family.one_pass:
-        return whole, 0
-    once = 0 if draft.family.fuses_embedding else draft.fc.weight.numel() * draft.fc.weight.element_size()
-    return once, whole - once
 
 
 def near_ties(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fledge.jobs.display import ResultPrinter
 
 
-ENOUGH = 5  # requests from which on the table shows the interval of τ
+WORTH_TRYING = 1.03  # of the speed of the measured depth; smaller gains are within the noise of the times
 FEW = 6  # records, each of which gets all its sentences
 
 
@@ -256,9 +256,8 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 
 def half_width(r: dict[str, Any]) -> float | None:
-    """Half the width of τ's 95 % interval; None with fewer than ENOUGH requests."""
-    interval = r.get("tau_interval")
-    return (interval[1] - interval[0]) / 2 if interval and r["prompts"] >= ENOUGH else None
+    """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
+    return r["tau_interval"][1] - r["tau"] if r["tau_interval"] else None
 
 
 def speed_line(r: dict[str, Any]) -> str:
@@ -286,12 +285,8 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
     lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
     if r["tau"]:
         lines = [f"α by position: {alpha_text(r['alpha'])}."]
-    if r["tau"] and (split := r["round"]):
-        lines.append(
-            f"A round: draft {split['draft_ms']:.2f} ms, verification {split['verify_ms']:.2f} ms, the rest "
-            f"{split['overhead_ms']:.2f} ms; a token without the draft {split['vanilla_token_ms']:.2f} ms. The speedup "
-            f"would be {split['ceiling']:.2f} if drafting took only the time to read its weights, and the rest no time."
-        )
+    if r["tau"] and r["round"]:
+        lines += round_lines(r)
     if "auto" in (r.get("depth"), r.get("nodes")):
         lines.append(pause_line(r["paused"], r["pause_reason"]))
     if r["bytes_per_round"]:
@@ -301,6 +296,43 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
         f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
         f"do not loop{tau}."
     )
+    return lines
+
+
+def round_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences on a record at batch 1: where the time of a round goes, and what would make decoding faster."""
+    from fledge.eval.metrics import chain_gains
+
+    drafting, verification, rest, token = (
+        r["round"][part] for part in ("draft_ms", "verify_ms", "overhead_ms", "vanilla_token_ms")
+    )
+    total = drafting + verification + rest
+    lines = [
+        f"A round takes {total:.2f} ms: drafting {drafting / total:.0%}, verification {verification / total:.0%}, the "
+        f"rest {max(rest, 0) / total:.0%}. It commits {r['tau']:.2f} tokens in the time of {total / token:.2f} tokens "
+        f"without the draft ({token:.2f} ms each)."
+    ]
+    gains = {}
+    if r["mode"] == "chain" and r["depth"] != AUTO and not r["confidence"]:
+        gains = chain_gains(r["alpha"], r["depth"], drafting, verification + rest)
+    best = max(gains, key=gains.__getitem__, default=None)
+    if best and gains[best] >= WORTH_TRYING:
+        lines.append(
+            f"By these times and α, --depth {best} instead of {r['depth']} would be {gains[best] - 1:.0%} faster."
+        )
+    elif r["speedup"] < 1:
+        lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
+    elif drafting > verification:
+        lines.append("Most would be gained by faster drafting: a draft with a smaller --draft-vocab or fewer layers.")
+    elif rest > verification:
+        lines.append("Most would be gained outside the models: see whether other programs load the processor.")
+    elif r["mode"] == "tree" and verification > 1.5 * token:
+        lines.append("Most would be gained by faster verification: compare with fewer --tree-nodes.")
+    else:
+        lines.append(
+            "Most would be gained by more accepted tokens: train the draft for longer, on the target's own answers"
+            + (", or compare with --draft-mode tree." if r["mode"] == "chain" else ".")
+        )
     return lines
 
 

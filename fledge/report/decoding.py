@@ -11,7 +11,7 @@ from fledge.report.read import Record, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
-INTERVALS = "Whiskers are 95 % intervals by bootstrap over the requests"
+INTERVALS = "Whiskers are 95 % intervals over the requests"
 OLDER = "records of earlier versions have not kept it"
 ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
 
@@ -127,16 +127,12 @@ def rounds(records: Sequence[Record]) -> Figure:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
         axes.set_xlabel("milliseconds")
 
-    rows = [
-        [label, *(shown(split[k], 2) for k in keys), shown(number(split.get("ceiling")))]
-        for label, split in splits.items()
-    ]
+    rows = [[label, *(shown(split[k], 2) for k in keys)] for label, split in splits.items()]
     caption = (
         "A mean round: drafting, the target's verification, and everything else; the mark is a token without a draft. "
-        "A round pays if it commits more tokens than its bar is longer than the mark. The ceiling in the table is "
-        "the speedup if drafting took only the time to read its weights, and the rest none."
+        "A round pays if it commits more tokens than its bar is longer than the mark."
     )
-    table = Table(("record", "draft ms", "verification ms", "rest ms", "token without ms", "ceiling"), rows)
+    table = Table(("record", "draft ms", "verification ms", "rest ms", "token without ms"), rows)
     return Figure("round", title, caption, drawing("round", plot, height=1.75 + 0.42 * len(splits)), table)
 
 

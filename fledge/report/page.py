@@ -143,7 +143,7 @@ def few_requests(records: Sequence[Record]) -> list[str]:
     counts = [(r, len(r.requests) or r.number("prompts")) for r in records]
     few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
     named = ", ".join(few)
-    return [f"Few requests, so that these figures are a hint and their intervals too narrow: {named}."] if few else []
+    return [f"Few requests, so that these figures are a hint: {named}."] if few else []
 
 
 def pauses(records: Sequence[Record]) -> list[str]:

@@ -128,14 +128,12 @@ class DecodingTarget(Target):
 
     `rollback_problem`: the reason why its cache cannot be rolled back, as text for a message; empty if it can. A target
     without rollback decodes one request at a time, without a draft.
-    `weight_bytes`: the bytes of weights that a forward pass reads.
     `pads`: whether all sequences of a cache take as many slots as the longest.
     `prefills_in_parts`: whether `prefill` may be called several times for the parts of a prompt.
     `moves`: how often `prepare_decoding` has found the weights at another place in memory, or in another dtype.
     """
 
     rollback_problem: str
-    weight_bytes: int
     pads: bool = True
     prefills_in_parts: bool = False
     moves: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,14 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from fledge.targets.structure import find_decoder, layers_and_norm
 
+Fill = Callable[[Iterable[nn.Module]], None]
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Callable[[nn.Module], None]) -> None:
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
     """Shards the decoder layers of a causal language model over the ranks of a mesh of one dimension.
 
-    `fill(module)` gives a module's own weights and buffers their values on this rank's device. It is called for one
-    layer after the other, so that a rank never holds more than one whole layer, and then for the rest of the model.
-    Embeddings, final norm and head stay whole on every rank, as the draft and the teacher read them all the time. In a
-    forward pass, each layer is gathered before it computes and freed after it, while the next one is gathered.
+    `fill(modules)` gives the weights and buffers of modules, without those of submodules, their values on this rank's
+    device. It is called with one layer after the other, so that a rank never holds more than one whole layer, and then
+    with the rest of the model. Embeddings, final norm and head stay whole on every rank, as the draft and the teacher
+    read them all the time. In a forward pass, each layer is gathered before it computes and freed after it, while the
+    next one is gathered.
 
     From then on all ranks have to run the same number of forward passes. Raises ValueError if the decoder's layers
     cannot be identified.
@@ -31,12 +34,9 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Callable[[nn.Module],
     layers, _ = layers_and_norm(decoder, count)
     inside = {id(m) for layer in layers for m in layer.modules()}
     for layer in layers:
-        for module in layer.modules():
-            fill(module)
+        fill(layer.modules())
         fully_shard(layer, mesh=mesh)
-    for module in model.modules():
-        if id(module) not in inside:
-            fill(module)
+    fill(m for m in model.modules() if id(m) not in inside)
     whole = {p for p in decoder.parameters() if not isinstance(p, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that the layers know of each other
     model.requires_grad_(False)
@@ -45,27 +45,28 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Callable[[nn.Module],
             pass
 
 
-def fill_from_first(device: torch.device, mesh: DeviceMesh) -> Callable[[nn.Module], None]:
+def fill_from_first(device: torch.device, mesh: DeviceMesh) -> Fill:
     """A `fill` for `shard_layers`: the first rank of a mesh has the values, the model of any other may be on the meta
     device."""
     return fill_with(device, lambda x: dist.broadcast(x, group=mesh.get_group(), group_src=0))
 
 
-def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
+def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Fill:
     """A `fill` for `shard_layers`: moves weights and buffers to a device, and then overwrites them. Weights on the meta
     device have no values before."""
-    moved: dict[Tensor, Tensor] = {}  # by the tensor before: tied weights belong to several modules
 
     @torch.no_grad()
-    def fill(module: nn.Module) -> None:
-        for group in (module._parameters, module._buffers):
+    def fill(modules: Iterable[nn.Module]) -> None:
+        # by the tensor before, as tied weights belong to several modules; kept for longer, layers would stay whole
+        moved: dict[Tensor, Tensor] = {}
+        for group in (group for m in modules for group in (m._parameters, m._buffers)):
             for name, x in group.items():
                 if x is None or isinstance(x, DTensor):
                     continue
                 if x not in moved:
                     value = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
                     overwrite(value)
-                    moved[x] = nn.Parameter(value, requires_grad=False) if group is module._parameters else value
+                    moved[x] = nn.Parameter(value, requires_grad=False) if isinstance(x, nn.Parameter) else value
                 group[name] = moved[x]
 
     return fill

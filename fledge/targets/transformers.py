@@ -16,7 +16,6 @@ from fledge.config import RopeConfig, llama_names
 from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
-from fledge.models.size import weight_bytes
 from fledge.targets import checks
 from fledge.targets.attention import heads_per_key, install_attention, to_attention_mask
 from fledge.targets.cache import TargetCache
@@ -154,10 +153,6 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     def plain_head(self) -> bool:
         scalings = ("logits_scaling", "logit_scale", "final_logit_softcapping")
         return getattr(self.head, "bias", None) is None and not any(getattr(self.config, s, None) for s in scalings)
-
-    @property
-    def weight_bytes(self) -> int:
-        return weight_bytes(self.model)
 
     def last_layer_weights(self) -> dict[str, Tensor]:
         with gathered(self.layers[-1]):

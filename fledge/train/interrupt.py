@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from fledge.signals import is_assembler_error
+from fledge.train.ranks import LostRankError
 
 STOPPING = "stopping after this step; a second Ctrl-C stops immediately and loses the steps since the last checkpoint"
 SAVING = "a checkpoint is being saved; stopping when it is complete"
@@ -20,8 +21,9 @@ class Interruption:
 
     A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
     effect, since process managers often send them twice. If the first signal also ended Triton's assembler, the block
-    raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if it was, as under nohup. `say` is called
-    with a message for each handled signal, from a thread: a signal handler may run in the middle of a print.
+    raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if it was, as under nohup. After a block
+    that raised LostRankError, SIGTERM is ignored: torchrun sends it before this rank has named the lost rank. `say` is
+    called with a message for each handled signal, from a thread: a signal handler may run in the middle of a print.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -49,6 +51,8 @@ class Interruption:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for s, handler in self._previous.items():
+            if s == signal.SIGTERM and isinstance(error, LostRankError):
+                handler = signal.SIG_IGN
             # None: the handler was not installed from Python, and cannot be put back
             signal.signal(s, signal.SIG_DFL if handler is None else handler)
         self._lines.put(None)

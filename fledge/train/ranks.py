@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,8 @@ class RankError(ConnectionError):
 
 
 class LostRankError(RankError):
-    """Another rank ended, or did not answer: the run can be continued."""
+    """Another rank ended, or did not answer: the run can be continued. SIGTERM is ignored from then on, since torchrun
+    sends it before this rank has named the lost rank."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,10 @@ class Ranks:
 
     def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
         seconds = time.monotonic() - began
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # torchrun's, which comes before this rank has named the lost one
         return LostRankError(
             lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ def _naming_command(run: TrainingRun) -> Iterator[None]:
     try:
         yield
     except LostRankError as e:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the other ranks, which have something to say
         raise LostRankError(_stop_message(run, str(e))) from e
 
 
