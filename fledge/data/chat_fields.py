@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fledge.data.limit import EndlessTemplate
+from fledge.json_text import parse_json
+
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MARK = "fledge_asks_what_is_rendered"
 TOOL = {
@@ -46,11 +49,13 @@ class RenderedFields:
 
 def ask_template(render: Render) -> RenderedFields:
     """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and raises
-    ValueError if the template refuses them."""
+    ValueError if the template refuses them. Raises EndlessTemplate if `render` does."""
 
     def rendered(messages: list[Message], tools: list[Any] | None = None) -> str | None:
         try:
             return render(messages, tools)
+        except EndlessTemplate:
+            raise
         except ValueError:
             return None
 
@@ -129,8 +134,8 @@ def _with_arguments(call: Any, as_json: bool) -> Any:
         return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
     if not as_json and isinstance(arguments, str):
         try:
-            return call | {"arguments": json.loads(arguments) if arguments.strip() else {}}
-        except (ValueError, RecursionError):
+            return call | {"arguments": parse_json(arguments) if arguments.strip() else {}}
+        except ValueError:
             return call
     return call
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fledge.data.chat_fields import RenderedFields, ask_template, find_losses, has_fields, prepared
-from fledge.data.limit import ComputeTimeout, limit_compute_time
+from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.fields import check_template_kwargs
 from fledge.types import Document
@@ -73,8 +73,8 @@ class ChatTemplate:
         """Renders the messages to text; with `prompt`, followed by the generation prompt of the assistant's turn. Tool
         calls and reasoning are passed on in the form that the template expects.
 
-        Raises ValueError, naming `where`, if there is no template, if it raises an exception, or if it uses more than
-        RENDER_SECONDS of CPU time.
+        Raises ValueError, naming `where`, if there is no template or if it raises an exception, and EndlessTemplate if
+        it uses more than RENDER_SECONDS of CPU time.
         """
         messages = prepared(messages, self.fields) if has_fields(messages) else list(messages)
         return self._apply(messages, prompt, tools, where)
@@ -92,7 +92,7 @@ class ChatTemplate:
                     messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
                 )
         except ComputeTimeout as e:
-            raise ValueError(
+            raise EndlessTemplate(
                 f"{where}: the tokenizer's chat template does not terminate: it was stopped after {RENDER_SECONDS:g} s "
                 f"of CPU time{_template_line(e)}; fix it, or use a tokenizer with another template"
             ) from e
@@ -249,6 +249,8 @@ class ChatTemplate:
                     return None
                 ranges.append((at + len(before) - len(opening), at + len(new)))
                 at += len(new)
+        except EndlessTemplate:
+            raise
         except ValueError:  # a template may require the omitted messages, such as the tool call before a tool's answer
             return None
         return ranges

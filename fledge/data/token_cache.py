@@ -35,6 +35,7 @@ from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
 from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sibling_path
+from fledge.json_text import read_json
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 VARIABLE = "FLEDGE_CACHE"  # the environment variable that names the cache's directory
@@ -282,7 +283,7 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
 
 def _load(entry: Path, names: Sequence[str]) -> TrainingData:
     """Reads an entry of the cache. Raises an exception if its files are not those that were written."""
-    manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(entry / MANIFEST)
     for name, size in manifest["files"].items():
         if (found := (entry / name).stat().st_size) != size:
             raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")

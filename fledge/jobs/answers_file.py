@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.files import sibling_path
+from fledge.json_text import parse_json
 
 
 class AnswersFile:
@@ -43,7 +44,7 @@ class AnswersFile:
                     raise ValueError(self.foreign)
                 break
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 index = left[row["source"], row["asked"]].popleft()
             except (ValueError, KeyError, TypeError, IndexError) as e:
                 raise ValueError(self.foreign) from e
