@@ -14,7 +14,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError as e:
-        raise ValueError("it is nested too deeply to be read as JSON") from e
+        raise ValueError("it is nested too deeply") from e
 
 
 def read_json(file: Path, most: int | None = None) -> Any:
