@@ -11,7 +11,7 @@ from typing import Any
 
 
 class EndlessTemplate(ValueError):
-    """A chat template was stopped because it had used up its CPU time, as it would for every other record."""
+    """A chat template was stopped because it had used up its CPU time. No other record is rendered with it."""
 
 
 class ComputeTimeout(Exception):

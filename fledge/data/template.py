@@ -42,6 +42,7 @@ class ChatTemplate:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
         self._known_fields: dict[str, RenderedFields] = {}  # by the arguments, as JSON; shared with `with_exactly`
+        self._stopped: list[str] = []  # the message of a rendering that did not end; shared with `with_exactly`
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
         if problem := _unread(tokenizer.chat_template, self.kwargs):
@@ -86,16 +87,19 @@ class ChatTemplate:
                 f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
                 "or data with plain `text`"
             )
+        if self._stopped:
+            raise EndlessTemplate(self._stopped[0])
         try:
             with limit_compute_time(RENDER_SECONDS):
                 return self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
                 )
         except ComputeTimeout as e:
-            raise EndlessTemplate(
+            self._stopped.append(
                 f"{where}: the tokenizer's chat template does not terminate: it was stopped after {RENDER_SECONDS:g} s "
                 f"of CPU time{_template_line(e)}; fix it, or use a tokenizer with another template"
-            ) from e
+            )
+            raise EndlessTemplate(self._stopped[0]) from e
         except Exception as e:  # templates raise jinja errors, and any other type on contents they do not expect
             roles = " ".join(m.get("role", "?") for m in messages)
             reason = str(e) or type(e).__name__
