@@ -455,7 +455,7 @@ def test_a_target_without_a_chat_template_is_at_fault_not_the_record(regenerate,
 
 @pytest.mark.parametrize("skip", [[], ["--skip-bad"]])
 def test_a_template_that_does_not_end_is_named_after_its_time(skip, regenerate, tmp_path, monkeypatch):
-    """Also where only an answer makes it endless, so that it is not found in a prompt."""
+    """Also a template that ends for the first prompt, and not for the second."""
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for name, template in (

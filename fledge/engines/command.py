@@ -16,7 +16,7 @@ from fledge.hub import split_revision
 ENGINES = ("vllm", "sglang")
 SWITCHES = {"--enable-metrics"}  # flags without a value, which replace nothing when they are given again
 PROGRAMS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
-NAMES_OF_TARGET = {"vllm": ("--model",), "sglang": ("--model-path", "--model")}  # other than those that fledge gives
+NAMES_OF_TARGET = {"vllm": ("--model",), "sglang": ("--model-path", "--model")}  # further flags of the target
 DEPTH = 5  # drafted tokens of a round, of a draft that does not say how many it was trained for
 
 
@@ -55,8 +55,8 @@ def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) 
 
 
 def _replaces(word: str, flags: Collection[str]) -> bool:
-    """Whether a word gives one of these flags, or any flag of speculative decoding, as argparse reads it: in full or
-    shortened, with underscores, or as vLLM's -sc."""
+    """Whether argparse reads a word as one of these flags or as a flag of speculative decoding, such as vLLM's -sc. It
+    takes shortened flags, and engines take underscores for hyphens."""
     name = re.split(r"[=.]", word, maxsplit=1)[0].replace("_", "-")
     if not name.startswith("--"):
         return name.startswith("-s")
