@@ -453,23 +453,28 @@ def test_a_target_without_a_chat_template_is_at_fault_not_the_record(regenerate,
         assert not server.asked
 
 
-@pytest.mark.parametrize("skip", [[], ["--skip-bad"]])
-def test_a_template_that_does_not_end_is_named_after_its_time(skip, regenerate, tmp_path, monkeypatch):
-    """Also a template that ends for the first prompt, and not for the second."""
+@pytest.mark.parametrize("when", ["if true", "if messages|length > 2"])
+def test_a_template_that_does_not_end_is_named_after_its_time(when, fledge, regenerate, tmp_path, monkeypatch):
+    """A template that ends for no chat, or not for the second chat, ends each command, whatever may be skipped."""
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    for name, template in (
-        ("all", endless),
-        ("some", CHATML + "{% if messages|length > 2 %}" + endless + "{% endif %}"),
-    ):
-        directory = tiny_target_directory(tmp_path / name)
-        (directory / "chat_template.jinja").write_text(template)
-        with FakeServer(engine="other", counts=False).started() as server:
-            began = time.process_time()
-            went = regenerate(server, "--target", directory, *skip, out=f"{name}.jsonl")
-        said = " ".join(went.err.split())
-        assert went.code == 2 and "does not terminate: it was stopped after 0.2 s of CPU time" in said, said
-        assert time.process_time() - began < 10
+    target = tiny_target_directory(tmp_path)
+    (target / "chat_template.jinja").write_text(CHATML + "{% " + when + " %}" + endless + "{% endif %}")
+    chats = [[ASKED, TOLD], [ASKED, TOLD] * 2, [ASKED, TOLD]]
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
+    words = ["--target", target, "--data", data, "--skip-bad"]
+    here = "--max-new-tokens", 3, "--batch", 1, "--device", "cpu"
+    began = time.process_time()
+    with FakeServer(engine="other", counts=False).started() as server:
+        for went in (
+            regenerate(server, *words[:2], "--skip-bad", "--concurrency", 1, data=data),
+            fledge("regenerate", *words, "--out", tmp_path / "here.jsonl", *here),
+            fledge("train", *words, "--out", tmp_path / "run", "--device", "cpu"),
+        ):
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "does not terminate: it was stopped after 0.2 s of CPU time" in said, said
+            assert "every record" not in said
+    assert time.process_time() - began < 20
 
 
 def test_deep_json_in_the_output_is_not_continued(regenerate, tmp_path):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.data.limit import EndlessTemplate
 from fledge.json_text import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -49,13 +48,11 @@ class RenderedFields:
 
 def ask_template(render: Render) -> RenderedFields:
     """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and raises
-    ValueError if the template refuses them. Raises EndlessTemplate if `render` does."""
+    ValueError if the template refuses them."""
 
     def rendered(messages: list[Message], tools: list[Any] | None = None) -> str | None:
         try:
             return render(messages, tools)
-        except EndlessTemplate:
-            raise
         except ValueError:
             return None
 

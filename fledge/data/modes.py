@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fledge.config import Provenance
-from fledge.data.limit import EndlessTemplate
 from fledge.data.sources import Source
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequen
     for mode in trained.modes:
         try:
             before.append(template.with_exactly(mode).render(messages, prompt=True, **chat))
-        except EndlessTemplate:
-            raise
         except ValueError:  # the template refuses this chat in that mode
             continue
     if now in before:

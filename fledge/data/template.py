@@ -253,8 +253,6 @@ class ChatTemplate:
                     return None
                 ranges.append((at + len(before) - len(opening), at + len(new)))
                 at += len(new)
-        except EndlessTemplate:
-            raise
         except ValueError:  # a template may require the omitted messages, such as the tool call before a tool's answer
             return None
         return ranges

@@ -199,8 +199,6 @@ class _Regeneration:
         """The last of these messages as the answer to compare."""
         try:
             text = self.template.turn(Record(record.where, messages=messages, tools=record.tools), before)
-        except EndlessTemplate:
-            raise
         except ValueError as e:  # training would refuse it, too
             return Turn(record, turn, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
         return Turn(record, turn, before, answer, text)
