@@ -3,7 +3,7 @@
 The table INPUTS names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files,
 options). For each, hypothesis draws the damage, and a command that reads the input runs in this process.
 
-    make fuzz                                   # 2,720 cases
+    make fuzz                                   # 3,230 cases
     FUZZ_CASES=500 pytest tests/test_fuzz.py    # 500 cases of each kind of input
 """
 
