@@ -1,6 +1,6 @@
 # make demo   install, train a draft for the bundled model and measure it (about four minutes on two cores)
 # make test   install, lint and run all tests
-# make fuzz   run every command on damaged inputs, 2,720 in total, and check for tracebacks (about ten minutes)
+# make fuzz   run every command on damaged inputs, 3,230 in total, and check for tracebacks (about ten minutes)
 # make properties   run the property tests (Hypothesis) on new random examples (half a minute)
 # make lossless   decode with 1,000 random settings and compare every token (a minute or two)
 # make kills  kill training, by one process and by several, at 20 random moments, and check that nothing is lost (minutes)

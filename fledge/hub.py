@@ -7,13 +7,13 @@ import contextlib
 import functools
 import glob
 import io
-import json
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fledge.json_text import read_json
 from fledge.progress import Counter, progress_counter
 
 MEGABYTE = 10**6
@@ -79,7 +79,7 @@ def download_weights(repository: str, revision: str | None) -> None:
         return
     with contextlib.suppress(Exception), _without_hub_warnings():
         path = _cached(repository, revision, INDEX) or _download_if_there(repository, revision, INDEX)
-        of_tensors = {} if path is None else json.loads(path.read_text())["weight_map"]
+        of_tensors = {} if path is None else read_json(path)["weight_map"]
         download_files(repository, revision, set(of_tensors.values()) or {WEIGHTS})
 
 
@@ -172,7 +172,7 @@ def architectures(name: str | Path) -> tuple[str, ...]:
     try:
         directory = Path(name)
         file = directory / "config.json" if directory.is_dir() else _download_config(str(name))
-        found = json.loads(file.read_text()).get("architectures") or []
+        found = read_json(file).get("architectures") or []
         return tuple(str(architecture) for architecture in found)
     except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
         return ()

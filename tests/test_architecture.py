@@ -11,7 +11,8 @@ import pytest
 FLEDGE = Path(__file__).parents[1] / "fledge"
 # a part may import from its own group and from groups before it
 GROUPS = (
-    {"methods", "fields", "types", "config", "files", "formats", "hub", "address", "progress", "signals"},
+    {"methods", "fields", "types", "config", "files", "formats", "hub"}
+    | {"address", "http", "json_text", "progress", "signals"},
     {"kernels"},
     {"models"},
     {"data", "targets"},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from typing import Any
 
 import pytest
 
+from fledge import http as http_module
 from fledge.engines import client as client_module
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Server, ServerProblem
 from support.openai_server import FakeServer
@@ -167,3 +170,81 @@ def test_unpaired_surrogates_of_an_answer_are_replaced():
     body = {"choices": [{"message": {"content": "a\ud83d b\ud83d\ude00"}, "finish_reason": "stop"}]}
     with FakeServer(failures=[body]).started() as server:
         assert ask(server)[0].text == "a\ufffd b\U0001f600"
+
+
+CHOICE = {"message": {"content": "a"}, "finish_reason": "stop", "token_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b"1" * 5000,
+        {"choices": [CHOICE | {"token_ids": [10**30]}]},
+        {"choices": [CHOICE | {"token_ids": [-1]}]},
+        {"choices": [CHOICE | {"token_ids": [None]}]},
+        {"choices": [CHOICE], "prompt_token_ids": [2**40]},
+        {"choices": [CHOICE], "usage": {"completion_tokens": 10**400}},
+    ],
+    ids=lambda odd: str(odd)[:60],
+)
+def test_deep_json_and_impossible_numbers_are_no_answers(odd: Any):
+    body = odd if isinstance(odd, bytes) else json.dumps(odd).encode()
+    with FakeServer(raw={"/v1/chat/completions": (200, {}, body)}).started() as server:
+        with pytest.raises(ServerProblem, match="in 2 attempts, the last time because: an answer"):
+            ask(server, retries=1)
+        server.raw = {"/v1/models": (200, {}, body)}
+        with pytest.raises(ServerProblem, match=r"is not JSON|answers, but not as an OpenAI-compatible server"):
+            connect(server.url)
+        server.raw = {"/v1/chat/completions": (400, {}, body)}
+        with pytest.raises(BadPrompt, match="answers with status 400: ") as refusal:
+            ask(server)
+        assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
+def test_an_answer_that_is_too_large_is_not_read(path: str, stream: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_module, "MOST_BYTES", 2**20)
+    bomb = gzip.compress(b"data: " + b"a" * 2**24)
+    for status in (200, 400):
+        bombing = FakeServer(raw={path: (status, {"Content-Encoding": "gzip"}, bomb)}).started()
+        with bombing as server, pytest.raises(ServerProblem, match="cannot be read: it answers with more than 1 MiB"):
+            ask(server, stream=stream)
+
+
+def test_a_stream_that_does_not_end_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(client_module, "MOST_TOKENS", 100)
+    for delta in ({"content": "a" * 50}, {"content": "", "reasoning": "a" * 50}, {"content": "a"}):
+        chunk = {"choices": [{"delta": delta, "token_ids": [1] * 5 if delta == {"content": "a"} else None}]}
+        body = f"data: {json.dumps(chunk)}\n\n".encode() * 30
+        endless = FakeServer(raw={"/v1/chat/completions": (200, {}, body)}).started()
+        with endless as server, pytest.raises(ServerProblem, match="its answer to one request does not end"):
+            ask(server, stream=True)
+    with FakeServer(engine="sglang", words=400).started() as server:  # whose chunks have all so far
+        assert ask(server, [3], native=True, decoding=Decoding(300))[0].tokens == 300
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_lines_of_a_stream_end_with_cr_and_lf_only(end: str):
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf"
+    chunks = [{"choices": [{"delta": {"content": text}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    body = "".join(f"data: {json.dumps(chunk, ensure_ascii=False)}{end}{end}" for chunk in chunks) + "data: [DONE]"
+    with FakeServer(raw={"/v1/chat/completions": (200, {}, body.encode())}).started() as server:
+        assert ask(server, stream=True)[0].text == text
+
+
+def test_redirects_lead_to_the_same_server_only():
+    with FakeServer().started() as other, FakeServer(key="secret").started() as server:
+        for place in (other.url, other.url.replace("127.0.0.1", "localhost"), "http://127.0.0.1:99999999"):
+            server.raw = {"/v1/chat/completions": (307, {"Location": f"{place}/v1/chat/completions"}, b"")}
+            with pytest.raises(ServerProblem, match=r"it redirects to http|a dropped connection"):
+                ask(server, api_key="secret", retries=0)
+        server.raw = {"/v1/models": (302, {"Location": f"{other.url.replace('//', '//u:pw@')}/v1/models"}, b"")}
+        with pytest.raises(ServerProblem, match=f"it redirects to {other.url}; give the address of") as refusal:
+            connect(server.url)
+        assert "pw" not in str(refusal.value) and not other.asked
+        server.raw = {"/v1/chat/completions": (307, {"Location": "/v1/completions"}, b"")}
+        assert ask(server, api_key="secret", retries=0)[0].tokens and len(server.asked) == 5

@@ -83,6 +83,21 @@ def test_sglang_without_counts_of_accepted_tokens():
     assert of_requests(partial).alpha is None, "histograms that do not count every verification say nothing"
 
 
+def test_samples_that_no_engine_counts_are_left_out():
+    """Infinite values, positions without end and long lines; separators of Unicode are a part of a label."""
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    lines = [f"{name.replace('accepted_tokens_per_pos', 'drafts')} 4", f"{name.replace('_per_pos', '')} 1e999"]
+    lines += [f'{name}{{position="{k}"}} 2' for k in (0, 1024, 10**11, "9" * 5000)]
+    lines += ['vllm:generation_tokens_total{x="\u2028"} 7', "a" * 10**6 + " 1", "b{" + "c" * 10**6 + "} 1"]
+    samples = Samples("\n".join(lines))
+    assert samples.by_position(name) == (2.0,) and samples.get("vllm:generation_tokens_total") == 7
+    assert samples.get(name.replace("_per_pos", "")) is None and vllm_counters("\n".join(lines)).acceptance is None
+    for odd in (10**400, float("inf"), "3", True - 2):
+        assert since_start({"internal_states": [{"avg_spec_accept_length": odd}]}) is None
+    with pytest.raises(ValueError, match="has a list of 1 as its histogram of accepted tokens"):
+        of_requests([{"spec_verify_ct": 1, "completion_tokens": 3, "spec_accept_histogram": ["1"]}])
+
+
 def test_sglangs_counters():
     server = FakeServer(engine="sglang", accepts=(3,))
     for tokens in (9, 17):  # each ends at a whole round: 1 + 2 * 4, 1 + 4 * 4

@@ -20,6 +20,7 @@ import torch
 
 from fledge.address import root_of
 from fledge.engines.client import Client, Decoding, ServerProblem
+from fledge.engines.metrics import of_requests
 from fledge.eval import endpoint
 from fledge.eval.endpoint import causes, measure, tau_error
 from fledge.eval.prompts import read_prompts
@@ -247,6 +248,43 @@ def test_what_is_no_address(fledge, made, command, url, tmp_path):
     went = fledge(command, *words)
     said = " ".join(went.err.split())
     assert went.code == 2 and "address of a server" in said and "http://localhost:8000" in said, said
+
+
+@pytest.mark.parametrize("command", ["eval", "regenerate", "train"])
+def test_credentials_are_in_no_address_and_in_no_message(fledge, made, command, tmp_path, monkeypatch):
+    words = [command, "--target", made / "target", "--prompts" if command == "eval" else "--data"]
+    words += [made / "prompts.jsonl", "--out", tmp_path / "out"]
+    flag = "--features-from" if command == "train" else "--endpoint"
+    with FakeServer().started() as server:
+        host = server.url.removeprefix("http://")
+        for url in ("http://me:hidden@" + host, "me:hid/den@" + host, server.url + "/v1?key=hidden", host + "#hidden"):
+            went = fledge(*words, flag, url)
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "address of a server must not have @, ? or #" in said, said
+            assert "--api-key-env" in said and "hid" not in said and not (tmp_path / "out").exists()
+        monkeypatch.setenv("KEY", "hidden\nkey")
+        if command != "train":  # which asks for the key after it has loaded the target
+            went = fledge(*words, flag, server.url, "--api-key-env", "KEY")
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "variable KEY is to hold an API key, but has characters" in said, said
+            assert "hidden" not in said
+        assert not server.asked
+
+
+def test_separators_of_unicode_end_no_answer(evaluate, tmp_path, monkeypatch):
+    text = "the young\u2028bird\u2029tries\x85its wings"
+    monkeypatch.setattr(FakeServer, "answer_to", lambda self, prompt, n: text)
+    with FakeServer().started() as server:
+        went = evaluate(server, "--out", tmp_path / "record.json")
+    assert went.code == 0, went.err
+
+
+@pytest.mark.parametrize(
+    "meta", [{"spec_verify_ct": "3"}, {"spec_verify_ct": 10**400}, {"spec_verify_ct": float("nan")}]
+)
+def test_counts_that_are_no_numbers_are_named(meta):
+    with pytest.raises(ValueError, match=r"SGLang's meta_info counts .* as spec_verify_ct, which is no number"):
+        of_requests([{"completion_tokens": 5, **meta}])
 
 
 def test_a_server_is_not_its_own_baseline(evaluate):

@@ -3,12 +3,13 @@
 The table INPUTS names the inputs (chats, prompts, a draft's config and weights, a run's files, a target's files,
 options). For each, hypothesis draws the damage, and a command that reads the input runs in this process.
 
-    make fuzz                                   # 2,720 cases
+    make fuzz                                   # 3,230 cases
     FUZZ_CASES=500 pytest tests/test_fuzz.py    # 500 cases of each kind of input
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from support.chats import tiny_chats
+from support.openai_server import FakeServer
 from support.runs import as_before
 from support.targets import tiny_target_directory
 
@@ -37,7 +39,7 @@ ODD = (
     "null", "true", "0", "-1", "3.5", "1000000000000", "1e30", "1e400", "NaN", "-Infinity", '""', '"x"', '"32"',
     '"\\ud83d"', '"\\u001b[31mred\\u001b]0;title\\u0007"', '"\\u202egnirts"', '"\\u0000"', "[]", '[""]', "{}",
     json.dumps("wings " * 20_000), '[1, "a", null]', '{"a": {"b": []}}', "[" * 5000 + "]" * 5000,
-    '{"a":' * 5000 + "1" + "}" * 5000,
+    '{"a":' * 5000 + "1" + "}" * 5000, "[" * 400 + "]" * 400, "1" + "0" * 30, "1" + "0" * 400, '"a\u2028b\u2029c\x85d"',
     '[{"type": "text", "text": "the bird"}]', '[{"type": "image", "url": "x"}]', '[{"type": "text"}]', '["a", "b"]',
 )  # fmt: skip
 TEMPLATES = (
@@ -47,6 +49,19 @@ TEMPLATES = (
     "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}", "{{ messages | tojson }}", "{{ 1 / 0 }}",
 )  # fmt: skip
 MARK = "@odd@"
+# answers of a server to the paths that a command asks
+CARD = {"id": "bird", "owned_by": "vllm", "max_model_len": 512}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+META = USAGE | {"finish_reason": {"type": "stop"}, "spec_verify_ct": 2, "spec_num_correct_drafts": 1}
+CHOICE = {"finish_reason": "stop", "token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.5]}}
+CHAT = {"choices": [CHOICE | {"message": {"content": "it can"}}], "usage": USAGE, "prompt_token_ids": [3, 4]}
+ANSWERS = {
+    "/v1/models": {"data": [CARD]},
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"choices": [CHOICE | {"text": "it can"}], "kv_transfer_params": {"hidden_states_path": "x"}},
+    "/generate": {"text": "it can", "output_ids": [5, 6], "meta_info": META},
+    "/server_info": {"version": "0.5", "internal_states": [{"avg_spec_accept_length": 2.5}]},
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,8 @@ FROM_FEATURES = "train --features features --target target --out new --row-lengt
 FROM_FEATURES += "--draft-vocab 100 --device cpu".split()
 GENERATE = "generate --target target --prompt wings --max-new-tokens 3 --device cpu".split()
 EVAL = "eval --target target --draft run/draft --prompts prompts.jsonl --max-new-tokens 3 --limit 2".split()
+SERVER = FakeServer()
+EVAL_ENDPOINT = "eval --target target --prompts prompts.jsonl --max-new-tokens 3 --limit 2".split()
 REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --limit 3 --max-new-tokens 2".split()
 
 
@@ -243,6 +260,49 @@ def damage_names(draw: Any, root: Path) -> list[str]:
     return ["--data", name + draw(st.sampled_from(SHARES))]
 
 
+def damage_answer(draw: Any, root: Path) -> list[str]:
+    """Lets a server answer with one odd value, damaged bytes, compressed zeros, or a redirect."""
+    SERVER.engine = draw(st.sampled_from(["vllm", "sglang"]))
+    path = draw(st.sampled_from(sorted(ANSWERS)))
+    body, status, headers = (
+        with_odd_value(draw, ANSWERS[path]).encode(),
+        draw(st.sampled_from([200] * 9 + [400, 500])),
+        {},
+    )
+    how = draw(st.sampled_from(["odd"] * 6 + ["bytes", "gzip", "redirect"]))
+    if how == "bytes":
+        body = damage_text(draw, body)
+    elif how == "gzip":
+        body, headers = gzip.compress(bytes(2**22)), {"Content-Encoding": "gzip"}
+    elif how == "redirect":
+        ports = draw(st.sampled_from(["1", "99999999", "-1", "x", ""]))
+        status, headers = 307, {"Location": f"http://127.0.0.1:{ports}{path}"}
+    if draw(st.booleans()) and how == "odd":
+        body, headers = b"data: " + body.replace(b"\n", b" ") + b"\n\ndata: [DONE]\n\n", {}
+    SERVER.raw = {path: (status, headers, body)}
+    return []
+
+
+def damage_address(draw: Any, root: Path) -> list[str]:
+    """An address with a port, host, user or query that is not allowed."""
+    host = draw(
+        st.sampled_from(
+            ["127.0.0.1", "", "[::1", "a b", "me:secret-key@127.0.0.1", "\x1b[31m", "x" * 9000, "127.0.0.1\n"]
+        )
+    )
+    port = draw(st.sampled_from([":1", ":0", ":99999999", ":x", ":-1", ""]))
+    url = draw(st.sampled_from(["http://", "https://", "", "ftp://"])) + host + port
+    return ["--endpoint", url + draw(st.sampled_from(["", "/v1", "?key=secret-key", "/\u2028"]))]
+
+
+def damage_compressed(draw: Any, root: Path) -> list[str]:
+    """Compressed chats with a line or record that does not end."""
+    name = draw(st.sampled_from(["long.jsonl.gz", "long.json.gz", "long.csv.gz", "long.txt.gz"]))
+    beginning = draw(st.sampled_from(["", "[", '{"text": "', 'text\n"', '{"text": "wings"}\n']))
+    (root / name).write_bytes(gzip.compress(beginning.encode() + b"a" * 2**20))
+    return ["--data", name]
+
+
 FLAGS = """row-length max-length seed depth slots lr device dtype epochs draft-vocab aux-layers eval-prompts init-from
            resume template-kwargs rows-per-step layers gamma method loss impl log""".split()
 VALUES = (
@@ -277,6 +337,20 @@ INPUTS: dict[str, Input] = {
     "a shard of features": Input(damage_bytes("features/shard-00000.safetensors"), (tuple(FROM_FEATURES),)),
     "a target's config": Input(damage_json("target/config.json"), (tuple(GENERATE), tuple(TRAIN))),
     "a target's tokenizer": Input(damage_json("target/tokenizer_config.json"), (tuple(GENERATE),)),
+    "a server's answers": Input(
+        damage_answer,
+        tuple(
+            tuple(words)
+            for words in (
+                [*EVAL_ENDPOINT, "--endpoint", "SERVER"],
+                [*REGENERATE, "--endpoint", "SERVER"],
+                [*REGENERATE[:1], *REGENERATE[3:], "--endpoint", "SERVER"],
+                [*TRAIN, "--features-from", "SERVER"],
+            )
+        ),
+    ),
+    "an address": Input(damage_address, (tuple(EVAL_ENDPOINT), tuple(REGENERATE))),
+    "compressed chats": Input(damage_compressed, (tuple(TRAIN),)),
     "a chat template": Input(damage_template, (tuple(GENERATE), tuple(TRAIN))),
     "options": Input(damage_options, (tuple(TRAIN),)),
 }
@@ -288,6 +362,12 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
     """The exit status is 0, 1 or 2, and the message has bounded length, no control characters and no traceback."""
     given_input = INPUTS[name]
     monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
+    for limit, value in (("data.rows.LONGEST", 2**18), ("data.rows.LONGEST_TEXT", 2**18), ("http.MOST_BYTES", 2**20)):
+        monkeypatch.setattr(f"fledge.{limit}", value)
+    for delay in ("engines.client", "features.vllm.server"):
+        monkeypatch.setattr(f"fledge.{delay}.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("fledge.engines.client.LAST_DELAY", 0.001)
+    monkeypatch.setattr("fledge.eval.endpoint.SETTLING", {"vllm": 0.1, "sglang": 0.1})
 
     @settings(
         max_examples=CASES, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
@@ -301,8 +381,10 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
             monkeypatch.chdir(root)
             more = given_input.damage(data.draw, root) or []
             command = data.draw(st.sampled_from(given_input.commands))
-            ended = fledge(*command, *more)
+            with SERVER.started():
+                ended = fledge(*(SERVER.url if word == "SERVER" else word for word in command), *more)
             monkeypatch.chdir(made)
+        assert "secret-key" not in ended.err, "a password or key is in a message"
         assert ended.code in (0, 1, 2), ended
         assert "Traceback" not in ended.err
         if ended.code:

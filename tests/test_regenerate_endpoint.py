@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fledge.data import template as template_module
 from fledge.data.answering import reasoning_field
 from fledge.data.template import ChatTemplate
 from fledge.engines import client as client_module
@@ -449,6 +451,38 @@ def test_a_target_without_a_chat_template_is_at_fault_not_the_record(regenerate,
         said = " ".join(went.err.split())
         assert went.code == 2 and "has no chat template, and" in said and "the instruction-tuned model" in said, said
         assert not server.asked
+
+
+@pytest.mark.parametrize("when", ["if true", "if messages|length > 2"])
+def test_a_template_that_does_not_end_is_named_after_its_time(when, fledge, regenerate, tmp_path, monkeypatch):
+    """A template that ends for no chat, or not for the second chat, ends each command, whatever may be skipped."""
+    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    target = tiny_target_directory(tmp_path)
+    (target / "chat_template.jinja").write_text(CHATML + "{% " + when + " %}" + endless + "{% endif %}")
+    chats = [[ASKED, TOLD], [ASKED, TOLD] * 2, [ASKED, TOLD]]
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
+    words = ["--target", target, "--data", data, "--skip-bad"]
+    here = "--max-new-tokens", 3, "--batch", 1, "--device", "cpu"
+    began = time.process_time()
+    with FakeServer(engine="other", counts=False).started() as server:
+        for went in (
+            regenerate(server, *words[:2], "--skip-bad", "--concurrency", 1, data=data),
+            fledge("regenerate", *words, "--out", tmp_path / "here.jsonl", *here),
+            fledge("train", *words, "--out", tmp_path / "run", "--device", "cpu"),
+        ):
+            said = " ".join(went.err.split())
+            assert went.code == 2 and "does not terminate: it was stopped after 0.2 s of CPU time" in said, said
+            assert "every record" not in said
+    assert time.process_time() - began < 20
+
+
+def test_deep_json_in_the_output_is_not_continued(regenerate, tmp_path):
+    (tmp_path / "own.jsonl").write_text("[" * 200_000 + "\n")
+    with FakeServer().started() as server:
+        went = regenerate(server)
+    assert went.code == 2 and "was not made from this --data" in " ".join(went.err.split())
+    assert (tmp_path / "own.jsonl").stat().st_size == 200_001
 
 
 def test_neither_target_nor_endpoint(fledge, made, tmp_path):

@@ -95,6 +95,27 @@ def test_damaged_files_give_one_sentence(suffix, damage, tmp_path):
     assert ("cannot be read as" in str(error.value)) or (", line " in str(error.value) and damage == "overwritten")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl.gz", '{"text": "a"}\n' + '{"text": "' + "a" * 3000),
+        ("a.json.gz", '{"text": "a"}\n' + '{"text": "' + "a" * 3000),
+        ("a.json.gz", '{"text": "' + "a" * 3000),
+        ("a.json.gz", '{"text":\n "' + "a" * 3000),
+        ("a.json.gz", '[{"text": "' + "a" * 3000),
+        ("a.csv.gz", "text,b\n" + "a" * 3000),
+        ("a.txt.gz", "a" * 3000),
+    ],
+)
+def test_a_line_or_record_without_end_is_not_read(name, text, tmp_path, monkeypatch):
+    """Compressed data may hold a thousand times as much as the file; the rest of it would be damaged here."""
+    for limit, value in (("LONGEST", 1000), ("LONGEST_TEXT", 2000), ("CHUNK", 100)):
+        monkeypatch.setattr(rows_module, limit, value)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) + gzip.compress(b" " * 10**6) * 9)
+    with pytest.raises(ValueError, match=r"cannot be read as gz.*: it has .*more than [12],000 characters; it may be"):
+        read_records([str(tmp_path / name)])
+
+
 def test_a_cut_file_says_how_far_it_went(tmp_path):
     path = write(tmp_path / "chats.jsonl.zst", ROWS * 500)
     path.write_bytes(path.read_bytes()[:-100])

@@ -190,13 +190,28 @@ def test_a_printed_command_is_of_a_pair_that_fits(fledge, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("word", ["--speculative-config", "--speculative-algorithm=EAGLE"])
-def test_what_is_drafted_is_said_by_options_of_fledge(fledge, tmp_path, engine, word):
+def test_what_is_drafted_is_said_by_options_of_fledge(fledge, tmp_path, engine):
+    """Engines read flags with argparse: shortened, with underscores, and vLLM's with dots for a field of its JSON."""
     saved(tmp_path / "draft")
-    words = ["serve", "--target", "t", "--draft", tmp_path / "draft", "--engine", engine, "--dry-run", "--", word, "{}"]
-    went = fledge(*words)
-    said = " ".join(went.err.split())
-    assert went.code == 2 and not went.out and f"{word.partition('=')[0]} is among the words after --, but" in said
+    words = ["serve", "--target", "t", "--draft", tmp_path / "draft", "--engine", engine, "--dry-run"]
+    odd = "--speculative-config --speculative_config --speculative-algorithm=EAGLE --spec --spec-model --sp -sc -sc={}"
+    for word in [
+        *odd.split(),
+        "--speculative-config.model",
+        "--model",
+        "--mode=t",
+        "--model" + "_path" * (engine != "vllm"),
+    ]:
+        went = fledge(*words, "--", "--port", "1", word, "{}")
+        said = " ".join(went.err.split())
+        assert went.code == 2 and not went.out and f"{word.partition('=')[0]} is among the words after --, but" in said
+    passed = ["--port", "1", "--max_model_len", "9", "--served-model-name=speculative", "--trust-remote-code"]
+    assert fledge(*words, "--", *passed).out.rstrip().endswith(" ".join(passed))
+    assert (
+        fledge(*words, "--", "--revision", "r").code
+        == 0
+        != fledge(*words, "--target", "o/t@r", "--", "--rev", "r").code
+    )
 
 
 def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch):

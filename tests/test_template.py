@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import time
 import warnings
 from itertools import groupby
 from types import SimpleNamespace
@@ -465,6 +466,17 @@ def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
     refused(template, chat("u:x", "a:y"), stopped)
     assert made(CHATML, chat("u:x", "a:y"))  # the timer does not affect the next rendering
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no CPU-time timer on this system")
+def test_a_template_that_does_not_end_is_tried_once(monkeypatch):
+    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.5)
+    template = ChatTemplate(tiny_tokenizer(ENDLESS + "{{ date }}"), [STOP])
+    began = time.process_time()
+    assert template.fields.reasoning is None  # found by several renderings
+    with pytest.raises(ValueError, match="does not terminate: it was stopped after"):
+        template.of({"date": "now"}).render(chat("u:x").messages, prompt=True)
+    assert time.process_time() - began < 1.0
 
 
 def test_a_template_that_recurses_or_grows_without_end_is_refused():

@@ -40,7 +40,7 @@ from support.vllm_server import FakeVllm, write_states
 Fledge = Callable[..., Ran]
 
 LAYERS, ALL = (2, 4, 5), (2, 4, 5, 8)  # those that an EAGLE-3 draft reads of 8 layers, and those that vLLM captures
-QUICK = Patience(answer=5, file=1.0, nudge=0.1, released=0.1)
+QUICK = Patience(answer=2, file=1.0, nudge=0.1, released=0.1)
 TRAIN = "--max-length", 64, "--row-length", 128, "--steps", 5, "--depth", 2, "--draft-vocab", 200, "--device", "cpu"
 START = "vllm serve tiny"
 
@@ -135,6 +135,14 @@ def test_a_row_without_sources_gets_zeros(target, tmp_path: Path) -> None:
 # -- what can be wrong --------------------------------------------------------------------------------------------
 
 
+def named(path: str) -> dict:
+    return {"kv_transfer_params": {"hidden_states_path": path}}
+
+
+def next_token(token: int, log_probability: float) -> dict:
+    return {"choices": [{"token_ids": [token], "logprobs": {"token_logprobs": [log_probability]}}]}
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -152,12 +160,34 @@ def test_a_row_without_sources_gets_zeros(target, tmp_path: Path) -> None:
         (dict(locks=False), "has no lock beside it, .*without use_synchronization_lock: vllm serve tiny"),
         (dict(connector=False), "writes no hidden states, as only vLLM with its connector.* does: vllm serve tiny"),
         (dict(seen_path="/nowhere/states"), "/nowhere/states, which this machine does not see.*--features-map"),
+        (dict(alter=lambda a: [a]), "writes no hidden states, as only vLLM with its connector"),
+        (dict(alter=lambda a: b"[" * 200_000), "answers a request for hidden states with something else than JSON"),
+        (dict(alter=lambda a: {"kv_transfer_params": ["x"]}), "writes no hidden states, as only vLLM with its conn"),
+        (dict(alter=lambda a: named("/x" * 9999 + "/y.safetensors")), "/x/x, which this machine does not see"),
+        (dict(alter=lambda a: named("x" * 999 + ".safetensors")), "names xxx.* which ends in .safetensors"),
+        (dict(alter=lambda a: named("\0.safetensors")), "which ends in .safetensors"),
+        (dict(alter=lambda a: a | next_token(10**30, -1.0)), "which has no token 1000000.* serves another model"),
+        (dict(alter=lambda a: a | next_token(-1, -1.0)), "which has no token -1: .* serves another model"),
+        (dict(alter=lambda a: a | next_token(3, float("nan"))), "has the log-probability nan there"),
+        (dict(drip=0.03), "has not answered a request for hidden states within 2 s"),
         (dict(status=400), "refuses a request for the hidden states of 9 tokens .status 400.*the engine is dead"),
     ],
 )  # fmt: skip
 def test_problems_are_said(how: dict, message: str, target, tmp_path: Path) -> None:
     with FakeVllm(target, tmp_path, **{"layers": ALL, **how}) as server, pytest.raises(ValueError, match=message):
         source_of(client(server), target).features(make_row(DOCUMENTS[2:], 9, sources=[0]))
+
+
+def test_a_server_that_sends_elsewhere_gets_no_documents(target, tmp_path: Path) -> None:
+    with FakeVllm(target, tmp_path, ALL) as other, FakeVllm(target, tmp_path, ALL, redirect=other.url) as server:
+        with pytest.raises(ValueError, match=f"{server.url} cannot be used: it redirects to {other.url}; give"):
+            client(server)
+        server.redirect = ""
+        states = client(server)
+        server.redirect = other.url
+        with pytest.raises(ValueError, match=f"{server.url} cannot be used: it redirects to {other.url}; give"):
+            source_of(states, target).features(ROW)
+        assert not other.requests
 
 
 def test_states_of_another_target_are_refused(target, tmp_path: Path) -> None:

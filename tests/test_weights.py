@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
 from fledge.jobs.train import TrainOptions
 from fledge.jobs.training.recipe_file import resume_options
+from fledge.json_text import read_json
 from fledge.models import weights
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
@@ -780,3 +781,15 @@ def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 3, "parts": {"data": 1}')
     run.truncate_metrics(2)
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n' and listing(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_config_without_end_is_not_read(fledge, tmp_path, monkeypatch):
+    """Devices have the size 0, and no end."""
+    monkeypatch.setattr("fledge.json_text.MOST_BYTES", 1000)
+    saved(tmp_path / "draft")
+    (tmp_path / "draft/config.json").write_text(" " * 1001)
+    went = fledge("inspect", tmp_path / "draft")
+    said = " ".join((went.out + went.err).split())
+    assert went.code and "config.json is not JSON (it has more than 1,000 bytes)" in said, said
+    with pytest.raises(ValueError, match="it has more than 1,000 bytes"):
+        read_json(Path("/dev/zero"))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fledge.json_text import parse_json
+
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MARK = "fledge_asks_what_is_rendered"
 TOOL = {
@@ -129,8 +131,8 @@ def _with_arguments(call: Any, as_json: bool) -> Any:
         return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
     if not as_json and isinstance(arguments, str):
         try:
-            return call | {"arguments": json.loads(arguments) if arguments.strip() else {}}
-        except (ValueError, RecursionError):
+            return call | {"arguments": parse_json(arguments) if arguments.strip() else {}}
+        except ValueError:
             return call
     return call
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from fledge.files import replace_text, sha256_of
+from fledge.json_text import read_json
 
 SETTLED_NS = (
     2_000_000_000  # a file that changed so recently may change again within one tick of its file system's clock
@@ -34,7 +35,7 @@ def content_sha256(file: Path, memory: Path) -> str:
     note = memory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     now = stamp(file)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        known = json.loads(note.read_text(encoding="utf-8"))
+        known = read_json(note)
         if (known["path"], tuple(known["stamp"])) == (path, now):
             return known["sha256"]
     sha256 = sha256_of(file)

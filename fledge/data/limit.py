@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class EndlessTemplate(ValueError):
+    """A chat template was stopped because it had used up its CPU time. No other record is rendered with it."""
+
+
 class ComputeTimeout(Exception):
     """Raised by `limit_compute_time` inside a block that has used up its CPU time."""
 

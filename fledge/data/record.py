@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 from fledge.data.columns import suggestion
+from fledge.json_text import parse_json
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -138,8 +139,8 @@ def _message_list(row: dict[str, Any], listed: Any, where: str) -> list[Any]:
 
 def _json_list(text: str, what: str) -> list[Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        value = parse_json(text)
+    except ValueError as e:
         raise ValueError(f"{what} are a text that is not JSON: {_short(text)}") from e
     if not isinstance(value, list):
         raise ValueError(f"{what} are a {type(value).__name__}, not a list: {_short(text)}")
@@ -181,8 +182,8 @@ def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
 def _called(value: Any, where: str) -> list[dict[str, Any]]:
     """The tool calls of a ShareGPT turn `function_call`: a JSON object with `name` and `arguments`, or several."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        found = parse_json(value) if isinstance(value, str) else value
+    except ValueError:
         found = None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

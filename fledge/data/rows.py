@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from fledge.data.sources import COMPRESSED, READABLE
+from fledge.json_text import parse_json
 
 CHUNK = 1 << 20  # characters of a JSON list that are read at a time
 BATCH_ROWS = 256  # rows of a table that are converted at a time
-LONGEST_CELL = 1 << 30  # characters; by default, the csv module refuses long texts
+LONGEST = 1 << 26  # characters of a line, and of a record
+LONGEST_TEXT = 1 << 30  # characters of a text file, which is a record, and of a cell
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")  # those that may be compressed
 SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -58,7 +60,7 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 class _Damaged(Exception):
-    """A table that pyarrow cannot read; the message says why."""
+    """A file with a table that pyarrow cannot read, or with too long a line; the message says why."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -78,9 +80,17 @@ def _open(path: Path) -> Iterator[IO[str]]:
         yield io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
 
 
+def _text_lines(f: IO[str]) -> Iterator[str]:
+    """The lines of a text. Raises _Damaged for one that is too long, as damaged or hostile compressed data can have."""
+    while line := f.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            raise _Damaged(f"it has a line of more than {LONGEST:,} characters")
+        yield line
+
+
 def _lines(path: Path) -> Iterator[Row]:
     with _open(path) as f:
-        for number, line in enumerate(f, 1):
+        for number, line in enumerate(_text_lines(f), 1):
             if line.strip():
                 where = f"{path}, line {number}"
                 yield _parse(line, where), where
@@ -96,7 +106,7 @@ def _json(path: Path) -> Iterator[Row]:
         if buffer.peek() == "[":
             yield from _list_items(buffer, path)
         else:
-            row = _parse(buffer.text + f.read(), str(path))
+            row = _parse(buffer.text + _all(f, LONGEST), str(path))
             _check_no_list_of_records(row, path)
             yield row, f"{path}, record 1"
 
@@ -114,14 +124,15 @@ def _check_no_list_of_records(row: Any, path: Path) -> None:
 def _is_lines(path: Path) -> bool:
     """Whether a .json file contains JSON lines: its first line is a complete JSON object, and more lines follow."""
     with _open(path) as f:
-        first = f.readline().strip()
+        lines = _text_lines(f)
+        first = next(lines, "").strip()
         if not (first.startswith("{") and first.endswith("}")):
             return False
         try:
-            json.loads(first)
-        except (ValueError, RecursionError):
+            parse_json(first)
+        except ValueError:
             return False
-        return any(line.strip() for line in f)
+        return any(line.strip() for line in lines)
 
 
 def _list_items(buffer: _Buffer, path: Path) -> Iterator[Row]:
@@ -153,6 +164,8 @@ class _Buffer:
 
     def more(self) -> bool:
         """Reads more, at least as much as is left, so that a long value is parsed only a few times."""
+        if len(self.text) - self.at > LONGEST:
+            raise _Damaged(f"it has a record of more than {LONGEST:,} characters")
         new = self.f.read(max(CHUNK, len(self.text) - self.at))
         self.text, self.at = self.text[self.at :] + new, 0
         return bool(new)
@@ -189,16 +202,22 @@ class _Buffer:
 
 def _text(path: Path) -> Iterator[Row]:
     with _open(path) as f:
-        yield {"text": f.read()}, str(path)
+        yield {"text": _all(f, LONGEST_TEXT)}, str(path)
+
+
+def _all(f: IO[str], most: int) -> str:
+    """The rest of a text. Raises _Damaged for more than `most` characters."""
+    text = f.read(most + 1)
+    if len(text) > most:
+        raise _Damaged(f"it has more than {most:,} characters")
+    return text
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}. Fix or remove it; nothing was skipped") from e
-    except RecursionError as e:
-        raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -206,9 +225,9 @@ def _parse(text: str, where: str) -> Any:
 
 def _csv(path: Path) -> Iterator[Row]:
     """The rows of a CSV file with a header. All values are text; an empty one is absent."""
-    csv.field_size_limit(LONGEST_CELL)
+    csv.field_size_limit(LONGEST_TEXT)  # by default, the module refuses long texts
     with _open(path) as f:
-        reader = csv.DictReader(f, strict=True)
+        reader = csv.DictReader(_text_lines(f), strict=True)
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
                 raise csv.Error(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.fields import check_template_kwargs, format_value
+from fledge.json_text import parse_json
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes after those of texts, and the names of their compression
@@ -101,8 +102,8 @@ def is_local(name: str) -> bool:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
+        return parse_json(text)
+    except ValueError as e:
         raise ValueError(
             f"{text} is neither a file nor JSON ({e}); write a source with options as "
             '\'{"source": "chats.jsonl", "template_kwargs": {"enable_thinking": true}}\''

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fledge.data.chat_fields import RenderedFields, ask_template, find_losses, has_fields, prepared
-from fledge.data.limit import ComputeTimeout, limit_compute_time
+from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.fields import check_template_kwargs
 from fledge.types import Document
@@ -42,6 +42,7 @@ class ChatTemplate:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
         self._known_fields: dict[str, RenderedFields] = {}  # by the arguments, as JSON; shared with `with_exactly`
+        self._stopped: list[str] = []  # the message of a rendering that did not end; shared with `with_exactly`
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
         if problem := _unread(tokenizer.chat_template, self.kwargs):
@@ -73,8 +74,8 @@ class ChatTemplate:
         """Renders the messages to text; with `prompt`, followed by the generation prompt of the assistant's turn. Tool
         calls and reasoning are passed on in the form that the template expects.
 
-        Raises ValueError, naming `where`, if there is no template, if it raises an exception, or if it uses more than
-        RENDER_SECONDS of CPU time.
+        Raises ValueError, naming `where`, if there is no template or if it raises an exception, and EndlessTemplate if
+        it uses more than RENDER_SECONDS of CPU time.
         """
         messages = prepared(messages, self.fields) if has_fields(messages) else list(messages)
         return self._apply(messages, prompt, tools, where)
@@ -86,16 +87,19 @@ class ChatTemplate:
                 f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
                 "or data with plain `text`"
             )
+        if self._stopped:
+            raise EndlessTemplate(self._stopped[0])
         try:
             with limit_compute_time(RENDER_SECONDS):
                 return self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
                 )
         except ComputeTimeout as e:
-            raise ValueError(
+            self._stopped.append(
                 f"{where}: the tokenizer's chat template does not terminate: it was stopped after {RENDER_SECONDS:g} s "
                 f"of CPU time{_template_line(e)}; fix it, or use a tokenizer with another template"
-            ) from e
+            )
+            raise EndlessTemplate(self._stopped[0]) from e
         except Exception as e:  # templates raise jinja errors, and any other type on contents they do not expect
             roles = " ".join(m.get("role", "?") for m in messages)
             reason = str(e) or type(e).__name__

@@ -37,6 +37,7 @@ from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
 from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sha256_of, sibling_path
+from fledge.json_text import read_json
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"
@@ -301,7 +302,7 @@ def _load(entry: Path, names: Sequence[str]) -> TrainingData:
     for name in FILES:
         if f"{content_sha256(entry / name, _hashes(entry.parent.parent))}  {name}" not in recorded:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
-    manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
         counts = TokenCounts(*(torch.from_numpy(table[name]) for name in ("supervised_V", "seen_V")))
         documents = DocumentTable(

@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from fledge.data.limit import EndlessTemplate
 from fledge.data.pack import windows
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
@@ -81,13 +82,14 @@ Tokenize = Callable[[Iterable[list[Record]]], Iterator[Batch]]
 
 
 def tokenize(records: list[Record], settings: Settings) -> Batch:
-    """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set."""
+    """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set,
+    and EndlessTemplate for a template that does not terminate."""
     parts, counts, windowed, refused, losses = [], [], [], {}, {}
     for i, record in enumerate(records):
         try:
             found = settings.template.documents(record)
         except ValueError as e:
-            if not settings.skip_bad:
+            if not settings.skip_bad or isinstance(e, EndlessTemplate):
                 raise
             found, refused[i] = [], str(e)
         if found and (lost := settings.template.losses(record, found)):

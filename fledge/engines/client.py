@@ -7,7 +7,6 @@ whose answers count the acceptance of each request.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -18,11 +17,14 @@ from typing import Any
 
 import httpx2
 
-from fledge.address import root_of
+from fledge.fields import shortened
+from fledge.http import MOST_BYTES, Http, UnusableAnswer, content, lines
+from fledge.json_text import parse_json
 
 RETRIES = 8  # attempts after the first one; with the delays below they span some two minutes
 FIRST_DELAY, LAST_DELAY = 0.5, 60.0  # seconds before the first repetition, which double, and their maximum
-CONNECT_SECONDS = 10.0
+MOST_TOKENS = 2**20  # of an answer
+MOST_NAME = 200  # characters of a model's name
 BAD_PROMPT = (400, 413, 422)  # statuses that concern one request, e.g. a prompt that is too long
 PASSING = (408, 425, 429)  # statuses that are worth another attempt, as are all of 500 and above
 FINISHED = {"stop": "stop", "length": "length", "eos": "stop", "end_turn": "stop", "tool_calls": "tool_calls"}
@@ -154,6 +156,8 @@ class _Parts:
         self.text, self.reasoning = self.text + (text or ""), self.reasoning + reasoning
         if ids is not None:
             self.token_ids = (self.token_ids or []) + list(ids)
+        if len(self.text) + len(self.reasoning) > MOST_BYTES or len(self.token_ids or ()) > MOST_TOKENS:
+            raise UnusableAnswer("its answer to one request does not end")
         self.finish = choice.get("finish_reason") or self.finish
         if message.get("tool_calls"):
             self.finish = "tool_calls"
@@ -161,9 +165,10 @@ class _Parts:
             self.first = time.perf_counter()
 
     def check(self) -> None:
-        """Raises TypeError for values of other types than those of an answer."""
+        """Raises TypeError for values of other types, or out of the range, of those of an answer."""
         counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-        if not all(isinstance(n, int | None) for n in (*counts, *(self.token_ids or ()), *(self.prompt_ids or ()))):
+        counts = [n for n in counts if n is not None]
+        if not all(map(is_count, (*counts, *(self.token_ids or ()), *(self.prompt_ids or ())))):
             raise TypeError("counts and token ids are integers")
         if not (isinstance(self.meta, dict) and isinstance(self.finish, str | None)):
             raise TypeError("meta_info is an object and finish_reason a string")
@@ -171,7 +176,8 @@ class _Parts:
     def answer(self) -> Answer:
         """The answer. Raises `_Passing` if it has no end."""
         if self.finish not in FINISHED:
-            raise _Passing(f"an answer ended with {self.finish!r}" if self.finish else "an answer broke off")
+            ended = f"an answer ended with {shortened(repr(self.finish))}"
+            raise _Passing(ended if self.finish else "an answer broke off")
         last = time.perf_counter()
         return Answer(
             _paired(self.text), _paired(self.reasoning), FINISHED[self.finish], self.usage.get("prompt_tokens"),
@@ -194,24 +200,19 @@ class Client:
         self, url: str, *, api_key: str | None = None, connections: int = 1, timeout: float = 600.0,
         retries: int = RETRIES,
     ):  # fmt: skip
-        self.root = root_of(url)
+        self._http = Http(url, api_key=api_key, connections=connections)
+        self.root = self._http.root
         self.timeout, self.retries = timeout, retries
         self.repeated: Counter[str] = Counter()
         self.server: Server | None = None
-        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._http = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, limits=limits,
-            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS, pool=None), follow_redirects=True,
-        )  # fmt: skip
 
     async def __aenter__(self) -> Client:
-        await self._http.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+        await self._http.close()
 
     # -- the server ---------------------------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ class Client:
         one only. Raises ServerProblem if the server cannot be reached or has no such model."""
         found = await self.json("/v1/models")
         cards = found.get("data") if isinstance(found, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in cards):
+        if not isinstance(cards, list) or not all(map(_is_card, cards)):
             raise ServerProblem(f"{self.root} answers, but not as an OpenAI-compatible server; check --endpoint")
         names = [card["id"] for card in cards]
         if model is None and len(names) != 1:
@@ -233,7 +234,7 @@ class Client:
         card = next((c for c in cards if c["id"] == model or model is None), {})
         owner, context = card.get("owned_by"), card.get("max_model_len")
         self.server = Server(
-            owner if owner in ENGINES else "", model or names[0], context if isinstance(context, int) else None
+            owner if owner in ENGINES else "", model or names[0], context if is_count(context) and context else None
         )
         return self.server
 
@@ -245,26 +246,27 @@ class Client:
         except ServerProblem:
             return None
         version = found.get("version") if isinstance(found, dict) else None
-        return version if isinstance(version, str) else None
+        return shortened(version) if isinstance(version, str) else None
 
     async def text(self, path: str) -> str:
         """The body of a GET request. Raises ServerProblem if there is none, without a second attempt."""
         try:
-            async with asyncio.timeout(min(self.timeout, 60.0)):
-                response = await self._http.get(self.root + path)
+            status, text = await self._http.fetch("GET", path, seconds=min(self.timeout, 60.0))
+        except UnusableAnswer as e:
+            raise ServerProblem(f"{self.root}{path} cannot be read: {e}") from e
         except (httpx2.HTTPError, TimeoutError) as e:
             raise ServerProblem(
                 f"{self.root} cannot be reached ({_reason(e)}); check the address, and that the server has started"
             ) from e
-        if response.status_code != 200:
-            raise ServerProblem(f"{self.root}{path} {_status(response)}")
-        return response.text
+        if status != 200:
+            raise ServerProblem(f"{self.root}{path} {_status(status, text)}")
+        return text
 
     async def json(self, path: str) -> Any:
         """The JSON of a GET request. Raises ServerProblem as `text`, and for anything but JSON."""
         body = await self.text(path)
         try:
-            return json.loads(body)
+            return parse_json(body)
         except ValueError as e:
             raise ServerProblem(f"{self.root}{path} is not JSON; is this an OpenAI-compatible server?") from e
 
@@ -329,16 +331,14 @@ class Client:
         """One attempt. Raises `_Passing` if another one may succeed."""
         parts = _Parts(started=time.perf_counter())
         try:
-            async with (
-                asyncio.timeout(self.timeout),
-                self._http.stream("POST", self.root + path, json=body) as response,
-            ):
+            async with self._http.stream("POST", path, seconds=self.timeout, body=body) as response:
                 if response.status_code != 200:
-                    await response.aread()
-                    raise self._refusal(path, response)
+                    raise self._refusal(path, response, (await content(response)).decode(errors="replace"))
                 await self._read(read, response, bool(body.get("stream")), parts)
         except TimeoutError as e:
             raise _Passing(f"no answer within {self.timeout:g} s") from e
+        except UnusableAnswer as e:
+            raise ServerProblem(f"{self.root}{path} cannot be read: {e}") from e
         except httpx2.TransportError as e:
             raise _Passing(_reason(e)) from e
         except httpx2.HTTPError as e:
@@ -353,19 +353,19 @@ class Client:
         except (AttributeError, TypeError, KeyError, IndexError) as e:
             raise _Passing("an answer in another form than that of OpenAI's servers") from e
 
-    def _refusal(self, path: str, response: httpx2.Response) -> Exception:
+    def _refusal(self, path: str, response: httpx2.Response, text: str) -> Exception:
         """The exception for a response of another status than 200."""
         code = response.status_code
         if code in PASSING or code >= 500:
             after = response.headers.get("retry-after", "")
             return _Passing(f"status {code}", float(after) if after.isdecimal() else None)
         if code in BAD_PROMPT:
-            return BadPrompt(f"the server {_status(response)}")
+            return BadPrompt(f"the server {_status(code, text)}")
         cure = {
             401: "; set the environment variable of --api-key-env",
             403: "; set the environment variable of --api-key-env",
         }
-        return ServerProblem(f"{self.root}{path} {_status(response)}{cure.get(code, '')}")
+        return ServerProblem(f"{self.root}{path} {_status(code, text)}{cure.get(code, '')}")
 
 
 # -- responses ----------------------------------------------------------------------------------------------------
@@ -383,23 +383,25 @@ async def _read_openai(response: httpx2.Response, stream: bool, parts: _Parts) -
 
 async def _read_sglang(response: httpx2.Response, stream: bool, parts: _Parts) -> None:
     """Reads the chunks of /generate, each with the text and ids so far or, if the server is set so, the new ones."""
-    pieces: list[tuple[str, list[int]]] = []
+    text, ids, number = "", [], 0
+    joined, joined_ids = "", []
     async for chunk in _chunks(response, stream):
         if isinstance(chunk.get("error"), dict):
             raise _Passing(f"an error in the answer: {str(chunk['error'].get('message'))[:200]}")
         meta = parts.meta = chunk.get("meta_info") or parts.meta
-        pieces.append((chunk.get("text") or "", list(chunk.get("output_ids") or ())))
-        if not parts.first and (pieces[-1][1] or pieces[-1][0]):
+        text, ids, number = chunk.get("text") or "", list(chunk.get("output_ids") or ()), number + 1
+        if len(joined) <= MOST_BYTES and len(joined_ids) <= MOST_TOKENS:  # more is of chunks with all so far
+            joined, joined_ids = joined + text, joined_ids + ids
+        if not parts.first and (ids or text):
             parts.first = time.perf_counter()
         finish = meta.get("finish_reason")
         parts.finish = finish.get("type") if isinstance(finish, dict) else finish
-    if not pieces:
+    if not number:
         return
     parts.usage, total = parts.meta, parts.meta.get("completion_tokens")
-    joined = [token for _, ids in pieces for token in ids]
-    cumulative = len(pieces) == 1 or len(pieces[-1][1]) == total
-    parts.text = pieces[-1][0] if cumulative else "".join(text for text, _ in pieces)
-    ids = pieces[-1][1] if cumulative else joined
+    cumulative = number == 1 or len(ids) == total
+    parts.text = text if cumulative else joined
+    ids = ids if cumulative else joined_ids
     parts.token_ids = ids if len(ids) == total else None
 
 
@@ -407,20 +409,20 @@ async def _chunks(response: httpx2.Response, stream: bool) -> AsyncIterator[dict
     """The JSON objects of a response: its body, or the `data:` lines of a stream up to [DONE]. Raises `_Passing` for
     anything but JSON, and for a stream without its end."""
     if not stream:
-        yield _parsed(await response.aread())
+        yield _parsed(await content(response))
         return
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+    async for line in lines(response):
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
             return
-        if line.startswith("data:") and data:
+        if line.startswith(b"data:") and data:
             yield _parsed(data)
     raise _Passing("an answer broke off")
 
 
-def _parsed(data: str | bytes) -> dict[str, Any]:
+def _parsed(data: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = parse_json(data)
     except ValueError as e:
         raise _Passing("an answer that is no JSON") from e
     if not isinstance(value, dict):
@@ -433,16 +435,27 @@ def _paired(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _status(response: httpx2.Response) -> str:
+def is_count(value: Any) -> bool:
+    """Whether a value of a server's JSON can be a number of tokens, or a token's id."""
+    return isinstance(value, int) and 0 <= value < 2**31
+
+
+def _is_card(value: Any) -> bool:
+    """Whether a value can be a model in /v1/models."""
+    name = value.get("id") if isinstance(value, dict) else None
+    return isinstance(name, str) and len(name) <= MOST_NAME
+
+
+def _status(code: int, text: str) -> str:
     """The status of a response and the server's message, as the end of a sentence."""
     try:
-        body = response.json()
+        body = parse_json(text)
         error = body.get("error", body) if isinstance(body, dict) else body
-        message = error.get("message", error) if isinstance(error, dict) else error
+        message = error.get("message") if isinstance(error, dict) else error
     except ValueError:
-        message = response.text
-    said = " ".join(str(message).split())[:400]
-    return f"answers with status {response.status_code}" + (f": {said}" if said else "")
+        message = None
+    said = " ".join((message if isinstance(message, str) else text).split())[:400]
+    return f"answers with status {code}" + (f": {said}" if said else "")
 
 
 def _reason(error: BaseException) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig
 from fledge.hub import split_revision
 
 ENGINES = ("vllm", "sglang")
+SWITCHES = {"--enable-metrics"}  # flags without a value, which replace nothing when they are given again
 PROGRAMS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
+NAMES_OF_TARGET = {"vllm": ("--model",), "sglang": ("--model-path", "--model")}  # further flags of the target
 DEPTH = 5  # drafted tokens of a round, of a draft that does not say how many it was trained for
 
 
@@ -39,15 +42,25 @@ def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) 
     """The words of the command that starts an engine's server with a draft, followed by `arguments`.
 
     Raises ValueError for an unknown engine, for a tree that the engine does not draft, and for arguments that say
-    again what is drafted.
+    again which model is served or what is drafted.
     """
     command = engine_command(engine, serving)
-    if given := next((word for word in arguments if word.startswith("--speculative-")), None):
+    fixed = {word for word in command if word.startswith("--")} - SWITCHES | {*NAMES_OF_TARGET[engine]}
+    if given := next((word for word in arguments if _replaces(word, fixed)), None):
         raise ValueError(
-            f"{given.partition('=')[0]} is among the words after --, but fledge serve gives what the draft needs; say "
-            "what is drafted by --depth, --tree-nodes and --tree-width"
+            f"{given.partition('=')[0]} is among the words after --, but fledge serve gives the target and what the "
+            "draft needs; say which target by --target, and what is drafted by --depth, --tree-nodes and --tree-width"
         )
     return [*program(engine), *command[len(PROGRAMS[engine]) :], *arguments]
+
+
+def _replaces(word: str, flags: Collection[str]) -> bool:
+    """Whether argparse reads a word as one of these flags or as a flag of speculative decoding, such as vLLM's -sc. It
+    takes shortened flags, and engines take underscores for hyphens."""
+    name = re.split(r"[=.]", word, maxsplit=1)[0].replace("_", "-")
+    if not name.startswith("--"):
+        return name.startswith("-s")
+    return name.startswith("--spec") or (name != "--" and any(flag.startswith(name) for flag in flags))
 
 
 def engine_command(engine: str, serving: Serving) -> list[str]:

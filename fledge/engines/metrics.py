@@ -15,9 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fledge.fields import format_value
+
+COUNTED = ("spec_verify_ct", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts")
 SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>[-+]?\d+(\.\d*)?([eE][-+]?\d+)?)(\s+\d+)?"
 )
+MOST = 2.0**53  # a larger value counts nothing
+MOST_POSITIONS = 1024  # drafted tokens of a round
+MOST_LINE = 10_000  # characters; a longer line is no sample
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -96,16 +102,16 @@ class Samples:
     def __init__(self, text: str):
         self._values: dict[str, float] = {}
         self._by_position: dict[str, dict[int, float]] = defaultdict(dict)
-        for line in text.splitlines():
-            match = None if line.startswith("#") else SAMPLE.fullmatch(line.strip())
-            if match is None:
+        for line in text.split("\n"):
+            match = None if line.startswith("#") or len(line) > MOST_LINE else SAMPLE.fullmatch(line.strip())
+            if match is None or abs(value := float(match["value"])) > MOST:
                 continue
-            name, value = match["name"], float(match["value"])
+            name = match["name"]
             self._values[name] = self._values.get(name, 0.0) + value
             position = dict(LABEL.findall(match["labels"] or "")).get("position", "")
-            if position.isdecimal():
+            if position.isdecimal() and len(position) <= 4 and (k := int(position)) < MOST_POSITIONS:
                 counts = self._by_position[name]
-                counts[int(position)] = counts.get(int(position), 0.0) + value
+                counts[k] = counts.get(k, 0.0) + value
 
     def get(self, *names: str) -> float | None:
         """The sum of the series of the first of these names that is there."""
@@ -153,7 +159,7 @@ def sglang_counters(text: str) -> Counters:
 
 def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
     """The acceptance of requests to SGLang's /generate, from the meta_info of their answers. None if these have no
-    counts of verifications.
+    counts of verifications. Raises ValueError for counts that are no numbers.
 
     Where accepted tokens are not counted, they are taken from the answer's length: all tokens but the prefill's and one
     for each verification.
@@ -162,16 +168,15 @@ def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
     histogram: list[float] = []
     counted = complete = True
     for meta in metas:
-        verified = meta.get("spec_verify_ct")
+        verified, tokens, correct, proposed = (_count(meta, name) for name in COUNTED)
         if verified is None:
-            if meta.get("completion_tokens", 2) <= 1:  # the prefill's token alone, which nothing verified
+            if tokens is not None and tokens <= 1:  # the prefill's token alone, which nothing verified
                 continue
             return None
-        correct, proposed = meta.get("spec_num_correct_drafts"), meta.get("spec_num_proposed_drafts")
         rounds += verified
-        accepted += meta["completion_tokens"] - 1 - verified if correct is None else correct
+        accepted += (tokens or 0) - 1 - verified if correct is None else correct
         drafted, counted = drafted + (proposed or 0.0), counted and proposed is not None
-        lengths: Sequence[float] = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or ()
+        lengths = _histogram(meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or [])
         complete = complete and sum(lengths) == verified
         histogram = [a + b for a, b in itertools.zip_longest(histogram, lengths, fillvalue=0.0)]
     if not rounds:
@@ -182,10 +187,28 @@ def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
     )
 
 
+def _count(meta: dict[str, Any], name: str) -> float | None:
+    """A count in SGLang's meta_info; None if there is none."""
+    value = meta.get(name)
+    if value is not None and not _is_count(value):
+        raise ValueError(f"SGLang's meta_info counts {format_value(value)} as {name}, which is no number")
+    return value
+
+
+def _histogram(value: Any) -> Sequence[float]:
+    if not isinstance(value, list) or len(value) > MOST_POSITIONS or not all(map(_is_count, value)):
+        raise ValueError(f"SGLang's meta_info has {format_value(value)} as its histogram of accepted tokens")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= MOST
+
+
 def since_start(info: Any) -> float | None:
     """The mean accepted length that SGLang's /server_info gives, over everything since its start; None if it gives
     none."""
     states = info.get("internal_states") if isinstance(info, dict) else None
     first = states[0] if isinstance(states, list) and states else None
     value = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
-    return float(value) if isinstance(value, int | float) and value > 0 else None
+    return float(value) if _is_count(value) and value > 0 else None

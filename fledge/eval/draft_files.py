@@ -31,6 +31,7 @@ from fledge.formats.tensors import (
     weights_file,
 )
 from fledge.hub import draft_directory
+from fledge.json_text import read_json
 from fledge.models.health import find_damage
 from fledge.models.weights import (
     CONFIG,
@@ -134,12 +135,12 @@ def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding
 def _read_draft(directory: Path) -> DraftOnDisk | Finding:
     symptom = "engines refuse the draft, or fail while they load it"
     try:
-        hf = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        hf = read_json(directory / CONFIG)
         config = DraftConfig.from_hf(hf, refuse_deviations=False)
         speculators = is_speculators(hf)
         flat = flat_config(hf) if speculators else hf
         odd = deviations(flat, config.family)
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
     try:
         raw = read_tensors(weights_file(directory))

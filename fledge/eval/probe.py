@@ -27,6 +27,7 @@ from fledge.eval.run import quiet_traces
 from fledge.features.codec import PRECISIONS
 from fledge.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
 from fledge.hub import draft_directory
+from fledge.json_text import read_json
 from fledge.models.draft import Draft
 from fledge.models.weights import build_draft, config_json
 from fledge.targets.interface import DecodingTarget
@@ -336,7 +337,7 @@ def read_probe(directory: Path) -> Probe | None:
     try:
         if missing := [file.name for file in files if not file.is_file()]:
             raise ValueError(f"{missing[0]} is missing")
-        record = _read_record(json.loads(files[1].read_text(encoding="utf-8")))
+        record = _read_record(read_json(files[1]))
         return _assembled(load(files[0].read_bytes()), record)
     except Exception as e:  # safetensors, JSON and tensors of wrong shapes raise many types
         why = next(iter(str(e).splitlines()), type(e).__name__)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.files import check_output_path, replace_text
+from fledge.json_text import read_json
 
 MAX_RECORD_BYTES = 2**26  # a larger file is not parsed to find out whether it is a record
 _SCALAR = r'(?:"(?:[^"\\]|\\.)*"|[^\s"\[\]{},]+)'
@@ -56,9 +57,7 @@ def record_text(record: Any) -> str:
 
 
 def _is_record_file(file: Path) -> bool:
-    if file.stat().st_size > MAX_RECORD_BYTES:
-        return False
     try:
-        return is_record(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError):
+        return is_record(read_json(file, MAX_RECORD_BYTES))
+    except ValueError:
         return False

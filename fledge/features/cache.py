@@ -33,6 +33,7 @@ from fledge.features.layout import HEADER_BYTES, Layout, Sizes
 from fledge.features.shard_file import CONTENT, DTYPES, file_hash, write_shard
 from fledge.fields import check_template_kwargs, shortened
 from fledge.files import TEMPORARY, replace_file, replace_text
+from fledge.json_text import parse_json, read_json
 from fledge.types import Document
 
 MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
@@ -164,8 +165,8 @@ class FeatureCache:
         """The records that are kept to measure τ."""
         file = self.path / HELD_OUT
         try:
-            return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError, TypeError, RecursionError) as e:
+            return [Record(**parse_json(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, TypeError) as e:
             raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
 
     # -- shards -------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class FeatureCache:
         try:
             with file.open("rb") as f:
                 length = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(min(length, HEADER_BYTES)))
+                header = _parse_header(f.read(min(length, HEADER_BYTES)))
             metadata = header.pop("__metadata__", {})
             content = metadata.pop(CONTENT, None)
             if metadata != self.metadata(shard):
@@ -270,7 +271,7 @@ class FeatureCache:
             if self.used(shard).exists():
                 raise ValueError(f"{file} was trained on and deleted, as a part of a stream; {_ANEW}") from e
             raise ValueError(f"{file} is missing; {_REWRITE}") from e
-        except (LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+        except (LookupError, TypeError, AttributeError) as e:
             raise ValueError(f"{file} is damaged: it has no header of a shard; {_REPLACE}") from e
 
 
@@ -279,12 +280,20 @@ _REPLACE = "delete it and run the same `fledge features` command again, which wr
 _ANEW = "write the features anew with `fledge features`, in another directory"
 
 
+def _parse_header(text: bytes) -> Any:
+    """The object in a shard's header; None if it is not JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} holds no features (no {MANIFEST}); write them with `fledge features`")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r:.20}, and this version reads format {FORMAT}")
         manifest = Manifest(**content)
@@ -292,7 +301,7 @@ def _read_manifest(path: Path) -> Manifest:
             raise ValueError(f"the value of {wrong} is not valid")
         for mode in (manifest.template_kwargs or {}, *manifest.template_modes):
             check_template_kwargs(mode, "template_kwargs")
-    except (TypeError, AttributeError, ValueError, RecursionError) as e:
+    except (TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"{file} cannot be read: {shortened(str(e))}; {_ANEW}") from e
     return manifest
 

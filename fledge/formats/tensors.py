@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.fields import shortened
+from fledge.json_text import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights that are split into several files
@@ -146,15 +146,13 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def _read_index(index: Path) -> dict[str, str]:
     """The file name of each tensor. Raises ValueError for an index with anything else, e.g. a path."""
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
-        content = json.loads(index.read_text())
+        content = read_json(index, MAX_INDEX_BYTES)
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not places:
             raise ValueError("it has no weight_map")
         if odd := next((p for p in places.values() if not _is_shard(p)), None):
             raise ValueError(f"{shortened(repr(odd))} is not the name of a safetensors file")
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise _unreadable(index, e) from e
     return places
 

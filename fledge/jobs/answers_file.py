@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.files import replace_file
+from fledge.json_text import parse_json
 
 
 class AnswersFile:
@@ -45,7 +46,7 @@ class AnswersFile:
                     )
                 break
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 index = left[row["source"], row["asked"]].popleft()
             except (ValueError, KeyError, TypeError, IndexError) as e:
                 raise ValueError(self.foreign) from e

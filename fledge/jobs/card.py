@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import Options, opt
+from fledge.json_text import read_json
 
 if TYPE_CHECKING:
     from fledge.jobs.model_card import Measurement
@@ -122,10 +122,10 @@ def read_measurements(file: Path, directory: Path) -> list[Measurement]:
     from fledge.models.weights import draft_sha256, open_draft
 
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except FileNotFoundError as e:
         raise ValueError(f"--eval {file} does not exist; fledge eval --out FILE writes it") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ValueError(f"--eval {file} is not JSON ({e})") from e
     if not is_record(content):
         raise ValueError(f"--eval {file} is not a record that fledge eval --out wrote")

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fledge.address import root_of
+from fledge.address import key_in, root_of
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.propose import Drafting
@@ -185,7 +184,7 @@ async def _measure_all(
     """Measures sets of prompts at concurrencies, with the draft and, if there is a server for it, without. `keep` gets
     each measurement when it is finished."""
     async with contextlib.AsyncExitStack() as stack:
-        key, most = os.environ.get(options.api_key_env), max(concurrency for _, concurrency in planned)
+        key, most = key_in(options.api_key_env), max(concurrency for _, concurrency in planned)
 
         async def connect(url: str, model: str | None) -> Client:
             # a repeated request would be counted twice by the server

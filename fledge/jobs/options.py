@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -13,6 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs, parse_dtype
+from fledge.json_text import parse_json
 from fledge.methods import MOST_DEPTH, MOST_NODES
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        kwargs = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        kwargs = parse_json(text)
+    except ValueError as e:
         raise ValueError(f"--template-kwargs is not JSON ({e}); write e.g. '{{\"enable_thinking\": false}}'") from e
     if not isinstance(kwargs, dict):
         raise ValueError("--template-kwargs must be a JSON object such as '{\"enable_thinking\": false}'")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.options import Options, opt
+from fledge.json_text import parse_json, read_json
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -124,7 +124,7 @@ def files_of(options: PushOptions) -> list[Upload]:
         raise ValueError(f"{directory}: {found[0].cause}; {found[0].cure}")
     names = [CONFIG, weights.name]
     if weights.name == INDEX:
-        names += sorted(set(json.loads(weights.read_text())["weight_map"].values()))
+        names += sorted(set(read_json(weights)["weight_map"].values()))
     names += [name for name in (TENSORS, RECORD) if not options.no_probe and (directory / name).is_file()]
     card = read_card(directory / CARD) if (directory / CARD).is_file() else new_card(directory)
     text = for_repository(card, options.repository)
@@ -138,7 +138,7 @@ def _card_in(uploads: Sequence[Upload]) -> bytes:
 def _private_paths(uploads: Sequence[Upload]) -> list[str]:
     """The JSON files in which the target is named, and not by a hub id."""
     files = [upload for upload in uploads if upload.path.endswith(".json")]
-    return [file.path for file in files if _names_a_path(json.loads(file.content.read_text(encoding="utf-8")))]
+    return [file.path for file in files if _names_a_path(read_json(file.content))]
 
 
 def _names_a_path(content: Any) -> bool:
@@ -233,8 +233,8 @@ def _check_kind(before: Before) -> None:
     other = f"{before.repository} holds something else than a draft"
     if CONFIG in before.paths:
         try:
-            DraftConfig.from_hf(json.loads(before.read(CONFIG)))
-        except (ValueError, RecursionError) as e:
+            DraftConfig.from_hf(parse_json(before.read(CONFIG)))
+        except ValueError as e:
             raise ValueError(f"{other} ({e}); choose another repository") from e
     elif found := [path for path in before.paths if any(fnmatch(path, pattern) for pattern in WEIGHTS)]:
         raise ValueError(f"{other} ({found[0]} without {CONFIG}); choose another repository")

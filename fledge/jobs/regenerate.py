@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import answered_conversation, count_answers, split_conversation, stops_at_tool
+from fledge.data.limit import EndlessTemplate
 from fledge.data.sources import Source
 from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.answers_file import AnswersFile
@@ -289,6 +290,8 @@ def _answer_batch(
         for i in remaining:
             try:
                 asked[i] = _prompt_ids(engine, batch[i], histories[i])
+            except EndlessTemplate:
+                raise
             except ValueError as e:  # the template refuses the conversation
                 bad[i] = str(e)
         answers = generate(asked, turn)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fledge.address import key_in
 from fledge.data.answering import answered_conversation, count_answers, reasoning_field, split_conversation
 from fledge.data.chat_fields import as_sent
+from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
 from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, compare
@@ -71,7 +72,7 @@ class _Regeneration:
 
     async def run(self) -> None:
         options = self.options
-        key = os.environ.get(options.api_key_env)
+        key = key_in(options.api_key_env)
         async with Client(
             options.endpoint, api_key=key, connections=options.concurrency, timeout=options.request_timeout
         ) as self.client:
@@ -308,6 +309,8 @@ def _refusing(record: Record) -> Iterator[None]:
     """Context manager: a ValueError of the block is the reason for which the record cannot be answered."""
     try:
         yield
+    except EndlessTemplate:
+        raise
     except ValueError as e:
         raise _BadRecord(str(e).removeprefix(f"{record.where}: ")) from e
 

@@ -20,6 +20,7 @@ from fledge.files import read_consistent, replace_directory
 from fledge.formats.speculators import is_speculators
 from fledge.formats.tensors import WEIGHTS, read_tensors, stray_weights, to_draft_names, weights_file
 from fledge.hub import draft_directory
+from fledge.json_text import read_json
 from fledge.models.draft import Draft
 from fledge.models.health import find_damage
 
@@ -182,8 +183,8 @@ def _where_the_draft_is(directory: Path) -> str:
 def _read_config(file: Path) -> tuple[dict[str, Any], DraftConfig]:
     """The object in a config.json, and the config that it describes."""
     try:
-        hf = json.loads(file.read_text())
-    except (ValueError, RecursionError) as e:
+        hf = read_json(file)
+    except ValueError as e:
         raise ValueError(f"{file} is not JSON ({e}); the file is damaged, copy it again") from e
     try:
         return hf, DraftConfig.from_hf(hf)

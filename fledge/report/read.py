@@ -3,12 +3,13 @@ as not recorded."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from fledge.json_text import parse_json
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
 REQUIRED = {"tau", "alpha"}  # of every record of an evaluation
@@ -129,8 +130,8 @@ def read_records(path: Path) -> list[Record]:
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} is no record of fledge eval: it is larger than {MAX_BYTES >> 20} MiB")
     try:
-        value = json.loads(_text(path))
-    except (ValueError, RecursionError) as e:
+        value = parse_json(_text(path))
+    except ValueError as e:
         raise ValueError(f"{path} is no record of fledge eval, which is JSON: {e}") from None
     found = records_in(value, path)
     if not found:
@@ -194,8 +195,8 @@ def _text(path: Path) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None
 
 

@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from fledge.config import RopeConfig, llama_names
 from fledge.fields import first_line, parse_dtype
 from fledge.hub import download_files, download_weights, split_revision
+from fledge.json_text import read_json
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget
@@ -183,7 +184,7 @@ def _read_weights(
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
 
     if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
-        file_by_key = json.loads(Path(index).read_text())["weight_map"]
+        file_by_key = read_json(Path(index))["weight_map"]
     else:
         download_files(name, options["revision"], [SAFE_WEIGHTS_NAME])
         if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:

@@ -36,6 +36,7 @@ from fledge.files import (
     sha256_of,
     sibling_path,
 )
+from fledge.json_text import parse_json, read_json
 from fledge.models.draft import Draft
 from fledge.models.weights import RECIPE, draft_files, save_draft, write_files
 from fledge.train.ranks import ALONE, RankError, Ranks
@@ -256,8 +257,8 @@ class RunDirectory:
         if (checkpoint / EARLIER_STATE).exists():
             return self._is_mapping(self.load_earlier_state().get("progress"), EARLIER_STATE)
         try:
-            progress = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
+            progress = read_json(checkpoint / PROGRESS)
+        except (OSError, ValueError) as e:
             raise self.damage_error(type(e).__name__, PROGRESS) from e
         return self._is_mapping(progress, PROGRESS)
 
@@ -304,8 +305,8 @@ class RunDirectory:
 
     def _step_of(self, line: bytes, number: int) -> int:
         try:
-            step = json.loads(line.decode())["step"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+            step = parse_json(line)["step"]
+        except (ValueError, TypeError, KeyError):
             step = None
         if not isinstance(step, int):
             raise ValueError(f"{self.metrics}, line {number} was not written by training; remove it to continue")

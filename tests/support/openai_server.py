@@ -32,6 +32,7 @@ class FakeServer:
     whether answers have counts of tokens. `failures` are taken one by one, each
     for one request: a status, "drop" (the connection is closed without an answer), "hang" (no answer for `hang`
     seconds), "malformed" (no JSON), an object or list (this JSON), "broken" (a stream ends early), or None for none.
+    `raw` are the status, headers and body of the response to every request of a path, in place of the usual one.
     `refuse` is a word: prompts with it are refused with status 400. `asked` are the bodies of all requests for answers,
     and `on_request` is called with their number. `accepts` gives the accepted tokens of the rounds in turn.
     """
@@ -52,6 +53,7 @@ class FakeServer:
     hang: float = 5.0
     refuse: str | None = None
     key: str | None = None
+    raw: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
     depth: int = 3
     accepts: tuple[int, ...] = (0, 1, 2, 3)
     speculates: bool = True
@@ -167,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         fake = self.fake
-        if self.path == "/v1/models":
+        if self.path in fake.raw:
+            self._raw()
+        elif self.path == "/v1/models":
             card = {"object": "model", "owned_by": fake.engine} | (
                 {"max_model_len": fake.context} if fake.context else {}
             )
@@ -194,6 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
             fake.most_in_flight = max(fake.most_in_flight, fake.in_flight)
         released = False
         try:
+            if self.path in fake.raw:
+                self._raw()
+                return
             fake.on_request(number)
             if fake.latency:
                 time.sleep(fake.latency)
@@ -229,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         limit = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
         prompt = body.get("input_ids") or body.get("prompt") or body["messages"]
         text, ids, finish = fake.generated(prompt, limit)
-        pieces = [(" " if i else "") + word for i, word in enumerate(text.split())]
+        pieces = [(" " if i else "") + word for i, word in enumerate(text.split(" "))]
         rounds, accepted = fake.speculate(len(ids))
         asked = fake.tokens_of(body)
         usage = {"prompt_tokens": len(asked), "completion_tokens": len(ids)} if fake.counts else {}
@@ -272,10 +279,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        lines = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks]
+        lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in chunks]
         for line in lines[:-1]:
             self.wfile.write(line)
         return lambda: None if broken else self.wfile.write(lines[-1] + b"data: [DONE]\n\n") and None
+
+    def _raw(self) -> None:
+        status, headers, body = self.fake.raw[self.path]
+        self._send(status, body, "application/json", headers)
 
     def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._send(status, json.dumps(value).encode(), "application/json", headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import itertools
@@ -47,8 +48,9 @@ class FakeVllm:
 
     `delay` is the time from the answer until the file is written, during which its lock is held. With `stuck`, files
     are written only when the next request arrives. `change` alters the tensors of a file before they are written; if it
-    returns None, the file is never written, but its lock is released. `status` replaces that of requests,
-    and those without the `key` are refused.
+    returns None, the file is never written, but its lock is released. `alter` changes the JSON of an answer, of which a
+    byte is sent every `drip` seconds, if that is not 0; `redirect` is where all requests are sent. `status` replaces
+    that of requests, and those without the `key` are refused.
     """
 
     target: TransformersTarget
@@ -61,6 +63,9 @@ class FakeVllm:
     locks: bool = True
     connector: bool = True
     change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None] = lambda tensors: tensors
+    alter: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    drip: float = 0.0
+    redirect: str = ""
     status: int = 200
     key: str | None = None
     seen_path: str | None = None  # the directory as the server names it
@@ -165,15 +170,20 @@ def _handler(server: FakeVllm) -> type[BaseHTTPRequestHandler]:
             elif server.status != 200:
                 self._reply(server.status, {"error": {"message": "the engine is dead"}})
             else:
-                self._reply(200, server.complete(body))
+                self._reply(200, server.alter(server.complete(body)), server.drip)
 
-        def _reply(self, status: int, content: Any) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
+        def _reply(self, status: int, content: Any, drip: float = 0.0) -> None:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(307 if server.redirect else status)
+            self.send_header("Location", server.redirect + self.path)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(OSError):  # of a client that waits no longer
+                for i in range(len(data) if drip else 0):
+                    self.wfile.write(data[i : i + 1])
+                    time.sleep(drip)
+                self.wfile.write(b"" if drip else data)
 
         def log_message(self, *words: object) -> None:
             pass

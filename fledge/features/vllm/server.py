@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +14,21 @@ from typing import Any
 
 import httpx2
 
-from fledge.address import root_of
 from fledge.features.vllm.command import UNCHECKED, layers_of
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
+from fledge.http import Http, UnusableAnswer
+from fledge.json_text import parse_json
 from fledge.types import Document
 
 CONNECTIONS = 32  # requests in flight
-CONNECT_SECONDS = 10.0
+MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
 RETRIES, FIRST_DELAY = 4, 0.5  # repetitions of a request that fails in a passing way, and seconds before the first
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that the client waits: for the answer to a request, then for its file, and how long a file may be missing
-    until another request makes the server go on, or after its lock was released."""
+    """Seconds that the client waits: for the whole answer to a request, then for its file, and how long a file may be
+    missing until another request makes the server go on, or after its lock was released."""
 
     answer: float = 600.0
     file: float = 120.0
@@ -49,13 +52,11 @@ class VllmServer:
         api_key: str | None = None, patience: Patience = Patience(),
     ):  # fmt: skip
         self.address, self.start, self.say, self.mapped, self.patience = address, start, say, mapped, patience
-        self.root = root_of(address)
-        limits = httpx2.Limits(max_connections=CONNECTIONS + 1, max_keepalive_connections=CONNECTIONS)
-        self._http = httpx2.Client(
-            timeout=httpx2.Timeout(patience.answer, connect=CONNECT_SECONDS, pool=None),
-            limits=limits,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-        )
+        self._http = Http(address, api_key=api_key, connections=CONNECTIONS + 1)
+        self.root = self._http.root
+        self._loop = asyncio.new_event_loop()  # only asynchronous requests can have a limit of their total time
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         self._nudging, self._nudged = threading.Lock(), 0.0
         self._said: set[str] = set()  # the kinds of messages that were said
         self.model, self.max_model_len = self._describe()
@@ -88,32 +89,51 @@ class VllmServer:
 
     def _describe(self) -> tuple[str, int | None]:
         """The name of the server's model, and its maximum length if it says so."""
+        wrong = f"{self.root} answers, but not as a vLLM server does; start one: {self.start}"
         try:
-            cards = self._http.get(f"{self.root}/v1/models").raise_for_status().json()["data"]
-            length = cards[0].get("max_model_len")
-            return cards[0]["id"], length if isinstance(length, int) else None
-        except httpx2.HTTPError as e:
-            if isinstance(e, httpx2.HTTPStatusError) and e.response.status_code in (401, 403):
-                raise ValueError(
-                    f"{self.root} asks for an API key (status {e.response.status_code}); set the environment variable "
-                    "that --api-key-env names"
-                ) from e
+            status, text = self._fetch("GET", "/v1/models")
+        except UnusableAnswer as e:
+            raise ValueError(f"{self.root} cannot be used: {e}") from e
+        except (httpx2.HTTPError, TimeoutError) as e:
+            raise ValueError(self._no_server(_reason(e))) from e
+        if status in (401, 403):
             raise ValueError(
-                f"no vLLM server answers at {self.root} ({_reason(e)}); start one, wait until it is ready, and run the "
-                f"same command again: {self.start}"
-            ) from e
+                f"{self.root} asks for an API key (status {status}); set the environment variable that --api-key-env "
+                "names"
+            )
+        if status != 200:
+            raise ValueError(self._no_server(f"status {status}"))
+        try:
+            card = parse_json(text)["data"][0]
+            name, length = card["id"], card.get("max_model_len")
         except (ValueError, LookupError, TypeError, AttributeError) as e:
-            raise ValueError(f"{self.root} answers, but not as a vLLM server does; start one: {self.start}") from e
+            raise ValueError(wrong) from e
+        if not isinstance(name, str):
+            raise ValueError(wrong)
+        return name, length if isinstance(length, int) and length > 0 else None
 
-    def _complete(self, tokens: Sequence[int], closed: threading.Event) -> dict[str, Any]:
+    def _no_server(self, reason: str) -> str:
+        return (
+            f"no vLLM server answers at {self.root} ({reason}); start one, wait until it is ready, and run the same "
+            f"command again: {self.start}"
+        )
+
+    def _fetch(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> tuple[int, str]:
+        """The status and the text of the response to a request. Raises as `Http.fetch`."""
+        request = self._http.fetch(method, path, seconds=seconds or self.patience.answer, body=body)
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+
+    def _complete(self, tokens: Sequence[int], closed: threading.Event) -> Any:
         """The answer to a prompt of token ids: one token, the likeliest, and its log-probability."""
         for attempt in range(RETRIES + 1):
             try:
-                response = self._post(tokens)
-                if response.status_code < 500:
-                    return self._content(response, tokens)
-                problem = f"status {response.status_code}: {response.text[:300]}"
-            except httpx2.ReadTimeout as e:
+                status, text = self._post(tokens)
+                if status < 500:
+                    return self._content(status, text, tokens)
+                problem = f"status {status}: {text[:300]}"
+            except UnusableAnswer as e:
+                raise ValueError(f"{self.root} cannot be used: {e}") from e
+            except TimeoutError as e:
                 raise ValueError(
                     f"{self.root} has not answered a request for hidden states within {self.patience.answer:.0f} s; "
                     "look at its log"
@@ -127,27 +147,28 @@ class VllmServer:
             "its log, and continue when it runs again"
         )
 
-    def _post(self, tokens: Sequence[int], **options: Any) -> httpx2.Response:
+    def _post(self, tokens: Sequence[int], seconds: float | None = None) -> tuple[int, str]:
         body = {
             "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "logprobs": 1,
             "return_tokens_as_token_ids": True, "return_token_ids": True,
         }  # fmt: skip
-        return self._http.post(f"{self.root}/v1/completions", json=body, **options)
+        return self._fetch("POST", "/v1/completions", body, seconds)
 
-    def _content(self, response: httpx2.Response, tokens: Sequence[int]) -> dict[str, Any]:
-        if response.status_code != 200:
+    def _content(self, status: int, text: str, tokens: Sequence[int]) -> Any:
+        if status != 200:
             raise ValueError(
                 f"{self.root} refuses a request for the hidden states of {len(tokens):,} tokens (status "
-                f"{response.status_code}): {response.text[:500]}"
+                f"{status}): {text[:500]}"
             )
         try:
-            return response.json()
+            return parse_json(text)
         except ValueError as e:
             raise ValueError(f"{self.root} answers a request for hidden states with something else than JSON") from e
 
-    def _name_of(self, answer: dict[str, Any]) -> str:
+    def _name_of(self, answer: Any) -> str:
         """The path of the file that an answer names."""
-        name = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        named = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+        name = named.get("hidden_states_path") if isinstance(named, dict) else None
         if not isinstance(name, str):
             raise ValueError(
                 f"{self.root} answers, but writes no hidden states, as only vLLM with its connector for them does: "
@@ -158,15 +179,20 @@ class VllmServer:
     def _file_of(self, name: str) -> Path:
         """The file that the server names, as this machine sees it."""
         path = Path(name)
-        if path.suffix != ".safetensors":
+        if path.suffix != ".safetensors" or len(path.name) > MOST_NAME or not path.name.isprintable():
             raise ValueError(f"{self.root} names {name:.200} as a file of hidden states, which ends in .safetensors")
         if self.mapped and path.is_relative_to(self.mapped[0]):
             path = self.mapped[1] / path.relative_to(self.mapped[0])
-        if not path.parent.is_dir():
+        try:
+            seen = path.parent.is_dir()
+        except OSError:  # of a name that is too long
+            seen = False
+        if not seen:
+            parent = f"{path.parent!s:.200}"
             raise ValueError(
-                f"{self.root} writes its hidden states to {path.parent}, which this machine does not see. They need a "
+                f"{self.root} writes its hidden states to {parent}, which this machine does not see. They need a "
                 "directory that both see, as shared_storage_path of the server; if it has another path here, give "
-                f"--features-map {path.parent}=PATH_HERE"
+                f"--features-map {parent}=PATH_HERE"
             )
         return path
 
@@ -210,8 +236,9 @@ class VllmServer:
             if time.monotonic() - self._nudged < self.patience.nudge:
                 return
             self._nudged = time.monotonic()
-            with contextlib.suppress(httpx2.HTTPError):  # the file that is waited for has a time limit of its own
-                self._post([0], timeout=self.patience.nudge)
+            # the file that is waited for has a time limit of its own
+            with contextlib.suppress(httpx2.HTTPError, TimeoutError, UnusableAnswer):
+                self._post([0], self.patience.nudge)
 
     def _remove(self, file: Path) -> None:
         try:
@@ -228,13 +255,14 @@ class VllmServer:
             self.say(message)
 
 
-def _next_token(answer: dict[str, Any]) -> tuple[int, float] | None:
+def _next_token(answer: Any) -> tuple[int, float] | None:
     """The decoded token of an answer, and its log-probability. None if the server does not say."""
     try:
         choice = answer["choices"][0]
-        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
-    except (LookupError, TypeError, ValueError):
+        token, log_probability = choice["token_ids"][0], float(choice["logprobs"]["token_logprobs"][0])
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
+    return (token, log_probability) if isinstance(token, int) else None
 
 
 def _reason(e: Exception) -> str:

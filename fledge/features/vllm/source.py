@@ -15,6 +15,7 @@ from torch import Tensor
 from fledge.features.layout import needed_tokens
 from fledge.features.vllm.files import Captured
 from fledge.features.vllm.server import CONNECTIONS
+from fledge.fields import format_value
 from fledge.targets.source import RowIterator, all_finite
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Document, Features, Packed
@@ -150,9 +151,15 @@ class VllmFeatures:
             return
         last, tokens, theirs = zip(*known, strict=True)
         log_probabilities = self.target.logits(features.last_TD[list(last)]).float().log_softmax(-1)
+        if odd := [token for token in tokens if not 0 <= token < log_probabilities.shape[1]]:
+            raise ValueError(
+                f"vLLM's hidden states are not those of {self.target.name}, which has no token {format_value(odd[0])}: "
+                "that is the server's next token after a document, so it serves another model"
+            )
         ours = log_probabilities[range(len(tokens)), list(tokens)].tolist()
-        worst = max(range(len(ours)), key=lambda i: abs(ours[i] - theirs[i]) if ours[i] == ours[i] else float("inf"))
-        if not abs(ours[worst] - theirs[worst]) <= TOLERANCE:
+        apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        worst = max(range(len(ours)), key=lambda i: apart[i] if apart[i] == apart[i] else float("inf"))
+        if not apart[worst] <= TOLERANCE:
             raise ValueError(
                 f"vLLM's hidden states are not those of {self.target.name}: its next token after a document has the "
                 f"log-probability {theirs[worst]:.2f} there and {ours[worst]:.2f} by the state that it gives. It may "

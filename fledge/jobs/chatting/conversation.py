@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.files import check_output_path
+from fledge.json_text import parse_json
 
 Prompt = str | list[dict[str, str]]  # a text to continue, or the messages of a chat
 
@@ -103,6 +104,6 @@ def save(conversation: Conversation, path: str | Path) -> int:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(line), dict)
+    except ValueError:
         return False

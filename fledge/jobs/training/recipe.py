@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.address import refuse_credentials
 from fledge.config import DraftConfig
 from fledge.data.modes import modes_of
 from fledge.jobs.options import flag_of, parse_template_kwargs
@@ -294,6 +295,8 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
         options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
         return None
     folder = Path(address).is_dir()
+    if not folder:
+        refuse_credentials(address)
     if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
         raise ValueError(
             f"--features-from {address} is neither a directory nor the address of a server, such as "

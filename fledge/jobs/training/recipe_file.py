@@ -46,6 +46,7 @@ from fledge.jobs.training.recipe import (
     ineffective_options,
     unsupported_options,
 )
+from fledge.json_text import read_json
 from fledge.train.checkpoint import RunDirectory
 
 HEADER = """\
@@ -174,7 +175,7 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     file = directory.options_file()
     try:
         values, settled = (_from_train_json if file == directory.old_config else _from_recipe)(file)
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ValueError(f"{e}; {DAMAGED}") from e
     if asked.trust_remote_code and values.get("trust_remote_code") is not True:
         raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
@@ -230,8 +231,8 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _from_train_json(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the train.json of a run of an earlier version. Options that no longer exist are ignored."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
+        content = read_json(file)
+    except ValueError as e:
         raise ValueError(f"{file} is not JSON ({e})") from e
     if not isinstance(content, dict):
         raise ValueError(f"{file} contains a {type(content).__name__}, not a JSON object")

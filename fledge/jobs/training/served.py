@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fledge.address import key_in
 from fledge.features.vllm.command import UNCHECKED, serve_command
 from fledge.features.vllm.files import StatesFolder
 from fledge.features.vllm.server import VllmServer
@@ -59,7 +59,7 @@ def open_served_features(
         check_connector(target)
         length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
         start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
-        key = os.environ.get(served.api_key_env)
+        key = key_in(served.api_key_env)
         states = VllmServer(served.address, start, say, mapped=served.mapped, api_key=key)
         say(f"{states.root} computes {states.model}")
     return VllmFeatures(states, target, layers, captured)
