@@ -350,7 +350,7 @@ def _other_kind(path: Path) -> str:
 def _adapter(file: Path, name: str) -> str:
     """What an adapter is, and how it becomes a target, by its adapter_config.json."""
     try:
-        config = json.loads(file.read_text())
+        config = read_json(file)
         kind, base = config["peft_type"], config["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         kind, base = "PEFT", "another model"

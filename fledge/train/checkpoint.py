@@ -299,7 +299,7 @@ class RunDirectory:
             return
         *lines, last = self.metrics.read_bytes().split(b"\n")
         with contextlib.suppress(ValueError):  # of a line that was cut
-            json.loads(last)
+            parse_json(last)
             lines.append(last)
         replace_file(self.metrics, [line + b"\n" for i, line in enumerate(lines, 1) if self._step_of(line, i) <= step])
 

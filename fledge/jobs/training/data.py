@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, cache_directory, data_files, load_data
 from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PlannedTarget
+from fledge.json_text import read_json
 from fledge.train.checkpoint import RunDirectory
 from fledge.types import Document
 
@@ -68,11 +68,11 @@ def read_data(
 
 def check_files(data: DataRecipe, directory: RunDirectory) -> None:
     """Raises ValueError, naming a file, if the files of the data are not those in the summary of the run. Nothing is
-    tokenized. Runs of earlier versions have no such summary; their data is compared once it is tokenized."""
+    tokenized. Without such a summary, the data is compared once it is tokenized."""
     try:
-        known = json.loads(directory.summary.read_text(encoding="utf-8"))["data"]["files"]
+        known = read_json(directory.summary)["data"]["files"]
         hashes = set(known.values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     now = data_files(data.sources, cache_directory(data.cache))
     others = [file for file in now if now[file] not in hashes]
