@@ -1,4 +1,4 @@
-"""Fields of messages: what a chat template renders of them, and messages in the form that the template expects.
+"""Which fields of messages a chat template renders, and messages in the form that the template expects.
 
 Most templates render a content that is a string, and some render only a list of parts. Data sets name reasoning
 `reasoning_content`, `reasoning` or `thinking`, and a template reads one of them. The arguments of a tool call are an
@@ -121,7 +121,7 @@ def prepared(messages: Sequence[Message], fields: RenderedFields) -> list[Messag
 
 
 def _with_parts(message: Message, roles: frozenset[str]) -> Message:
-    """The message, with a list of parts as its content if its role is one of `roles`; tools are rendered as users."""
+    """The message, with a list of parts as its content if `roles` has its role. All other roles count as users."""
     content, role = message.get("content"), message.get("role")
     if not isinstance(content, str) or (role if role in ("system", "assistant") else "user") not in roles:
         return message
@@ -155,8 +155,8 @@ def continued(opening: str, turn: str, message: Message) -> str | None:
     """What the decoder generates after a prompt whose end, `opening`, opens the reasoning (see OPENED).
 
     `turn` is the message as the template renders it behind the turn's header, with or without reasoning. Reasoning that
-    the template drops is taken from the message: its field, which ends as the prompt begins, or its content, where
-    `</think>` ends it. Returns None if the message and the prompt do not agree about whether there is reasoning.
+    the template drops is put back: the message's field of reasoning, closed as the prompt opens it, or the content up
+    to `</think>`, unchanged. Returns None if only the message or only the prompt has reasoning.
     """
     tag, space, is_closed = OPENED.search(opening).groups()
     open_, close, content = f"<{tag}>", f"</{tag}>", message.get("content") or ""

@@ -81,7 +81,7 @@ class Decoding:
     template_kwargs: dict[str, Any] | None = None
 
     def of(self, template_kwargs: dict[str, Any] | None) -> Decoding:
-        """The same for a chat with template variables of its own, which take precedence over these."""
+        """The settings for a chat whose own template variables take precedence."""
         own = {**(self.template_kwargs or {}), **(template_kwargs or {})}
         return replace(self, template_kwargs=own or None)
 
