@@ -232,14 +232,6 @@ def test_a_turn_that_a_dropped_call_leaves_empty_is_context(template):
     assert spans(chats(thinks), alone) == ["I must look.<|im_end|>"], "its reasoning is rendered"
 
 
-def test_null_is_given_to_templates_that_do_not_write_it():
-    """Neighbour: a template with calls that would write the null as a word."""
-    for content in ("{{ m.content }}", "{{ m.content or '' }}"):
-        template = INSERTED.replace("'<|im_start|>' + m.role + '\n' + m.content", "'<|im_start|>' + m.role + '\n'")
-        template = template.replace("{% for c in", content + "{% for c in")
-        assert spans(chats(template), chat())[0] == '[look {"at": "bird"}]<|im_end|>'
-
-
 def test_the_field_of_reasoning():
     found = [reasoning_field(chats(template)) for template in (QWEN, LLAMA, HARMONY)]
     assert found[:2] == ["reasoning_content", None]

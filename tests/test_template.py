@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import signal
+import time
 import warnings
 from itertools import groupby
 from types import SimpleNamespace
@@ -568,7 +569,9 @@ ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 
 def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
     stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
+    start = time.process_time()
     refused(template, chat("u:x", "a:y"), stopped)
+    assert time.process_time() - start < 1, "no other chat is rendered"
     assert made(CHATML, chat("u:x", "a:y"))  # the timer does not affect the next rendering
 
 

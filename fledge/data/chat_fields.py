@@ -95,8 +95,7 @@ def _ask_for_calls(rendered: Callable[[list[Message]], str | None]) -> tuple[boo
         for content in (None, ""):
             call = {"id": "fledge001", "type": "function", "function": {"name": MARK, "arguments": arguments}}
             text = rendered([ASKED, {"role": "assistant", "content": content, "tool_calls": [call]}])
-            # not as Python writes an object or null
-            if text is not None and MARK in text and "{'key'" not in text and (content == "" or "None" not in text):
+            if text is not None and MARK in text and "{'key'" not in text:  # not as Python writes an object
                 return True, isinstance(arguments, str), content is None
             refused = refused and text is None
     return refused, False, True  # a template that refuses all calls drops none
