@@ -207,15 +207,29 @@ def test_arguments_are_text_for_templates_that_insert_them():
 
 
 def test_what_a_template_drops_is_counted():
-    """Each record counts once for each kind; a template without calls renders an empty turn, or refuses it."""
+    """Each record counts once for each kind."""
     plain = parse_record({"messages": [chat().messages[0], chat().messages[3]]}, "x")
-    silent = CHATML.replace("m['content']", "(m['content'] or '')")
-    _, report = make_documents([chat(), chat(), plain], chats(silent), 512)
+    _, report = make_documents([chat(), chat(), plain], chats(CHATML), 512)
     assert report.losses == {"reasoning": 3, "calls": 2, "tools": 2}
     assert "; 3 records have reasoning that this chat template drops; 2 records have tool calls" in str(report)
     assert make_documents([chat(), plain], chats(QWEN), 512)[1].losses == {}
-    with pytest.raises(ValueError, match="refuses this conversation"):
-        chats(CHATML).documents(chat())
+
+
+# a null content would raise in the first template and be "None" in the second
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("+ m['content'] +", "~ m['content'] ~")], ids=["+", "~"])
+def test_a_turn_that_a_dropped_call_leaves_empty_is_context(template):
+    for content, turn in ((None, "<|im_end|>"), ("", "<|im_end|>"), ("Hm.", "«Hm.<|im_end|>»")):
+        record = chat()
+        record.messages[1]["content"] = content
+        assert shown(chats(template), record) == [
+            f"<|im_start|>user\nLook!<|im_end|>\n<|im_start|>assistant\n{turn}\n"
+            "<|im_start|>tool\na wing<|im_end|>\n<|im_start|>assistant\n«A bird.<|im_end|>»\n"
+        ]
+    alone = parse_record({"messages": chat().messages[:2]}, "here")
+    with pytest.raises(ValueError, match=r"here has no assistant message to train on .*drops its tool calls"):
+        chats(template).documents(alone)
+    thinks = template.replace("m['content']", "(m['reasoning_content'] or '') + m['content']")
+    assert spans(chats(thinks), alone) == ["I must look.<|im_end|>"], "its reasoning is rendered"
 
 
 def test_the_field_of_reasoning():

@@ -3,6 +3,7 @@ a draft is used in a mode in which it was not trained."""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -10,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tokenizers.processors import TemplateProcessing
 
 from fledge import load, train_draft
 from fledge.config import DraftConfig, Provenance
 from fledge.data.modes import ModeWarning, modes_of, shared_variables
 from fledge.data.read import read_records
 from fledge.data.template import ChatTemplate
+from fledge.eval.prompts import prompt_of
+from fledge.eval.run import longest_request
 from fledge.models.weights import read_draft_config
 from support.chats import tiny_chats
-from support.targets import tiny_target, tiny_tokenizer
+from support.files import rows_of, write_rows
+from support.targets import CHATML, tiny_target, tiny_tokenizer
 from support.templates import QWEN3
 
 ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
@@ -188,6 +193,56 @@ def test_features_record_the_modes_of_their_sources(target: Path, data: Path, tm
     assert fledge("features", "--data", sources[0], "--data", sources[1], *words).code == 0
     run = train_draft(features=tmp_path / "features", out=tmp_path / "run", steps=1, depth=2, device="cpu")
     assert read_draft_config(run.draft).provenance.modes == (ON, OFF)
+
+
+def test_rows_are_trained_on_and_answered_with_variables_of_their_own(target: Path, tmp_path: Path, fledge) -> None:
+    """A row that turns reasoning off, in `train`, `regenerate` and `eval`, and what `regenerate` writes."""
+    chat = [*CHAT, {"role": "assistant", "content": "soon"}]
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"messages": chat, "chat_template_kwargs": kwargs} for kwargs in (OFF, ON)]
+    )
+    off, on = read_records([str(data)])
+    template = ChatTemplate(tiny_tokenizer(QWEN3), {1})
+    assert template.documents(off)[0].spans.tolist() != template.documents(on)[0].spans.tolist()
+    words = ["--target", target, "--data", data, "--device", "cpu"]
+    ran = fledge("regenerate", *words, "--out", tmp_path / "own.jsonl", "--max-new-tokens", 3)
+    assert ran.code == 0, ran.err
+    assert [row["chat_template_kwargs"] for row in rows_of(tmp_path / "own.jsonl")] == [OFF, ON]
+    engine = load(target)
+    for record, mode in ((off, OFF), (on, ON)):
+        asked = longest_request(engine, prompt_of(record), 0)
+        assert asked == len(template.with_exactly(mode).prompt_ids(CHAT))
+    assert len(template.with_exactly(OFF).prompt_ids(CHAT)) != len(template.with_exactly(ON).prompt_ids(CHAT))
+
+
+def test_training_says_what_it_drops_and_reads_saved_data(tmp_path: Path, fledge) -> None:
+    """Through the command line: a prompt that opens reasoning, a dropped call, a written BOS, a saved data set."""
+    import datasets
+
+    opens = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +").replace("nt\n'", "nt\n<think>\n'")
+    tiny_target().model.save_pretrained(tmp_path / "target")
+    tokenizer = copy.deepcopy(tiny_tokenizer(opens))
+    bos = ("<|pad|>", 0)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[bos])
+    tokenizer.save_pretrained(tmp_path / "target")
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "it falls</think>it can fly"}
+    rows = [{"messages": [*CHAT, answer]}, {"messages": [*CHAT, called, {"role": "tool", "content": "a"}, answer]}]
+    chats = write_rows(tmp_path / "chats.jsonl", rows)
+    texts = datasets.Dataset.from_list([{"text": "<|pad|>the young bird tries"}] * 2)
+    datasets.DatasetDict({"train": texts, "test": texts}).save_to_disk(tmp_path / "saved")
+    words = ["train", "--target", tmp_path / "target", "--steps", 1, "--depth", 1, "--device", "cpu"]
+    ran = fledge(*words, "--data", chats, "--data", tmp_path / "saved", "--out", tmp_path / "run")
+    said = " ".join(ran.err.split())
+    assert ran.code == 0 and "4 records, 4 documents" in said, said
+    assert "1 records have tool calls that this chat template drops" in said
+    assert "2 records write out special tokens that the tokenizer adds too, such as BOS" in said
+    write_rows(chats, [{"messages": [*CHAT, {"role": "assistant", "content": "it can fly"}]}])
+    ran = fledge(*words, "--data", chats, "--out", tmp_path / "other")
+    assert ran.code == 2 and "chats.jsonl, line 1, message 2: the template's generation prompt opens" in " ".join(
+        ran.err.split()
+    )
 
 
 def test_sources_that_cannot_be_used_are_refused(target: Path, data: Path, tmp_path: Path, fledge) -> None:

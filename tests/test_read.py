@@ -108,6 +108,28 @@ def test_a_prompt_and_completion_of_messages_are_one_conversation(tmp_path):
     assert one(tmp_path, {"prompt": [USER]}).messages == [USER]
 
 
+def test_a_row_has_template_variables_of_its_own(tmp_path):
+    """They take precedence over those of the source; tables may have them as JSON text."""
+    kwargs = {"enable_thinking": False}
+    for own in (kwargs, json.dumps(kwargs)):
+        for layout in ({"messages": [USER, ANSWER]}, {"turns": ["a"]}, {"instruction": "a", "output": "b"}):
+            row = layout | {"chat_template_kwargs": own}
+            assert one(tmp_path, row).template_kwargs == kwargs
+        source = {"source": str(tmp_path / "one.jsonl"), "template_kwargs": {"enable_thinking": True, "date": "now"}}
+        assert read_records([source])[0].template_kwargs == {"enable_thinking": False, "date": "now"}
+        mapped = jsonl(tmp_path / "mapped.jsonl", [{"dialog": [USER, ANSWER], "chat_template_kwargs": own}])
+        assert read_records([{"source": mapped, "columns": {"messages": "dialog"}}])[0].template_kwargs == kwargs
+    for absent in ({}, None, ""):
+        assert one(tmp_path, {"messages": [USER, ANSWER], "chat_template_kwargs": absent}).template_kwargs is None
+    for bad, reason in (
+        ("{", "a text that is not JSON"),
+        ([1], "a list, not an object"),
+        ({"tools": []}, "sets tools"),
+    ):
+        with pytest.raises(ValueError, match=f"one.jsonl, line 1: its `chat_template_kwargs`.* {reason}"):
+            one(tmp_path, {"messages": [USER, ANSWER], "chat_template_kwargs": bad})
+
+
 def test_alpaca_rows_are_conversations(tmp_path):
     row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is an instruction"}
     assert one(tmp_path, row).messages == [
@@ -341,6 +363,30 @@ def test_globs_directories_and_many_sources_in_order(tmp_path):
     assert texts(read_records([single, str(tmp_path / "d" / "*.jsonl")])) == ["z", "a", "b"]
     assert texts(read_records([str(tmp_path / "d"), single])) == ["a", "b", "deep/c", "e", "z"]
     assert texts(read_records([str(tmp_path / "**" / "c.jsonl")])) == ["deep/c"]
+
+
+def test_directories_of_save_to_disk(tmp_path):
+    """Only the rows that the directory lists, whatever else is in it; of several splits, `train`."""
+    import datasets
+
+    def saved(text: str) -> datasets.Dataset:
+        return datasets.Dataset.from_list([{"text": text}, {"text": "b"}])
+
+    saved("a").save_to_disk(tmp_path / "all" / "one", num_shards=2)
+    saved("cached").save_to_disk(tmp_path / "other")
+    (tmp_path / "other" / "data-00000-of-00001.arrow").rename(tmp_path / "all" / "one" / "cache-1.arrow")
+    assert texts(read_records([str(tmp_path / "all" / "one")])) == ["a", "b"]
+    splits = datasets.DatasetDict({"test": saved("test"), "train": saved("train")})
+    splits.save_to_disk(tmp_path / "all" / "splits")
+    assert texts(read_records([str(tmp_path / "all" / "splits")])) == ["train", "b"]
+    assert texts(read_records([str(tmp_path / "all" / "splits" / "test")])) == ["test", "b"]
+    jsonl(tmp_path / "all" / "z.jsonl", [{"text": "z"}])
+    assert texts(read_records([str(tmp_path / "all")])) == ["a", "b", "train", "b", "z"]
+    datasets.DatasetDict({"dev": saved("dev")}).save_to_disk(tmp_path / "dev")
+    assert texts(read_records([str(tmp_path / "dev")])) == ["dev", "b"]
+    datasets.DatasetDict({"dev": saved("dev"), "test": saved("test")}).save_to_disk(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"two has the splits dev, test; give one of them, such as .*two/dev"):
+        read_records([str(tmp_path / "two")])
 
 
 @pytest.mark.parametrize(("share", "count"), [("0.25", 25), ("0.5", 50), ("1", 100), ("2", 200), ("1.5", 150)])

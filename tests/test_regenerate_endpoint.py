@@ -202,6 +202,11 @@ def test_template_arguments_reach_the_server_and_the_check(regenerate, made, tmp
         words = ["--target", target, "--template-kwargs", '{"think": false}']
         assert regenerate(server, *words, out="right.jsonl").code == 0
         assert server.asked[-1]["chat_template_kwargs"] == {"think": False}
+        row = {"messages": [ASKED, {"role": "assistant", "content": "x"}], "chat_template_kwargs": {"think": True}}
+        own = write_rows(tmp_path / "d.jsonl", [row])
+        assert regenerate(server, *words, data=own, out="rows.jsonl").code == 0
+        assert server.asked[-1]["chat_template_kwargs"] == {"think": True}
+        assert rows_of(tmp_path / "rows.jsonl")[0]["chat_template_kwargs"] == {"think": True}
 
 
 def test_reasoning_is_kept_in_the_field_that_the_template_renders(regenerate, made, tmp_path):

@@ -6,6 +6,7 @@ Expected documents are written as text with « and » around each span (see `sho
 from __future__ import annotations
 
 import copy
+import re
 import signal
 import time
 import warnings
@@ -56,6 +57,23 @@ TOOLS = (
     "{% for c in m.tool_calls or [] %}{% set f = c.function %}{{ '[' + f.name + ' ' + f.arguments | tojson + ']' }}"
     "{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# like DeepSeek-R1-Distill's: the prompt opens the reasoning, and no rendered turn has it
+R1 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1] + '<|im_end|>' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+QWQ = R1.replace("[-1] +", "[-1].strip() +")
+# like Nemotron 3's: the last turn has its reasoning, earlier turns an empty block, and the reasoning can be turned off
+NEMOTRON = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set c = '<think>\n' + m.reasoning_content + '\n</think>\n' + m.content if m.reasoning_content else m.content %}"
+    "{% if '</think>' not in c %}{% set c = '<think></think>' + c %}{% endif %}"
+    "{% if not loop.last and '<think>' in c %}{% set c = '<think></think>' + c.split('</think>')[-1] %}{% endif %}"
+    "{{ c + '<|im_end|>' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{{ '<think>\n' if enable_thinking | default(true) else '<think></think>' }}{% endif %}"
 )
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
@@ -249,6 +267,62 @@ def test_the_empty_reasoning_block_of_a_prompt_is_not_supervised():
     assert [chats.tokenizer.decode(written[i]) for i in (2, 4)] == ["Yes.<|im_end|>", "No.<|im_end|>"]
 
 
+ONE, TWO = (f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n" for asked in ("One?", "Two?"))
+
+
+def reasoned(content: str, reasoning: str | None = None) -> dict:
+    return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "end"),
+    [(R1, "Yes.", "\n\n"), (QWQ, "Yes.", "\n\n"), (NEMOTRON, "<think></think>\nYes.", "\n")],
+    ids=["r1", "qwq", "nemotron"],
+)
+def test_a_turn_after_a_prompt_that_opens_the_reasoning_is_a_document_of_its_own(template, first, end):
+    """Reasoning in its field ends as the prompt begins."""
+    asked = [{"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}]
+    messages = [asked[0], reasoned("Yes.", "hm"), asked[1], reasoned("No.", "well")]
+    chats = ChatTemplate(tiny_tokenizer(template), [STOP])
+    record = Record("here", messages=messages)
+    assert {shown(chats, d) for d in chats.documents(record)} == {
+        f"{ONE}<think>\n«hm\n</think>{end}Yes.<|im_end|>»",
+        f"{ONE}{first}<|im_end|>{TWO}<think>\n«well\n</think>{end}No.<|im_end|>»",
+    }
+    as_decoded(chats, record)
+    assert chats.losses(record, chats.documents(record)) == ()
+
+
+@pytest.mark.parametrize("template", [R1, QWQ, NEMOTRON], ids=["r1", "qwq", "nemotron"])
+@pytest.mark.parametrize("written", ["hm</think>Yes.", " hm\n</think>\n\nYes.", "hm</think>\n\nYes.</think> Or no."])
+def test_an_answer_as_its_target_wrote_it_is_trained_token_by_token(template, written):
+    """Reasoning up to its end is in the content, as regenerate writes it; the data may also write its opening."""
+    expected = [f"{ONE}<think>\n«{written}<|im_end|>»"]
+    assert made(template, chat("u:One?", f"a:{written}")) == expected
+    if not written.startswith(" "):
+        assert made(template, chat("u:One?", f"a:<think>\n{written}")) == expected
+
+
+def test_reasoning_before_tool_calls_follows_a_prompt_that_opens_it():
+    """Neighbours: a prompt that goes on without a line end, and a turn of calls alone."""
+    template = TOOLS.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    for message in (reasoned("", "hm"), reasoned("hm</think>")):
+        record = Record("here", messages=[{"role": "user", "content": "One?"}, message | {"tool_calls": [call]}])
+        content = message["content"] or "hm</think>"
+        assert made(template, record) == [f"{ONE}<think>«{content}[look {{}}]<|im_end|>»\n"]
+
+
+def test_a_prompt_with_an_empty_block_of_reasoning():
+    """The turns of some templates have no such block."""
+    off = R1.replace("<think>\n'", "<think>\n\n</think>\n\n'")
+    assert made(off, chat("u:One?", "a:Yes.")) == [f"{ONE}<think>\n\n</think>\n\n«Yes.<|im_end|>»"]
+    record = chat("u:One?", "a:Yes.", template_kwargs={"enable_thinking": False})  # the row's own
+    assert made(NEMOTRON, record) == [f"{ONE}<think></think>«Yes.<|im_end|>»"]
+    message = refused(off, chat("u:One?", "a:hm</think>Yes."), "message 2: the rendered turn does not start")
+    assert "--template-kwargs may contradict the data" in message
+
+
 @pytest.mark.parametrize("template", [CHATML, QWEN, TOOLS], ids=["chatml", "qwen", "tools"])
 def test_every_span_follows_the_prompt_the_decoder_would_have_seen(template):
     as_decoded(ChatTemplate(tiny_tokenizer(template), [STOP]), chat("s:Fly.", *THOUGHT))
@@ -348,6 +422,35 @@ def test_a_template_with_bos_gets_no_second_one():
         assert ids[0] == 0 and list(ids).count(0) == 1
 
 
+def test_special_tokens_that_a_text_writes_out_are_not_doubled():
+    """A tokenizer that adds tokens around a text: BOS, several tokens (GLM), or an end token too."""
+    for added, before, after in (("<|pad|> $A", [0], []), ("<|im_start|> <|pad|> $A <|im_end|>", [2, 0], [1])):
+        tokenizer = copy.deepcopy(tiny_tokenizer(None))
+        special = [(tokenizer.convert_ids_to_tokens(i), i) for i in (0, 1, 2)]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=special)
+        chats, words = (
+            ChatTemplate(tokenizer, [STOP]),
+            tokenizer("The young bird", add_special_tokens=False)["input_ids"],
+        )
+        written = tokenizer.decode(before) + "The young bird" + tokenizer.decode(after)
+        rows = [Record("a", text=written), Record("b", text="The young bird"), Record("c", text="The" + written)]
+        rows.append(Record("d", text=written, prompt_length=len(tokenizer.decode(before) + "The")))
+        for row in (*rows[:2], rows[3]):
+            (document,) = chats.documents(row)
+            assert document.tokens.tolist()[: len(before + words)] == before + words
+            assert document.tokens.tolist().count(1) == int(bool(after or row.prompt_length))
+        assert document.spans.tolist()[len(before)] == -1 and document.spans.tolist()[len(before) + 1] == 0
+        assert [chats.losses(row, []) for row in rows] == [("added",), (), ("added",) if after else (), ("added",)]
+        shown = tokenizer.decode(before + after)
+        with pytest.warns(
+            TemplateWarning, match=re.escape(f"a prompt writes out {shown}, which the tokenizer adds too")
+        ):
+            assert chats.prompt_ids(written) == before + words + after
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chats.prompt_ids("The young bird") == before + words + after
+
+
 def test_keyword_arguments_reach_the_template():
     messages = chat("u:x").messages
     plain, with_kwargs = (ChatTemplate(tiny_tokenizer(QWEN), [STOP], k) for k in ({}, {"enable_thinking": False}))
@@ -369,9 +472,11 @@ def test_only_the_completion_of_a_prompt_is_supervised():
         (document,) = chats.documents(Record("here", text=prompt + completion, prompt_length=len(prompt)))
         return shown(chats, document)
 
-    assert spans("The young", " bird tries") == "The young« bird tries»"
-    assert spans("The young ", "bird tries") == "The young bird« tries»"  # a token across the border is the prompt's
-    assert spans("T", "he young bird") == "The« young bird»"
+    assert spans("The young", " bird tries") == "The young« bird tries<|im_end|>»"
+    assert spans("The young ", "bird tries") == "The young bird« tries<|im_end|>»"  # a token across is the prompt's
+    assert spans("T", "he young bird") == "The« young bird<|im_end|>»"
+    assert spans("The young", " bird<|im_end|>") == "The young« bird<|im_end|>»"  # it has its end
+    assert spans("The", " bird") == "The« bird<|im_end|>»"
     for prompt, completion in (("The young bird", ""), ("The young bir", "d")):
         with pytest.raises(ValueError, match="here has a prompt but no completion to train on"):
             spans(prompt, completion)
@@ -464,7 +569,9 @@ ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 
 def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
     stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
+    start = time.process_time()
     refused(template, chat("u:x", "a:y"), stopped)
+    assert time.process_time() - start < 1, "no other chat is rendered"
     assert made(CHATML, chat("u:x", "a:y"))  # the timer does not affect the next rendering
 
 
@@ -491,14 +598,36 @@ def test_turns_without_answers_are_refused():
 
 
 def test_a_prompt_that_is_not_how_the_turn_begins_is_refused():
-    """Example: the generation prompt starts a reasoning block that the data's turns lack (DeepSeek-R1)."""
-    template = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+    starts = r"line 7, message 2: the rendered turn does not start with the template's generation prompt"
+    template = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\nWell, ' }}")
+    assert "--template-kwargs" in refused(template, chat("u:x", "a:y"), starts)
+
+
+@pytest.mark.parametrize("template", [R1, QWQ, NEMOTRON], ids=["r1", "qwq", "nemotron"])
+def test_an_answer_without_the_reasoning_that_the_prompt_opens_is_refused(template):
     message = refused(
-        template,
-        chat("u:x", "a:y"),
-        r"line 7, message 2: the rendered turn does not start with the template's generation prompt",
+        template, chat("u:x", "a:y"), "line 7, message 2: the template's generation prompt opens reasoning"
     )
-    assert "<think>" in message and "--template-kwargs" in message
+    assert "<think>" in message and "fledge regenerate" in message and "--skip-bad" in message
+    refused(template, chat("u:x", "a:hm</think>y", "u:x", "a:y"), "line 7, message 4: the template's generation prompt")
+
+
+def test_templates_that_render_only_lists_of_parts_get_them():
+    """Each role alone: some templates render a string of the system, and none of users."""
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    for template in (
+        CHATML.replace("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+                       "{{ '<|im_start|>' + m.role + '\n' }}" + parts + "{{ '<|im_end|>\n' }}"),
+        CHATML.replace("{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+                       "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}" + parts
+                       + "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"),
+    ):  # fmt: skip
+        record = chat("s:Fly.", "u:Can it?", "a:Not yet.", "t:a wing", "a:Soon.")
+        assert made(template, record) == made(CHATML, record)
+        chats = ChatTemplate(tiny_tokenizer(template), [STOP])
+        assert chats.prompt_ids(record.messages[:2]) == ChatTemplate(tiny_tokenizer(), [STOP]).prompt_ids(
+            record.messages[:2]
+        )
 
 
 def test_conversations_need_a_template():

@@ -53,7 +53,8 @@ def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dic
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
     messages, length = messages[: last + 1], record.prompt_length
     fields = {"prompt": messages[:length], "completion": messages[length:]} if length else {"messages": messages}
-    return fields | ({"tools": record.tools} if record.tools else {})
+    own = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    return fields | {name: value for name, value in own.items() if value}
 
 
 def reasoning_field(template: ChatTemplate) -> str | None:

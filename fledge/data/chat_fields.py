@@ -1,17 +1,20 @@
-"""Tool calls and reasoning in messages: which fields a chat template renders, and messages in the form that it expects.
+"""Which fields of messages a chat template renders, and messages in the form that the template expects.
 
-Data sets name reasoning `reasoning_content`, `reasoning` or `thinking`, and a template reads one of them. The arguments
-of a tool call are an object in some data and JSON text in other data, as in OpenAI's API; most templates expect an
-object and write it as JSON themselves, and some insert a text.
+Most templates render a content that is a string, and some render only a list of parts. Data sets name reasoning
+`reasoning_content`, `reasoning` or `thinking`, and a template reads one of them. The arguments of a tool call are an
+object in some data and JSON text in other data, as in OpenAI's API; most templates expect an object and write it as
+JSON themselves, and some insert a text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fledge.data.limit import EndlessTemplate
 from fledge.json_text import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -21,11 +24,14 @@ TOOL = {
     "function": {"name": MARK, "description": "none", "parameters": {"type": "object", "properties": {}}},
 }
 ASKED = {"role": "user", "content": "a"}
-# what a template may drop, and how a note about records with it goes on
+# the end of a prompt in which reasoning is open, such as "<think>\n", or is closed already
+OPENED = re.compile(r"<([\w:]*think[\w:]*)>(\s*)(</\1>\s*)?$")
+# what a template, or the tokenizer, drops, and how a note about records with it goes on
 LOSSES = {
     "reasoning": "have reasoning that this chat template drops",
     "calls": "have tool calls that this chat template drops",
     "tools": "have tools that this chat template drops",
+    "added": "write out special tokens that the tokenizer adds too, such as BOS; one of each two is dropped",
 }
 
 Message = dict[str, Any]
@@ -37,25 +43,36 @@ class RenderedFields:
     """What a chat template renders. `reasoning` is the field of an assistant message that it reads as its reasoning
     (None: none). `tools` and `calls` say whether it renders a row's tools and the calls of messages; `json_arguments`
     whether it inserts the arguments of calls as they are, so that they must be JSON text; and `null_content` whether it
-    accepts null as the content of a message with calls."""
+    accepts null as the content of a message with calls. `parts` are the roles whose contents it renders only as a list
+    of parts."""
 
     reasoning: str | None
     tools: bool
     calls: bool
     json_arguments: bool
     null_content: bool
+    parts: frozenset[str] = frozenset()
 
 
 def ask_template(render: Render) -> RenderedFields:
     """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and raises
-    ValueError if the template refuses them."""
+    ValueError if the template refuses them. Raises EndlessTemplate, as `render` does."""
+
+    parts: frozenset[str] = frozenset()
 
     def rendered(messages: list[Message], tools: list[Any] | None = None) -> str | None:
         try:
-            return render(messages, tools)
+            return render([_with_parts(m, parts) for m in messages], tools)
+        except EndlessTemplate:  # the next chat would take as long
+            raise
         except ValueError:
             return None
 
+    for role, before, after in (("user", [], []), ("system", [], [ASKED]), ("assistant", [ASKED], [])):
+        chat = [*before, {"role": role, "content": MARK}, *after]
+        if MARK not in (rendered(chat) or ""):
+            asked, parts = parts, parts | {role}
+            parts = parts if MARK in (rendered(chat) or "") else asked
     reasoning = next(
         (
             name
@@ -66,7 +83,8 @@ def ask_template(render: Render) -> RenderedFields:
     )
     calls, json_arguments, null_content = _ask_for_calls(rendered)
     with_tools = rendered([ASKED], [TOOL])
-    return RenderedFields(reasoning, with_tools is None or MARK in with_tools, calls, json_arguments, null_content)
+    tools = with_tools is None or MARK in with_tools
+    return RenderedFields(reasoning, tools, calls, json_arguments, null_content, parts)
 
 
 def _ask_for_calls(rendered: Callable[[list[Message]], str | None]) -> tuple[bool, bool, bool]:
@@ -87,9 +105,25 @@ def has_fields(messages: Sequence[Message]) -> bool:
     return any(m.get("tool_calls") or _reasoning_of(m) for m in messages)
 
 
+def is_left_empty(message: Message, fields: RenderedFields) -> bool:
+    """Whether a message is empty because the template drops the message's tool calls."""
+    reasoning = fields.reasoning and _reasoning_of(message)
+    dropped = message.get("tool_calls") and not fields.calls
+    return bool(dropped and not reasoning and not (message.get("content") or "").strip())
+
+
 def prepared(messages: Sequence[Message], fields: RenderedFields) -> list[Message]:
-    """The messages with tool calls and reasoning in the form that a template expects."""
-    return [_prepared(m, fields) if m.get("role") == "assistant" else m for m in messages]
+    """The messages with contents, tool calls and reasoning in the form that a template expects."""
+    made = [_prepared(m, fields) if m.get("role") == "assistant" else m for m in messages]
+    return [_with_parts(m, fields.parts) for m in made] if fields.parts else made
+
+
+def _with_parts(message: Message, roles: frozenset[str]) -> Message:
+    """The message, with a list of parts as its content if `roles` has its role. All other roles count as users."""
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(content, str) or (role if role in ("system", "assistant") else "user") not in roles:
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def _prepared(message: Message, fields: RenderedFields) -> Message:
@@ -101,13 +135,43 @@ def _prepared(message: Message, fields: RenderedFields) -> Message:
         changed[fields.reasoning] = reasoning
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [_with_arguments(call, fields.json_arguments) for call in calls]
-        if fields.calls and not fields.null_content and message.get("content") is None:
+        if not (fields.calls and fields.null_content) and message.get("content") is None:
             changed["content"] = ""
     return changed
 
 
 def _reasoning_of(message: Message) -> str:
     return next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+
+
+def has_reasoning(message: Message, tag: str) -> bool:
+    """Whether an assistant message has reasoning, in a field of its own or in its content, where `</tag>` ends it."""
+    return bool(_reasoning_of(message).strip()) or f"</{tag}>" in (message.get("content") or "")
+
+
+def continued(opening: str, turn: str, message: Message) -> str | None:
+    """What the decoder generates after a prompt whose end, `opening`, opens the reasoning (see OPENED).
+
+    `turn` is the message as the template renders it behind the turn's header, with or without reasoning. Reasoning that
+    the template drops is put back: the message's field of reasoning, closed as the prompt opens it, or the content up
+    to `</think>`, unchanged. Returns None if only the message or only the prompt has reasoning.
+    """
+    tag, space, is_closed = OPENED.search(opening).groups()
+    open_, close, content = f"<{tag}>", f"</{tag}>", message.get("content") or ""
+    if not has_reasoning(message, tag):
+        return re.sub(rf"^\s*({open_})?\s*{close}\s*", "", turn) if is_closed else None
+    if is_closed:
+        return None
+    reasoning, (written, end, answer) = _reasoning_of(message).strip(), content.rpartition(close)
+    written = re.sub(rf"^\s*{open_}\s*", "", written)
+    if close in turn and (reasoning or written.strip()) in turn.rpartition(close)[0]:
+        return re.sub(rf"^\s*{open_}\s*", "", turn)
+    turn = re.sub(rf"^\s*({open_})?\s*{close}", "", turn)
+    if reasoning:
+        return f"{reasoning}\n{close}\n\n{turn.lstrip()}" if space else f"{reasoning}{close}{turn.lstrip()}"
+    if answer.strip():  # with the space that the template may strip
+        turn = answer[: len(answer) - len(answer.lstrip())] + turn.lstrip()
+    return written + end + turn
 
 
 def as_sent(message: Message) -> Message:
@@ -143,7 +207,7 @@ def find_losses(
     """The keys of LOSSES that apply to a conversation. `texts` gives the text of all its documents."""
     found = []
     thoughts = [r for m in messages if m["role"] == "assistant" and (r := _reasoning_of(m)).strip()]
-    if thoughts and (fields.reasoning is None or not _all_in(thoughts, texts())):
+    if thoughts and not _all_in(thoughts, texts()):
         found.append("reasoning")
     if not fields.calls and any(m.get("tool_calls") for m in messages):
         found.append("calls")

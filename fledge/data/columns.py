@@ -7,9 +7,9 @@ from typing import Any
 
 KEYS = (
     "messages", "conversations", "turns", "prompt", "completion", "instruction", "input", "output", "history", "text",
-    "system", "tools",
+    "system", "tools", "chat_template_kwargs",
 )  # fmt: skip
-BESIDE = ("system", "tools")  # the columns that are read by these names beside mapped ones
+BESIDE = ("system", "tools", "chat_template_kwargs")  # the columns that are read by these names beside mapped ones
 MOST_SHOWN = 20  # columns that a message lists
 EXAMPLE = "messages=dialog, or prompt=question,completion=answer"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,8 @@ class SourceReader:
                     raise
                 skip(str(e))
             else:
-                yield replace(record, template_kwargs=kwargs) if kwargs else record
+                own = record.template_kwargs or {}
+                yield replace(record, template_kwargs={**kwargs, **own}) if kwargs else record
 
     def spread(self, count: int) -> list[Record]:
         """At most `count` records of a data set of the hub, evenly spaced, so always the same ones."""
@@ -139,7 +141,7 @@ def absolute_source(source: AnySource) -> str:
 
 
 def _paths(name: str) -> list[Path]:
-    """The files of a source: the path itself, the files in a directory, or the matches of a glob.
+    """The files of a source: the path itself, the files in a directory (see `_files_of`), or the matches of a glob.
 
     An existing path is never a glob, even if its name contains `*` or `[`; the same holds for existing parents. Raises
     ValueError for missing and empty files.
@@ -151,7 +153,7 @@ def _paths(name: str) -> list[Path]:
         root = next(p for p in path.parents if p.exists())
         matches = glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)
         found = [root / match for match in sorted(matches)] or [path]
-    files = [f for p in found for f in (_readable_files(p) if p.is_dir() else [p])]
+    files = [f for p in found for f in (_files_of(p) if p.is_dir() else [p])]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} does not exist; give files, globs or hub ids like owner/name")
@@ -160,5 +162,33 @@ def _paths(name: str) -> list[Path]:
     return files
 
 
-def _readable_files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*") if is_readable(p))
+def _files_of(directory: Path) -> list[Path]:
+    """The files in a directory that fledge reads, in the order of their names.
+
+    In a directory that `save_to_disk` of `datasets` wrote, only the files of rows are read, and of several splits the
+    one named `train`. Raises ValueError for several splits without that name.
+    """
+    if (splits := _saved(directory / "dataset_dict.json", "splits")) is not None:
+        if len(splits) > 1 and "train" not in splits:
+            shown = ", ".join(splits)
+            raise ValueError(f"{directory} has the splits {shown}; give one of them, such as {directory / splits[0]}")
+        return [file for name in splits if name == "train" or len(splits) == 1 for file in _files_of(directory / name)]
+    if (files := _saved(directory / "state.json", "_data_files")) is not None:
+        return [directory / file["filename"] for file in files]
+    files = []
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            files += _files_of(path)
+        elif is_readable(path):
+            files.append(path)
+    return files
+
+
+def _saved(file: Path, key: str) -> list[Any] | None:
+    """A list in a JSON file that `save_to_disk` of `datasets` writes; None if there is no file with that list."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    listed = found.get(key) if isinstance(found, dict) else None
+    return listed if isinstance(listed, list) else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
 from fledge.data.columns import suggestion
+from fledge.fields import check_template_kwargs
 from fledge.json_text import parse_json
 
 SHAREGPT_ROLES = {
@@ -50,11 +51,26 @@ def parse_record(row: Any, where: str) -> Record:
 
     If a row has the fields of several layouts, the first non-empty one in this order is used: `messages`,
     `conversations`, `turns`, `prompt` with `completion`, `instruction` with `output`, `text`, `instruction` alone,
-    `prompt` alone. Raises ValueError, naming the location, for rows without any of these and for contents that are not
-    text.
+    `prompt` alone. A row may have `chat_template_kwargs`, the record's `template_kwargs`. Raises ValueError, naming the
+    location, for rows without any layout and for contents that are not text.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object with {LAYOUTS}")
+    record = _parse_layout(row, where)
+    if record.text is not None or not (kwargs := row.get("chat_template_kwargs")):
+        return record
+    what = f"{where}: its `chat_template_kwargs`"
+    if isinstance(kwargs, str):  # as in tables
+        try:
+            kwargs = json.loads(kwargs)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{what} are a text that is not JSON: {_short(kwargs)}") from e
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{what} are a {type(kwargs).__name__}, not an object: {_short(kwargs)}")
+    return replace(record, template_kwargs=check_template_kwargs(kwargs, what) or None)
+
+
+def _parse_layout(row: dict[str, Any], where: str) -> Record:
     prompt, completion = row.get("prompt"), row.get("completion")
     has_instruction = isinstance(row.get("instruction"), str)
     if listed := row.get("messages") or row.get("conversations"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import json
 import re
 import traceback
@@ -11,23 +12,34 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import torch
 
-from fledge.data.chat_fields import RenderedFields, ask_template, find_losses, has_fields, prepared
+from fledge.data.chat_fields import (
+    OPENED,
+    RenderedFields,
+    ask_template,
+    continued,
+    find_losses,
+    has_fields,
+    has_reasoning,
+    is_left_empty,
+    prepared,
+)
 from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.fields import check_template_kwargs
 from fledge.types import Document
 
 RENDER_SECONDS = 10.0  # limit of CPU time for one rendering; the longest chats take a few hundredths of a second
+MOST_KNOWN = 64  # sets of arguments whose fields are remembered
 MANY_TURNS = 16  # chats with at least this many turns try `_find_turns`, which takes linear time, first
 
 
 class TemplateWarning(UserWarning):
-    """A chat template does not read a variable that was given for it."""
+    """A chat template does not read a variable that was given for it, or a prompt has a special token twice."""
 
 
 class ChatTemplate:
@@ -42,7 +54,6 @@ class ChatTemplate:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(stop_ids)
         self.kwargs = dict(check_template_kwargs(kwargs or {}, "the template's arguments"))
         self._known_fields: dict[str, RenderedFields] = {}  # by the arguments, as JSON; shared with `with_exactly`
-        self._stopped: list[str] = []  # the message of a rendering that did not end; shared with `with_exactly`
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
         if problem := _unread(tokenizer.chat_template, self.kwargs):
@@ -61,9 +72,15 @@ class ChatTemplate:
     @property
     def fields(self) -> RenderedFields:
         """Which of tools, tool calls and reasoning the template renders, and in which form it expects them."""
+        return self._fields("chat")
+
+    def _fields(self, where: str) -> RenderedFields:
+        """`fields`. Raises EndlessTemplate, naming `where`."""
         key = json.dumps(self.kwargs, sort_keys=True)
         if key not in self._known_fields:
-            self._known_fields[key] = ask_template(lambda messages, tools: self._apply(messages, False, tools, "chat"))
+            if len(self._known_fields) == MOST_KNOWN:  # each row of some data has arguments of its own
+                self._known_fields.clear()
+            self._known_fields[key] = ask_template(lambda messages, tools: self._apply(messages, False, tools, where))
         return self._known_fields[key]
 
     # -- prompts ------------------------------------------------------------------------------------------------
@@ -77,8 +94,7 @@ class ChatTemplate:
         Raises ValueError, naming `where`, if there is no template or if it raises an exception, and EndlessTemplate if
         it uses more than RENDER_SECONDS of CPU time.
         """
-        messages = prepared(messages, self.fields) if has_fields(messages) else list(messages)
-        return self._apply(messages, prompt, tools, where)
+        return self._apply(prepared(messages, self._fields(where)), prompt, tools, where)
 
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: list[Any] | None, where: str) -> str:
         """Renders messages as they are. Raises ValueError as `render`."""
@@ -87,19 +103,16 @@ class ChatTemplate:
                 f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
                 "or data with plain `text`"
             )
-        if self._stopped:
-            raise EndlessTemplate(self._stopped[0])
         try:
             with limit_compute_time(RENDER_SECONDS):
                 return self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=prompt, tools=tools, **self.kwargs
                 )
         except ComputeTimeout as e:
-            self._stopped.append(
+            raise EndlessTemplate(
                 f"{where}: the tokenizer's chat template does not terminate: it was stopped after {RENDER_SECONDS:g} s "
                 f"of CPU time{_template_line(e)}; fix it, or use a tokenizer with another template"
-            )
-            raise EndlessTemplate(self._stopped[0]) from e
+            ) from e
         except Exception as e:  # templates raise jinja errors, and any other type on contents they do not expect
             roles = " ".join(m.get("role", "?") for m in messages)
             reason = str(e) or type(e).__name__
@@ -114,7 +127,12 @@ class ChatTemplate:
         conversations that the template refuses.
         """
         if isinstance(prompt, str):
-            return self.tokenizer(check_text(prompt, where))["input_ids"]
+            coded, doubled = self._plain(check_text(prompt, where))
+            if doubled:
+                shown = self.tokenizer.decode(doubled)
+                message = f"a prompt writes out {shown}, which the tokenizer adds too; one of the two is dropped"
+                warnings.warn(message, TemplateWarning, stacklevel=1)
+            return coded["input_ids"]
         return self.rendered_ids(self.prompt_text(prompt, tools=tools, where=where))
 
     def prompt_text(
@@ -127,6 +145,27 @@ class ChatTemplate:
         """The token ids of a rendered text, whose special tokens are written out."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def _plain(self, text: str, **options: Any) -> tuple[dict[str, list[Any]], list[int]]:
+        """The fields of a tokenized plain text, without the special tokens that the tokenizer adds although the text
+        writes them out, such as BOS; and the tokens left out. `options` are arguments of the tokenizer."""
+        # verbose=False: no warning for texts longer than the model's context, which are split into windows
+        coded, doubled = self.tokenizer(text, verbose=False, **options), []
+        (before, after), ids = self._added, coded["input_ids"]
+        first, end = 0, len(ids)
+        if before and ids[len(before) : 2 * len(before)] == before:
+            first, doubled = len(before), before
+        if after and ids[first : -len(after)][-len(after) :] == after:
+            end, doubled = end - len(after), doubled + after
+        return {name: values[first:end] for name, values in coded.items()}, doubled
+
+    @functools.cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer adds before and after a text."""
+        coded = self.tokenizer("a", return_special_tokens_mask=True)
+        pairs = list(zip(coded["input_ids"], coded["special_tokens_mask"], strict=True))
+        before, after = (list(takewhile(lambda pair: pair[1], each)) for each in (pairs, reversed(pairs)))
+        return [token for token, _ in before], [token for token, _ in reversed(after)]
+
     # -- training documents -------------------------------------------------------------------------------------
 
     def documents(self, record: Record) -> list[Document]:
@@ -135,9 +174,10 @@ class ChatTemplate:
         Returns one document if the template renders each turn independently of the messages after it. Some templates
         rewrite earlier turns, for example drop their reasoning; the decoder then saw a different text when it
         generated such a turn, so each turn that is rewritten later becomes a document of its own, rendered up to its
-        end. The record's prompt, and an assistant message that opens the conversation, are context and not
-        supervised. Raises ValueError, quoting the conversation, if no token or every token belongs to the assistant,
-        and if a rendered turn does not start with its own generation prompt.
+        end. The record's prompt, an assistant message that opens the conversation, and a message that is empty because
+        the template drops the message's calls, are context and not supervised. Raises ValueError, quoting the
+        conversation, if no token or every token belongs to the assistant, and if a rendered turn does not start with
+        its own generation prompt.
         """
         if record.template_kwargs:
             return self.of(record.template_kwargs).documents(replace(record, template_kwargs=None))
@@ -148,10 +188,11 @@ class ChatTemplate:
         if record.text is not None:
             return [self._text_document(record)]
         messages = record.messages or []
-        turns = [i for i, m in enumerate(messages) if i >= max(record.prompt_length, 1) and m["role"] == "assistant"]
+        answers = [i for i, m in enumerate(messages) if i >= max(record.prompt_length, 1) and m["role"] == "assistant"]
+        turns = [i for i in answers if not (messages[i].get("tool_calls") and is_left_empty(messages[i], self.fields))]
         if not turns:
             excerpt = "; ".join(f"{m['role']}: {str(m.get('content'))[:60]}" for m in messages[:4])
-            cure = ""
+            cure = "; this chat template drops its tool calls, which leaves nothing" if answers else ""
             if messages and messages[0]["role"] == "assistant":
                 cure = "; its first message answers nothing, so it is not trained on"
             elif messages and messages[-1]["role"] == "user":
@@ -189,6 +230,15 @@ class ChatTemplate:
         if not after.startswith(before):
             after = self._after_its_prompt(record, i, before, after) or after
         if not after.startswith(before):
+            opened = OPENED.search(before)
+            if opened and not opened[3] and not has_reasoning((record.messages or [])[i], opened[1]):
+                raise ValueError(
+                    f"{record.where}, message {i + 1}: the template's generation prompt opens reasoning with "
+                    f"<{opened[1]}>, but the answer has no reasoning (in reasoning_content, or in content up to "
+                    f"</{opened[1]}>), so no decoder could generate the answer. Let the target answer with fledge "
+                    "regenerate, leave such records out with --skip-bad, or, if the template has a variable that turns "
+                    "reasoning off, set it with --template-kwargs"
+                )
             raise ValueError(
                 f"{record.where}, message {i + 1}: the rendered turn does not start with the template's "
                 f"generation prompt, so no decoder could generate it. The prompt ends with {before[-60:]!r}, the "
@@ -197,9 +247,10 @@ class ChatTemplate:
         return after
 
     def _after_its_prompt(self, record: Record, i: int, before: str, after: str) -> str | None:
-        """The prompt of message i, `before`, followed by its turn, if the template rewrites the messages before a turn
-        once it is there; None if it does not.
+        """The prompt of message i, `before`, followed by its turn, if the template rewrites the turn, or the messages
+        before it, once it is there; None if it does not.
 
+        DeepSeek-R1's template opens the reasoning in the prompt, and drops it from the turn (see `continued`).
         gpt-oss's template drops the reasoning before a tool call as soon as the final answer follows. The decoder saw
         that reasoning when it generated the answer, so the turn is cut out of the text `after` it and put behind its
         prompt. It begins at the last opening of a turn before the text in which `after` differs from that of another
@@ -207,8 +258,15 @@ class ChatTemplate:
         """
         plain = self._render(record, i, prompt=False)
         opening = before.removeprefix(plain)
-        if not before.startswith(plain) or not opening or after.startswith(plain):
+        if not before.startswith(plain) or not opening:
             return None
+        if after.startswith(plain):
+            opened = OPENED.search(opening)
+            header = plain + opening[: opened.start()] if opened else ""
+            if not opened or not after.startswith(header):
+                return None
+            turn = continued(opening, after[len(header) :], (record.messages or [])[i])
+            return None if turn is None else before + turn
         other = [*(record.messages or [])[:i], {"role": "assistant", "content": "fledge looks for this turn"}]
         end = _common_prefix_length(after, self.render(other, prompt=False, tools=record.tools, where=record.where))
         start = after.rfind(opening, 0, end) + len(opening)
@@ -219,6 +277,9 @@ class ChatTemplate:
     def losses(self, record: Record, documents: Sequence[Document]) -> tuple[str, ...]:
         """What the template drops of a record, as keys of `chat_fields.LOSSES`. `documents` are those of the record."""
         messages = record.messages or []
+        if (text := record.text) is not None:
+            ends = text if len(text) < 200 else text[:100] + text[-100:]  # where special tokens may be written out
+            return ("added",) if any(self._added) and self._plain(ends)[1] else ()
         if not record.tools and not has_fields(messages):
             return ()
         supervised = messages[max(record.prompt_length, 1) :]
@@ -286,11 +347,14 @@ class ChatTemplate:
         return Document(torch.tensor(ids, dtype=torch.int32), spans)
 
     def _text_document(self, record: Record) -> Document:
-        """A plain text without a template, supervised from its second token, or from the start of its completion."""
-        # verbose=False: no warning for texts longer than the model's context, which are split into windows
-        coded = self.tokenizer(record.text, return_offsets_mapping=True, verbose=False)
+        """A plain text without a template, supervised from its second token. After a prompt, the completion is
+        supervised, and the tokenizer's end token, which is added to a completion without one."""
+        coded, _ = self._plain(record.text, return_offsets_mapping=True)
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
-        if len(ids) < 3:
+        eos = self.tokenizer.eos_token_id
+        ended = not record.prompt_length or eos is None or not {eos, *self.stop_ids}.isdisjoint(ids[-1:])
+        end = [] if ended else [eos]
+        if len(ids) + len(end) < 3:
             raise ValueError(f"{record.where}: a text of {len(ids)} tokens is too short; at least 3 are needed")
         starts = list(accumulate(starts, max))  # a special token after the text has offset 0
         first = max(self._first_token(ids, starts, record.prompt_length, record.text), 1)
@@ -298,9 +362,9 @@ class ChatTemplate:
             raise ValueError(
                 f"{record.where} has a prompt but no completion to train on; fledge regenerate generates one"
             )
-        spans = torch.zeros(len(ids), dtype=torch.int32)
+        spans = torch.zeros(len(ids) + len(end), dtype=torch.int32)
         spans[:first] = -1
-        return Document(torch.tensor(ids, dtype=torch.int32), spans)
+        return Document(torch.tensor(ids + end, dtype=torch.int32), spans)
 
     def _first_token(self, ids: list[int], starts: list[int], start: int, text: str) -> int:
         """The index of the first token that starts at or after character `start`.

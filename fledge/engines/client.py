@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -81,6 +81,11 @@ class Decoding:
     top_k: int = 0
     repetition_penalty: float = 1.0
     template_kwargs: dict[str, Any] | None = None
+
+    def of(self, template_kwargs: dict[str, Any] | None) -> Decoding:
+        """The settings for a chat whose own template variables take precedence."""
+        own = {**(self.template_kwargs or {}), **(template_kwargs or {})}
+        return replace(self, template_kwargs=own or None)
 
     def fields(self, engine: str) -> dict[str, Any]:
         """The fields of a request to an engine.

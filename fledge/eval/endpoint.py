@@ -201,14 +201,16 @@ class _Asking:
     async def ask(self, prompt: EvalPrompt, answers: Sequence[str]) -> Asked:
         """The answer to a prompt's next turn, after these answers."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = None if self.template is None else self.template.prompt_ids(said, tools=prompt.tools, where=where)
+        template = self.template and self.template.of(prompt.template_kwargs)
+        ids = None if template is None else template.prompt_ids(said, tools=prompt.tools, where=where)
         sent = said if isinstance(said, str) else [as_sent(message) for message in said]
         sent = ids if ids is not None and isinstance(said, str) else sent
+        decoding = self.decoding.of(prompt.template_kwargs)
         try:
             if self.by_ids:
                 return Asked(ids, ids, await self.client.generate(ids, self.decoding, seed=self.seed))
             answer = await self.client.ask(
-                sent, self.decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
+                sent, decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
             )
         except BadPrompt as e:
             raise ValueError(f"{where}: {e}") from e

@@ -168,7 +168,8 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     rendered alone, and of an answer to each."""
     later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
     asked = [first_prompt(p) for p in (prompt, *later)]
-    turns = [engine.template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
+    template = engine.template.of(prompt.template_kwargs)
+    turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
 
 
@@ -208,7 +209,8 @@ class _Comparison:
         """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if they and `new` new tokens
         exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        ids = list(self.baseline.template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
+        template = self.baseline.template.of(prompt.template_kwargs)
+        ids = list(template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
         try:
             for engine in self.engines.values():
                 engine.check_length(len(ids), new, drafts=True)

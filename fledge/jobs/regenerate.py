@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import answered_conversation, count_answers, split_conversation, stops_at_tool
 from fledge.data.limit import EndlessTemplate
-from fledge.data.sources import Source
 from fledge.files import check_output_path, exclusive_lock, sibling_path
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import (
@@ -117,11 +116,6 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
     out = check_output_path(options.out, "--out")
     refused: list[str] = []
-    if options.endpoint and any(Source.parse(source).template_kwargs for source in options.data):
-        raise ValueError(
-            "--data with template_kwargs and --endpoint: requests to a server have the variables of --template-kwargs; "
-            "answer each source by a command of its own"
-        )
     for message in shadowed_presets(options.data):
         say(message)
     sources = with_columns(options.data, options.columns)

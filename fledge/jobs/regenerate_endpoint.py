@@ -188,7 +188,8 @@ class _Regeneration:
         record, before = self.records[index], None
         if self.template is not None:
             with _refusing(record):
-                before = self.template.prompt_text(messages, tools=record.tools, where=record.where)
+                template = self.template.of(record.template_kwargs)
+                before = template.prompt_text(messages, tools=record.tools, where=record.where)
         answer = await self._ask(index, [as_sent(m) for m in messages], turn)
         message = self._message(answer)
         if before is not None:
@@ -198,7 +199,8 @@ class _Regeneration:
     def _turn(self, record: Record, messages: list[dict[str, Any]], turn: int, before: str, answer: Answer) -> Turn:
         """The last of these messages as the answer to compare."""
         try:
-            text = self.template.turn(Record(record.where, messages=messages, tools=record.tools), before)
+            template = self.template.of(record.template_kwargs)
+            text = template.turn(Record(record.where, messages=messages, tools=record.tools), before)
         except ValueError as e:  # training would refuse it, too
             return Turn(record, turn, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
         return Turn(record, turn, before, answer, text)
@@ -232,8 +234,9 @@ class _Regeneration:
         if self.options.was_given("seed") and self.options.temperature > 0:
             seed = _seed(self.options.seed, index, turn)
         answer = await self.client.ask(
-            prompt, self.decoding, tools=record.tools, seed=seed, token_ids=self.template is not None
-        )
+            prompt, self.decoding.of(record.template_kwargs), tools=record.tools, seed=seed,
+            token_ids=self.template is not None,
+        )  # fmt: skip
         if answer.finish == "tool_calls":
             raise _BadRecord(
                 "the server made a tool call of the answer, so its text is lost; start the server without its tool "
@@ -341,7 +344,8 @@ def _headers(
     seen: Counter[str] = Counter()
     headers = []
     for r in records:
-        content = json.dumps([asked, r.where, r.messages, r.text, r.tools, r.turns, r.prompt_length])
+        parts = [asked, r.where, r.messages, r.text, r.tools, r.turns, r.prompt_length]
+        content = json.dumps(parts + ([r.template_kwargs] if r.template_kwargs else []))
         key = hashlib.sha256(f"{content}{seen[content] or ''}".encode()).hexdigest()[:16]
         seen[content] += 1
         headers.append({"source": r.where, "asked": key})
