@@ -260,7 +260,7 @@ def test_answers_of_the_same_text_in_other_tokens_are_kept_and_counted(regenerat
             " ".join(repr(tiny_tokenizer().decode([token])) for token in ids[:4])
             for ids in (one_by_one(first), ids_of(first))
         ]
-        place = f"line 1, answer 1, token 1: {shown[0]} on the server, {shown[1]} by the target's template"
+        place = f"line 1, answer 1, token 1: {shown[0]} generated, {shown[1]} by the target's template"
         assert f"the first in other tokens: {made / 'chats.jsonl'}, {place}" in said(went)
         assert len(rows_of(tmp_path / "own.jsonl")) == 40
 
