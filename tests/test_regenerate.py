@@ -201,3 +201,20 @@ def test_prompts_of_plain_text_keep_special_tokens(answers: Callable[..., Any]) 
     assert ran.code == 0 and rows[0]["text"].startswith("<|im_start|>user\nW"), ran.err
     assert rows[1]["text"].startswith("fly\u9dfa") and "\ufffd" not in rows[1]["text"]
     assert rows[2]["prompt"] == completion["prompt"] and rows[2]["completion"] == "A heron."
+
+
+def test_a_conversation_ends_at_the_targets_own_call(answers: Callable[..., Any]) -> None:
+    """Nobody has the result of the call, so the next question of the data is not asked."""
+    if not hasattr(tiny_target().tokenizer, "response_template"):
+        pytest.skip("this version of transformers has no response_template")
+    call = '{"name": "fly"}'
+    calls = "{% for call in m.tool_calls %}<c>{{ call | tojson }}</c>{% endfor %}{{ m['content'] | trim }}"
+    fields = {"tool_calls": {"open": "<c>", "close": "</c>", "content": "json", "repeats": True}}
+    [row], ran = answers(
+        THINKS.replace("{{ m['content'] | trim }}", calls), f"<c>{call}</c><|im_end|>", ("<c>", call, "</c>"),
+        QUESTIONS,
+        response_template={"defaults": {"role": "assistant"}, "start_anchor": "assistant\n", "fields": fields},
+    )  # fmt: skip
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"], ran.err
+    assert row["messages"][1]["tool_calls"] == [{"name": "fly"}]
+    assert "1 conversations end before the last question of the data" in ran.err

@@ -557,3 +557,13 @@ def test_a_full_disk_ends_the_job_and_the_same_command_continues(regenerate, tmp
         assert went.code == 2 and f"{out} cannot be written: File too large; free some disk space" in went.err
         assert out.stat().st_size == 4000
         assert regenerate(server).code == 0 and len(rows_of(out)) == 40
+
+
+def test_the_prompt_of_a_plain_text_keeps_its_special_tokens(regenerate, made, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"text": "<|im_start|>user\nthe bird<|im_end|>\n<|im_start|>assistant"}])
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, "--target", made / "target", "--prompt-tokens", 4, data=data)
+        assert went.code == 0 and "1 are the same tokens" in said(went), said(went)
+        asked = server.asked[-1]["prompt"]
+        assert rows_of(tmp_path / "own.jsonl")[0]["text"].startswith(tiny_tokenizer().decode(asked))
+        assert tiny_tokenizer().decode(asked).startswith("<|im_start|>user")

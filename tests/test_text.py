@@ -161,7 +161,8 @@ def test_thousands_of_tokens_without_text_after_half_a_character() -> None:
 
 
 def test_a_stop_string_with_a_special_token_is_found():
-    """Alone, or with text around it, whether tokens come one by one or together; other special tokens have no text."""
+    """The special token is the whole stop string or a part; tokens come one by one or together. Special tokens that no
+    stop string has are not in the text."""
     tokenizer = tiny_tokenizer()
     tokens = tokenizer("a<|pad|>bird<|im_start|>user\nit", add_special_tokens=False)["input_ids"]
     for stop, text in (

@@ -120,8 +120,8 @@ class TextStream:
 def _decoding(tokenizer: Any, stop: Sequence[str] = ()) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
     """A tokenizer's decoding without special tokens, except those within a stop string, whether texts of tokens without
     REPLACEMENT can be joined, and the tokens for which they cannot: single bytes. ByteFallback decodes a run of bytes
-    as a whole: if one byte of it is part of no character, all of them become REPLACEMENT, also those that were a
-    character before it came."""
+    as a whole: if one byte is part of no character, all bytes of the run become REPLACEMENT, also those that were a
+    character before the byte came."""
     known = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
     special = {i: token.content for i, token in known.items() if token.special}
     if any(text in string for text in special.values() for string in stop):

@@ -89,7 +89,7 @@ class _Trained:
 
 
 def compare(template: ChatTemplate, turn: Turn, *, spaces: bool = True) -> Comparison:
-    """Compares the tokens that were generated with those that training makes of its answer, up to the stop token.
+    """Compares the generated tokens with those that training makes of the answer, up to the stop token.
 
     Stop tokens are not compared: a cut answer has none, and a target may end its answers with another one than its
     template does. `spaces`: whether an answer that differs in white space alone, which templates trim, is REWRITTEN.

@@ -151,8 +151,8 @@ def tiny_target_directory(parent: Path, **config: Any) -> Path:
 
 
 def scripted_target_directory(parent: Path, template: str, answer: str, special: Sequence[str] = ()) -> Path:
-    """Saves a target whose next token depends on its last one alone, and which gives one answer to every chat, after
-    the tokens with which the template's prompt ends. `special` are more special tokens. Returns the directory."""
+    """Saves a target that gives one answer to every chat: the next token depends on the last token alone. `special` are
+    additional special tokens. Returns the directory."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_tokens(list(special), special_tokens=True)
     tokenizer.chat_template = template
