@@ -141,13 +141,15 @@ SCHEMAS = {  # of transformers up to 5.x, and of later versions
 def answers(tmp_path: Path, fledge: Callable[..., Ran]) -> Callable[..., tuple[list[dict[str, Any]], Ran]]:
     """A function that answers rows by a scripted target, and returns the rows written and the command's result."""
 
-    def regenerated(template: str, answer: str, special: Any, *rows: dict[str, Any], **settings: Any) -> Any:
+    def regenerated(
+        template: str, answer: str, special: Any, *rows: dict[str, Any], new: int = 24, **settings: Any
+    ) -> Any:  # fmt: skip
         target, data = scripted_target_directory(tmp_path, template, answer, special), tmp_path / "data.jsonl"
         if settings:
             config = target / "tokenizer_config.json"
             config.write_text(json.dumps(json.loads(config.read_text()) | settings))
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--target", target, "--data", data, "--out", tmp_path / "out.jsonl", "--max-new-tokens", 24]
+        words = ["--target", target, "--data", data, "--out", tmp_path / "out.jsonl", "--max-new-tokens", new]
         ran = fledge("regenerate", *words, "--prompt-tokens", 8)
         written = rows_of(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else []
         return written, ran
@@ -180,6 +182,15 @@ def test_a_response_schema_reads_answers(name: str, answers: Callable[..., Any])
     [row], ran = answers(THINKS, "<t>Grey</t>A heron.<|im_end|>", ("<t>", "</t>"), QUESTIONS, **{name: SCHEMAS[name]})
     answer = {"role": "assistant", "content": "A heron.", "reasoning_content": "Grey"}
     assert ran.code == 0 and row["messages"][1::2] == [answer, answer], (row, ran.err)
+
+
+def test_a_cut_answer_is_not_completed_by_its_schema(answers: Callable[..., Any]) -> None:
+    """The reasoning has no end, and the template would write one, so the answer stays text."""
+    [row], ran = answers(
+        THINKS, "<t>Grey</t>A heron.<|im_end|>", ("<t>", "</t>"), {"messages": [ASKED]}, new=3, **SCHEMAS
+    )  # fmt: skip
+    assert ran.code == 0 and row["messages"][1]["content"].startswith("<t>G"), ran.err
+    assert "another text" not in ran.err
 
 
 def test_answers_that_render_as_other_text(answers: Callable[..., Any]) -> None:
