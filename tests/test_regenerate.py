@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
+from fledge.data.answering import text_prompt
+from fledge.data.template import ChatTemplate
 from support.commands import Ran
 from support.files import rows_of
 from support.targets import (
@@ -229,3 +233,14 @@ def test_a_conversation_ends_at_the_targets_own_call(answers: Callable[..., Any]
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"], ran.err
     assert row["messages"][1]["tool_calls"] == [{"name": "fly"}]
     assert "1 conversations end before the last question of the data" in ran.err
+
+
+def test_the_text_of_a_prompt_has_no_token_that_the_tokenizer_adds_and_no_part_of_a_character() -> None:
+    tokenizer = copy.deepcopy(tiny_target().tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
+    )
+    template = ChatTemplate(tokenizer, [1])
+    for start in ("", "<|im_start|>"):
+        ids, text = text_prompt(template, start + "\u9dfa" * 3, 6)
+        assert text == start + "\u9dfa" and ids == tokenizer(text)["input_ids"] and ids[0] == 0
