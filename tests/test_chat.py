@@ -13,7 +13,9 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import DummyInput
 from prompt_toolkit.output import DummyOutput
 from rich.color import Color
+from transformers import AutoTokenizer
 
+from fledge.data.answering import AnswerWarning
 from fledge.data.read import read_records
 from fledge.decode.engine import Engine
 from fledge.jobs.chat import converse
@@ -24,7 +26,15 @@ from fledge.jobs.chatting.session import Session, Settings, summary
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
 from support.files import rows_of
-from support.targets import tiny_draft, tiny_target, tiny_target_directory
+from support.targets import (
+    CHANNEL,
+    CHANNEL_TOKENS,
+    IN_CHANNEL,
+    scripted_target_directory,
+    tiny_draft,
+    tiny_target,
+    tiny_target_directory,
+)
 from support.terminal import TerminalOf
 
 PAIR = Path(__file__).parents[1] / "fledge" / "demo"
@@ -42,6 +52,10 @@ def ask(session: Session, asked: str, said: list[str] | None = None):
     return session.answer(asked, **NEVER, say=(said if said is not None else []).append)
 
 
+def said(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
 # -- the conversation ---------------------------------------------------------------------------------------------
 
 
@@ -55,7 +69,7 @@ def test_the_model_sees_the_conversation_so_far():
         {"role": "assistant", "content": first.text}, {"role": "user", "content": "tries again"},
     ]  # fmt: skip
     alone = session.engine.generate(messages, max_new_tokens=8)
-    assert session.conversation.exchanges[1].answer == alone.text
+    assert session.conversation.exchanges[1].answer["content"] == alone.text
     assert session.tokens == len(session.engine.template.prompt_ids(messages)) + len(alone.tokens)
 
 
@@ -93,11 +107,11 @@ def test_a_stopped_answer_is_kept_and_a_failed_retry_changes_nothing():
     answer = session.answer("the", given.append, lambda: len(given) >= 3, say=print)
     assert answer.ended == "stopped" and 0 < answer.tokens < 40
     assert "".join(text for pieces in given for text, _ in pieces) == answer.text
-    assert session.conversation.exchanges == [Exchange("the", answer.text, session.tokens)]
+    assert session.conversation.exchanges == [Exchange("the", said(answer.text), session.tokens)]
     with pytest.raises(OSError), session.retrying() as asked:
         assert asked == "the" and not session.conversation.exchanges
         raise OSError
-    assert session.conversation.exchanges[0].answer == answer.text
+    assert session.conversation.exchanges[0].answer == said(answer.text)
     session.conversation.dropped = 1
     with pytest.raises(OSError), session.retrying():
         raise OSError
@@ -127,7 +141,7 @@ def test_conversations_are_saved_as_training_data(tmp_path):
     ask(session, "the young bird")
     assert execute(session, f"/save {file}") == Outcome(f"saved; {file} has 1 row for fledge train --data")
     file.write_text(file.read_text().rstrip())  # without its last newline
-    assert save(Conversation(raw=True, exchanges=[Exchange("a", "b")]), file) == 2
+    assert save(Conversation(raw=True, exchanges=[Exchange("a", said("b"))]), file) == 2
     chat, text = read_records([str(file)])
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] and rows_of(file)[1]["completion"] == "b"
     assert text.text == "ab"
@@ -351,6 +365,30 @@ def test_without_colours_and_with_hostile_text(made, tmp_path):
 
 
 def test_rows_are_json(tmp_path):
-    conversation = Conversation(system="é", exchanges=[Exchange("a\nb", "c")])
+    conversation = Conversation(system="é", exchanges=[Exchange("a\nb", said("c"))])
     assert save(conversation, tmp_path / "a.jsonl") == 1
     assert json.loads((tmp_path / "a.jsonl").read_text())["messages"][0] == {"role": "system", "content": "é"}
+
+
+def test_answers_keep_their_special_tokens(tmp_path, fledge, monkeypatch):
+    """The next prompt and the saved row have them, of chats and of continued texts."""
+    target, file = scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS), tmp_path / "chats.jsonl"
+    seen, fit = [], Conversation.fit
+    monkeypatch.setattr(Conversation, "fit", lambda *args: seen.append(fit(*args)) or seen[-1])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"Which bird?\nAnd that?\n/save {file}\n"))
+    went = fledge("chat", "--target", target, "--max-new-tokens", 24)
+    assert went.code == 0 and "does not render" not in went.err, went.err
+    assert json.loads(file.read_text())["messages"][1::2] == [said("A heron.")] * 2
+    text = AutoTokenizer.from_pretrained(target).decode(seen[1])
+    assert "<|im_start|>assistant<|channel|>final<|message|>A heron.<|im_end|>" in text
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"a<|im_start|>assistant\n/save {file}2\n"))
+    went = fledge("chat", "--target", target, "--raw", "--max-new-tokens", 24)
+    assert went.code == 0 and json.loads((tmp_path / "chats.jsonl2").read_text())["completion"] == IN_CHANNEL[:-10]
+
+
+def test_an_answer_that_the_template_rewrites_is_said(tmp_path, fledge, monkeypatch):
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    target = scripted_target_directory(tmp_path, template, "<|im_start|>assistant: heron.<|im_end|>")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which bird?\nAnd that?\n"))
+    with pytest.warns(AnswerWarning, match="does not render an answer as the target generated it"):
+        assert fledge("chat", "--target", target, "--max-new-tokens", 24).code == 0

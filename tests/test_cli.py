@@ -1128,3 +1128,17 @@ def test_a_target_that_lost_its_template(fledge, tmp_path) -> None:
         words = ["--target", directory, "--draft", tmp_path / name, "--prompt", "a", "--max-new-tokens", 2, *extra]
         ran = fledge("generate", *words)
         assert ran.code == 0 and ("has no chat template, so the prompt is continued as text" in ran.err) == said
+
+
+def test_held_out_texts_keep_special_tokens_as_prompts(made, fledge, tmp_path, monkeypatch):
+    write_rows(
+        tmp_path / "texts.jsonl", [{"text": f"<|im_start|>user\nbird {i} can fly<|im_end|>\n"} for i in range(200)]
+    )
+    prompts = []
+    monkeypatch.setattr(
+        "fledge.jobs.training.evaluator.greedy_traces", lambda engine, asked, tokens: prompts.extend(asked) or []
+    )
+    words = ["--target", made / "target", "--data", tmp_path / "texts.jsonl", *TRAIN, "--eval-tokens", 2]
+    went = fledge("train", *words, "--out", tmp_path / "run")
+    assert went.code == 0 and prompts, went.err
+    assert all(prompt.text.startswith("<|im_start|>user") for prompt in prompts)

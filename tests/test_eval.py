@@ -16,13 +16,23 @@ from fledge.eval.metrics import alpha, alpha_text, bytes_per_round, chain_gains,
 from fledge.eval.prompts import EvalPrompt, read_prompts, spread
 from fledge.eval.run import _gaps, _round_times, evaluate, near_ties
 from fledge.models.draft import Draft
+from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Round, Sampling, Trace, Tree
 from support.acceptance import rounds_by_definition, tau_of_alpha
 from support.decoding import fit_head, spoken
 from support.files import write_rows
 from support.mutations import replace_function
-from support.targets import P_EAGLE, exact_target, tiny_draft, tiny_target
+from support.targets import (
+    CHANNEL,
+    CHANNEL_TOKENS,
+    IN_CHANNEL,
+    P_EAGLE,
+    exact_target,
+    scripted_target_directory,
+    tiny_draft,
+    tiny_target,
+)
 
 
 def test_tau_and_alpha_are_sums_divided_once():
@@ -194,3 +204,12 @@ def test_the_gain_of_another_depth():
     assert chain_gains([1.0], 1, 1.0, 9.0)[3] == pytest.approx(4 / 12 * 5), "α stays beyond the measured depth"
     assert chain_gains([0.5, None], 2, 2.0, 2.0)[1] == pytest.approx(4 / 3), "no round came to the second position"
     assert chain_gains([0.5], 3, 3.0, 1.0) == {}, "fewer positions than the depth: all prompts left less room"
+
+
+def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):
+    target = load_target(scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS))
+    prompt = EvalPrompt(turns=("Which bird?", "And that?"))
+    [record] = evaluate(
+        {"a": Engine(target, tiny_draft(target))}, [prompt], sampling=Sampling(), max_new_tokens=16
+    ).values()  # fmt: skip
+    assert IN_CHANNEL + "\n<|im_start|>user" in record["samples"][1]["prompt"]

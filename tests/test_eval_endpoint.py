@@ -502,3 +502,13 @@ def test_why_there_is_no_acceptance() -> None:
 
     assert "--disable-log-stats" in why("vllm", False) and "without a draft" in why("vllm", False, tokens=3)
     assert "answers count no verifications" in why("sglang", True) and "--enable-metrics" in why("sglang", False)
+
+
+def test_later_turns_follow_answers_with_their_special_tokens(evaluate: Evaluate, made: Path) -> None:
+    def with_special(text: str) -> list[int]:
+        return tiny_tokenizer()("<|im_start|>" + text)["input_ids"]
+
+    with FakeServer(tokenizer=tiny_tokenizer(), generates=with_special).started() as server:
+        evaluate(server, "--target", made / "target", "--max-new-tokens", 32, "--json")
+        later = [body["messages"] for body in server.asked if len(body.get("messages", [])) == 3]
+        assert later and all(messages[1]["content"].startswith("<|im_start|>") for messages in later)

@@ -267,7 +267,7 @@ def test_answers_of_the_same_text_in_other_tokens_are_kept_and_counted(regenerat
             " ".join(repr(tiny_tokenizer().decode([token])) for token in ids[:4])
             for ids in (one_by_one(first), ids_of(first))
         ]
-        place = f"line 1, answer 1, token 1: {shown[0]} on the server, {shown[1]} by the target's template"
+        place = f"line 1, answer 1, token 1: {shown[0]} generated, {shown[1]} by the target's template"
         assert f"the first in other tokens: {made / 'chats.jsonl'}, {place}" in said(went)
         assert len(rows_of(tmp_path / "own.jsonl")) == 40
 
@@ -596,3 +596,13 @@ def test_a_full_disk_ends_the_job_and_the_same_command_continues(regenerate, tmp
         assert went.code == 2 and f"{out} cannot be written: File too large; free some disk space" in went.err
         assert out.stat().st_size == 4000
         assert regenerate(server).code == 0 and len(rows_of(out)) == 40
+
+
+def test_the_prompt_of_a_plain_text_keeps_its_special_tokens(regenerate, made, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"text": "<|im_start|>user\nthe bird<|im_end|>\n<|im_start|>assistant"}])
+    with FakeServer(tokenizer=tiny_tokenizer()).started() as server:
+        went = regenerate(server, "--target", made / "target", "--prompt-tokens", 4, data=data)
+        assert went.code == 0 and "1 are the same tokens" in said(went), said(went)
+        asked = server.asked[-1]["prompt"]
+        assert rows_of(tmp_path / "own.jsonl")[0]["text"].startswith(tiny_tokenizer().decode(asked))
+        assert tiny_tokenizer().decode(asked).startswith("<|im_start|>user")

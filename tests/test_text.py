@@ -158,3 +158,21 @@ def test_thousands_of_tokens_without_text_after_half_a_character() -> None:
     stream = TextStream(tokenizer)
     stream.append([half, *[nothing] * 3000])
     assert stream.finish() == one_by_one(tokenizer, [half, *[nothing] * 3000], [])[1]
+
+
+def test_a_stop_string_with_a_special_token_is_found():
+    """The special token is the whole stop string or a part; tokens come one by one or together. Special tokens that no
+    stop string has are not in the text."""
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer("a<|pad|>bird<|im_start|>user\nit", add_special_tokens=False)["input_ids"]
+    for stop, text in (
+        ("<|im_start|>", "abird"),
+        ("d<|im_start|>us", "abir"),
+        ("<|im_start|>it", "abird<|im_start|>user\nit"),
+    ):
+        for size in (1, len(tokens)):
+            stream = TextStream(tokenizer, (stop,))
+            for at in range(0, len(tokens), size):
+                stream.append(tokens[at : at + size])
+            stream.finish()
+            assert (stream.text, stream.stopped) == (text, text != "abird<|im_start|>user\nit"), (stop, size)

@@ -32,7 +32,7 @@ class TextStream:
         self.text = ""  # decoded so far
         self.given = 0  # number of characters handed out
         self.stopped = False
-        self._decode_ids, self._joins, self._bytes = _decoding(tokenizer)
+        self._decode_ids, self._joins, self._bytes = _decoding(tokenizer, self.stop)
         self._start = self._end = 0  # tokens[start:end] are decoded already, and again as context of later ones
         self._read = 0  # tokens before this one were decoded; those from `_end` on have given no text yet
 
@@ -117,10 +117,20 @@ class TextStream:
         return piece
 
 
-def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
-    """A tokenizer's decoding without special tokens, whether texts of tokens without REPLACEMENT can be joined, and the
-    tokens for which they cannot: single bytes. ByteFallback decodes a run of bytes as a whole: if one byte of it is
-    part of no character, all of them become REPLACEMENT, also those that were a character before it came."""
+def _decoding(tokenizer: Any, stop: Sequence[str] = ()) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
+    """A tokenizer's decoding without special tokens, except those within a stop string, whether texts of tokens without
+    REPLACEMENT can be joined, and the tokens for which they cannot: single bytes. ByteFallback decodes a run of bytes
+    as a whole: if one byte is part of no character, all bytes of the run become REPLACEMENT, also those that were a
+    character before the byte came."""
+    known = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
+    special = {i: token.content for i, token in known.items() if token.special}
+    if any(text in string for text in special.values() for string in stop):
+        hidden = {i for i, text in special.items() if not any(text in string for string in stop)}
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+
+        return decode, False, frozenset()
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
         getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fledge.data.answering import history_message
 from fledge.data.chat_fields import as_sent
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
 from fledge.engines.metrics import (
@@ -40,12 +41,13 @@ POLL = 0.1  # seconds between two readings of the counters
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: the prompt that was sent, its token ids by the target's tokenizer (None without one), and the
-    answer."""
+    """A request: the prompt that was sent, its token ids by the target's tokenizer (None without one), the answer, and
+    the answer as a message that later turns follow."""
 
     prompt: Prompt
     ids: list[int] | None
     answer: Answer
+    message: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Measurement:
         return [asked for of_prompt in self.asked for asked in of_prompt]
 
     @property
-    def answers(self) -> list[list[str]]:
-        """The texts of the answers to each prompt's turns."""
-        return [[asked.answer.text for asked in of_prompt] for of_prompt in self.asked]
+    def answers(self) -> list[list[dict[str, Any]]]:
+        """The answers to each prompt's turns, as messages."""
+        return [[asked.message for asked in of_prompt] for of_prompt in self.asked]
 
     def record(self) -> dict[str, Any]:
         """The figures as JSON-ready data. Times are in milliseconds: `ttft_ms` until the first token, `itl_ms` per
@@ -123,7 +125,7 @@ async def measure(
     concurrency: int,
     template: ChatTemplate | None = None,
     seed: int | None = None,
-    histories: Sequence[Sequence[str]] | None = None,
+    histories: Sequence[Sequence[dict[str, Any]]] | None = None,
     drafts: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
@@ -176,14 +178,14 @@ async def _work(
     prompts: Sequence[EvalPrompt],
     remaining: Iterator[int],
     asked: list[list[Asked]],
-    histories: Sequence[Sequence[str]] | None,
+    histories: Sequence[Sequence[dict[str, Any]]] | None,
     advance: Callable[[], None],
 ) -> None:
     for i in remaining:
-        answers: list[str] = []
+        answers: list[dict[str, Any]] = []
         for turn in range(prompts[i].answers):
             asked[i].append(await asking.ask(prompts[i], answers))
-            answers.append(histories[i][turn] if histories else asked[i][-1].answer.text)
+            answers.append(histories[i][turn] if histories else asked[i][-1].message)
             advance()
 
 
@@ -198,7 +200,7 @@ class _Asking:
         """The answer to a prompt's first turn."""
         return await self.ask(prompt, [])
 
-    async def ask(self, prompt: EvalPrompt, answers: Sequence[str]) -> Asked:
+    async def ask(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Asked:
         """The answer to a prompt's next turn, after these answers."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.template and self.template.of(prompt.template_kwargs)
@@ -208,13 +210,23 @@ class _Asking:
         decoding = self.decoding.of(prompt.template_kwargs)
         try:
             if self.by_ids:
-                return Asked(ids, ids, await self.client.generate(ids, self.decoding, seed=self.seed))
+                sent, answer = ids, await self.client.generate(ids, self.decoding, seed=self.seed)
+                return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
             answer = await self.client.ask(
                 sent, decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
             )
         except BadPrompt as e:
             raise ValueError(f"{where}: {e}") from e
-        return Asked(sent, ids, answer)
+        return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
+
+    def _message(
+        self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int
+    ) -> dict[str, Any]:  # fmt: skip
+        """The answer as a message: by its tokens where they are known and another turn follows, since servers leave
+        special tokens out of the text."""
+        if self.template is None or ids is None or answer.token_ids is None or turn + 1 == prompt.answers:
+            return {"role": "assistant", "content": answer.text}
+        return history_message(self.template, said, ids, answer.token_ids, prompt.tools)
 
     async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
         """If prompts are sent as token ids, asks for the first conversation as messages too, to compare the number of

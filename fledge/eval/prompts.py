@@ -83,13 +83,13 @@ def prompt_of(record: Record) -> EvalPrompt:
     )
 
 
-def conversation(prompt: EvalPrompt, answers: Sequence[str]) -> Any:
-    """The raw text, or the messages before the next answer, given the earlier answers."""
+def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:
+    """The raw text, or the messages before the next answer, given the earlier answers as messages."""
     if prompt.text is not None:
         return prompt.text
     messages = list(prompt.messages)
     for i, turn in enumerate(prompt.turns[: len(answers) + 1]):
         messages.append({"role": "user", "content": turn})
         if i < len(answers):
-            messages.append({"role": "assistant", "content": answers[i]})
+            messages.append(answers[i])
     return messages

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fledge.data.answering import history_message
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.prompt import Prompt
@@ -205,7 +206,7 @@ class _Comparison:
         engine = self.engines.get(arm, self.baseline)
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
-    def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[str], new: int) -> list[int]:
+    def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
         """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if they and `new` new tokens
         exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
@@ -229,7 +230,7 @@ class _Comparison:
         """Decodes the first turn of every prompt, then the second, and so on. Later turns follow the baseline's answers
         in all arms."""
         options = options | dict(answered=lambda index: advance())
-        answers: list[list[str]] = [[] for _ in prompts]
+        answers: list[list[dict[str, Any]]] = [[] for _ in prompts]
         for turn in range(max(p.answers for p in prompts)):
             remaining = [i for i, p in enumerate(prompts) if turn < p.answers]
             group_size = 1 if batch == 1 else 4 * batch  # several batches, so that a finished request is replaced
@@ -240,11 +241,14 @@ class _Comparison:
                 first = number % len(arms)
                 for arm in arms[first:] + arms[:first]:
                     start = time.perf_counter()
-                    done = self._generate(arm, ids, batch, options | dict(request=number))
+                    completed = self._generate(arm, ids, batch, options | dict(request=number))
                     self.times[arm].append(time.perf_counter() - start)
-                    self.completions[arm] += done
-                for i, completion in zip(group, self.completions[BASELINE][-len(group) :], strict=True):
-                    answers[i].append(completion.text)
+                    self.completions[arm] += completed
+                for i, sent, done in zip(group, ids, self.completions[BASELINE][-len(group) :], strict=True):
+                    if turn + 1 < prompts[i].answers:
+                        said = conversation(prompts[i], answers[i])
+                        message = history_message(self.baseline.template, said, sent, done.tokens, prompts[i].tools)
+                        answers[i].append(message)
                 self.groups.append(ids)
 
     def keep_complete(self) -> None:

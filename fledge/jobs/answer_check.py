@@ -1,8 +1,9 @@
-"""Whether the answers of a server are what a draft will be trained on.
+"""Whether generated answers are what a draft will be trained on.
 
-A draft is trained on the tokens of a rendered conversation, or of a plain text. The server generated the tokens of the
-answer after those of the prompt. The two differ where the answer's text tokenizes otherwise than it was generated, and
-where the text is not what was generated: special tokens were stripped, or a parser rewrote it.
+A draft is trained on the tokens of a rendered conversation, or of a plain text. The target, here or on a server,
+generated the tokens of the answer after those of the prompt. The two differ where the answer's text tokenizes otherwise
+than it was generated, and where the text is not what was generated: the template rewrites it, special tokens were
+stripped, or a parser rewrote it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fledge.data.answering import without_spaces
 from fledge.data.record import Record
+from fledge.engines.client import Answer
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
-    from fledge.engines.client import Answer
+    from fledge.decode.request import Completion
 
 # what a comparison finds, by the answer's tokens or, where the server does not return them, by their number
 SAME, RETOKENIZED, REWRITTEN = "same", "retokenized", "rewritten"
@@ -46,6 +49,24 @@ class Turn:
         return f"{self.record.where}, answer {self.number}"
 
 
+def chat_turn(
+    template: ChatTemplate, record: Record, messages: list[dict[str, Any]], number: int, before: str, answer: Answer
+) -> Turn:  # fmt: skip
+    """The last of these messages, answered after the rendered text `before`, as the answer to compare."""
+    try:
+        text = template.turn(Record(record.where, messages=messages, tools=record.tools), before)
+    except ValueError as e:  # training would refuse it, too
+        return Turn(record, number, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
+    return Turn(record, number, before, answer, text)
+
+
+def own_answer(prompt: list[int], done: Completion, text: str) -> Answer:
+    """An answer that was decoded here, after a prompt of these token ids, in the form of a server's."""
+    return Answer(
+        text, "", done.finish, len(prompt), len(done.tokens), prompt, done.tokens, {}, started=0.0, first=0.0, last=0.0
+    )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How the server's prompt differs from the template's (empty if it does not), what was found of the answer (SAME
@@ -67,11 +88,11 @@ class _Trained:
     complete: bool
 
 
-def compare(template: ChatTemplate, turn: Turn) -> Comparison:
-    """Compares the tokens that the server generated with those that training makes of its answer, up to the stop token.
+def compare(template: ChatTemplate, turn: Turn, *, spaces: bool = True) -> Comparison:
+    """Compares the generated tokens with those that training makes of the answer, up to the stop token.
 
     Stop tokens are not compared: a cut answer has none, and a target may end its answers with another one than its
-    template does.
+    template does. `spaces`: whether an answer that differs in white space alone, which templates trim, is REWRITTEN.
     """
     try:
         trained, refusal = _trained(template, turn), ""
@@ -88,7 +109,7 @@ def compare(template: ChatTemplate, turn: Turn) -> Comparison:
         return Comparison(difference, REWRITTEN, refusal)
     if generated is None:
         return Comparison(difference, *_compare_number(turn.answer, trained, len(prompt)))
-    return Comparison(difference, *_compare_tokens(template, turn.answer, trained, prompt, generated))
+    return Comparison(difference, *_compare_tokens(template, turn.answer, trained, prompt, generated, spaces))
 
 
 def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
@@ -117,8 +138,8 @@ def _prompt_ids(template: ChatTemplate, turn: Turn, trained: _Trained | None) ->
 
 
 def _compare_tokens(
-    template: ChatTemplate, answer: Answer, trained: _Trained, prompt: list[int], generated: list[int]
-) -> tuple[str, str]:
+    template: ChatTemplate, answer: Answer, trained: _Trained, prompt: list[int], generated: list[int], spaces: bool
+) -> tuple[str, str]:  # fmt: skip
     """What is found of an answer by its tokens, and the place of a difference."""
     tokens, ids = prompt + generated, trained.ids
     if tokens == (ids if trained.complete else ids[: len(tokens)]):
@@ -126,6 +147,8 @@ def _compare_tokens(
     text, read = _text(template, tokens), _text(template, ids)
     if answer.finish == "length":  # a cut answer may end within a character, which has no text
         text, read = text.rstrip("\ufffd"), read.rstrip("\ufffd")
+    if not spaces:
+        text, read = without_spaces(text), without_spaces(read)
     same = text == read or (not trained.complete and read.startswith(text))
     return (RETOKENIZED if same else REWRITTEN), _place(template, tokens, ids, len(prompt))
 
@@ -149,7 +172,7 @@ def _place(template: ChatTemplate, generated: list[int], trained: list[int], pro
     def shown(ids: list[int]) -> str:
         return " ".join(repr(_text(template, [token])) for token in ids[at : at + SHOWN]) or "nothing more"
 
-    return f"{token}: {shown(generated)} on the server, {shown(trained)} by the target's template"
+    return f"{token}: {shown(generated)} generated, {shown(trained)} by the target's template"
 
 
 def _text(template: ChatTemplate, ids: list[int]) -> str:
@@ -177,13 +200,14 @@ class AnswerCheck:
         """Whether more than half of the compared answers have another text than the server generated."""
         return 2 * self.counts[REWRITTEN] > self.compared
 
-    def report(self, which: str) -> Iterator[str]:
-        """What to say at the end. `which` follows "answers" and says which were compared."""
+    def report(self, which: str, spaces: bool = True) -> Iterator[str]:
+        """What to say at the end. `which` follows "answers" and says which were compared; `spaces` as in `compare`."""
         n, number = self.counts, self.counts[AS_MANY] + self.counts[NOT_AS_MANY]
         if self.compared:
             yield (
                 f"{self.compared:,} answers{which} compared with what the target's template gives: {n[SAME]:,} are the "
-                f"same tokens, {n[RETOKENIZED]:,} the same text in other tokens, {n[REWRITTEN]:,} another text"
+                f"same tokens, {n[RETOKENIZED]:,} the same text in other tokens{' or white space' * (not spaces)}, "
+                f"{n[REWRITTEN]:,} another text"
             )
         if number:
             yield (

@@ -8,15 +8,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.answering import answered_conversation, count_answers, split_conversation, stops_at_tool
+from fledge.data.answering import (
+    answer_message,
+    answer_text,
+    answered_conversation,
+    count_answers,
+    split_conversation,
+    stops_at_tool,
+    text_prompt,
+)
 from fledge.data.limit import EndlessTemplate
 from fledge.files import check_output_path, exclusive_lock, sibling_path
+from fledge.jobs.answer_check import ENOUGH, REWRITTEN, SAME, AnswerCheck, Turn, chat_turn, compare, own_answer
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import (
     MAX_SEED,
@@ -37,7 +47,9 @@ from fledge.jobs.options import (
 
 if TYPE_CHECKING:
     from fledge.data.record import Record
+    from fledge.data.template import ChatTemplate
     from fledge.decode.engine import Engine
+    from fledge.decode.request import Completion
 
 
 NEW_TOKENS = 512  # default of --max-new-tokens
@@ -175,25 +187,39 @@ def _answer_remaining(
     kwargs = parse_template_kwargs(options.template_kwargs)
     engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
     group = 4 * (options.batch or BATCH)  # several batches, so that a finished request is replaced by the next one
-    truncated = 0
+    check, counts = AnswerCheck(), Counter[str]()
     answers = [count_answers(r) for r in records]
     counter = progress.count("answers", sum(answers), sum(answers[i] for i in file.done), unit="answers")
     with file, counter as advance:
         for first in range(0, len(todo), group):
             places = todo[first : first + group]
             batch = [records[i] for i in places]
-            rows, bad, truncated_here = _answer_batch(batch, engine, options, max_new_tokens, places, advance)
-            truncated += truncated_here
+            rows, bad = _answer_batch(batch, engine, options, max_new_tokens, places, advance, check, counts)
             if bad and not options.skip_bad:
-                file.append(dict(zip(places[: min(bad)], rows, strict=False)))
+                file.append({place: row for place, row in zip(places[: min(bad)], rows, strict=False) if row})
                 raise ValueError(f"{bad[min(bad)]}; or skip such records by --skip-bad")
             refused += bad.values()
-            file.append({place: row for i, (place, row) in enumerate(zip(places, rows, strict=True)) if i not in bad})
+            file.append({place: row for place, row in zip(places, rows, strict=True) if row})
+            if check.mostly_rewritten and (check.compared >= ENOUGH or not file.done):
+                _explain_answers(check, options)
     file.sort()
     if refused and not file.done:
         raise ValueError(f"every record was refused, the first because: {refused[0]}")
     say(f"wrote {len(file.done):,} records to {out}")
-    if truncated:
+    if check.compared > check.counts[SAME]:
+        for line in check.report(" of this run" if done else "", spaces=False):
+            say(line)
+    if counts["left out"]:
+        say(
+            f"{counts['left out']:,} records were left out: the chat template does not render their answers as the "
+            "target generated them"
+        )
+    if counts["calls"]:
+        say(
+            f"{counts['calls']:,} conversations end before the last question of the data, at a tool call of the "
+            "target's own, as nobody answers it"
+        )
+    if truncated := counts["truncated"]:
         say(f"{truncated:,} answers reached --max-new-tokens {max_new_tokens}; they are kept, cut at that length")
     if refused:
         say(f"{len(refused):,} records were refused (--skip-bad), the first because: {refused[0]}")
@@ -218,24 +244,27 @@ def _prompt_ids(engine: Engine, record: Record, history: list[dict[str, Any]]) -
 
 def _answer_batch(
     batch: list[Record], engine: Engine, options: RegenerateOptions, max_new_tokens: int, places: Sequence[int],
-    advance: Callable[[], None],
-) -> tuple[list[dict[str, Any]], dict[int, str], int]:  # fmt: skip
+    advance: Callable[[], None], check: AnswerCheck, counts: Counter[str],
+) -> tuple[list[dict[str, Any]], dict[int, str]]:  # fmt: skip
     """Generates all answers of these records. Each prompt contains the target's earlier answers of its conversation.
 
-    Returns the rows to write, without their headers; by the index of each record that cannot be answered, the reason;
-    and the number of answers that reached `max_new_tokens`. `places` are the indices of the records in the data: random
-    draws are keyed by record and turn, so that a continued job generates the same text as an uninterrupted one.
-    `advance` is called after each answer.
+    Returns the rows to write, without their headers, and by the index of each record that cannot be answered, the
+    reason. A row is empty if its record cannot be answered, or has an answer that `check` finds to be other text than
+    the target generated. `counts` gets the numbers of answers that reached `max_new_tokens` ("truncated"), of records
+    with other text ("left out") and of conversations that end at a call ("calls"). `places` are the indices of the
+    records in the data: random draws are keyed by record and turn, so that a continued job generates the same text as
+    an uninterrupted one. `advance` is called after each answer.
     """
     from fledge.types import Sampling
 
-    template, sampling = engine.template, Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
+    sampling = Sampling(options.temperature, top_p=options.top_p, seed=options.seed)
 
     bad: dict[int, str] = {}
+    altered: set[int] = set()  # records with an answer that the template renders as other text
 
-    def generate(prompts: dict[int, list[int]], turn: int) -> dict[int, tuple[str, bool]]:
-        """For each prompt that fits the target's context, the answer and whether it was truncated; the others become
-        `bad`. Keys are indices into `batch`."""
+    def generate(prompts: dict[int, list[int]], turn: int) -> dict[int, Completion]:
+        """For each prompt that fits the target's context, the answer; the others become `bad`. Keys are indices into
+        `batch`."""
         room = engine.target.context - max_new_tokens
         for i in [i for i, ids in prompts.items() if len(ids) > room]:
             ids = prompts.pop(i)
@@ -249,25 +278,24 @@ def _answer_batch(
             request=[(places[i] << 20) + turn for i in prompts],
             answered=lambda place: advance(),
         )  # fmt: skip
-        answers = [(c.text, c.finish == "length") for c in completions]
-        return dict(zip(prompts, answers, strict=True))
+        counts["truncated"] += sum(done.finish == "length" for done in completions)
+        return dict(zip(prompts, completions, strict=True))
+
+    def is_same(template: ChatTemplate, turn: Turn) -> bool:
+        """Whether training will read the text that was generated."""
+        found = compare(template, turn, spaces=False)
+        check.add(turn, found)
+        counts["left out"] += found.answer == REWRITTEN
+        return found.answer != REWRITTEN
 
     histories: list[list[dict[str, Any]]] = [[] for _ in batch]
     rows: list[dict[str, Any]] = [{} for _ in batch]
-    truncated = 0
-    prompts = {
-        i: template.prompt_ids(r.text[: r.prompt_length])
-        if r.prompt_length
-        else template.prompt_ids(r.text)[: options.prompt_tokens]
-        for i, r in enumerate(batch)
-        if r.text
-    }
-    for i, (text, was_truncated) in generate(prompts, 0).items():
-        if length := batch[i].prompt_length:
-            rows[i] = {"prompt": batch[i].text[:length], "completion": text}
-        else:
-            rows[i]["text"] = engine.target.tokenizer.decode(prompts[i], skip_special_tokens=True) + text
-        truncated += was_truncated
+    starts = {i: _text_start(engine.template, r, options.prompt_tokens) for i, r in enumerate(batch) if r.text}
+    for i, done in generate({i: ids for i, (ids, _) in starts.items()}, 0).items():
+        ids, start = starts[i]
+        text = answer_text(engine.template, ids, done.tokens)
+        if is_same(engine.template, Turn(batch[i], 1, ids, own_answer(ids, done, text), start + text)):
+            rows[i] = {"prompt": start, "completion": text} if batch[i].prompt_length else {"text": start + text}
     remaining: dict[int, list[dict[str, Any]]] = {}
     for i, record in enumerate(batch):
         if record.text is None:
@@ -290,11 +318,39 @@ def _answer_batch(
                 bad[i] = str(e)
         answers = generate(asked, turn)
         remaining = {i: rest for i, rest in remaining.items() if i not in bad}
-        for i, (text, was_truncated) in answers.items():
-            histories[i].append({"role": "assistant", "content": text})
+        for i, done in answers.items():
+            record, history, ids = batch[i], histories[i], asked[i]
+            template = engine.template.of(record.template_kwargs)
+            message, _ = answer_message(template, history, ids, done.tokens, record.tools)
+            before = template.prompt_text(history, tools=record.tools)
+            answer = own_answer(ids, done, answer_text(template, ids, done.tokens))
+            history.append(message)
             remaining[i].pop(0)
-            truncated += was_truncated
+            if not is_same(template, chat_turn(template, record, history, turn, before, answer)):
+                del remaining[i]
+                altered.add(i)
+            elif message.get("tool_calls") and any(m["role"] == "assistant" for m in remaining[i]):
+                counts["calls"] += 1
+                del remaining[i]
     for i, record in enumerate(batch):
-        if record.text is None and i not in bad:
+        if record.text is None and i not in bad and i not in altered:
             rows[i] = answered_conversation(record, histories[i])
-    return rows, bad, truncated
+    return rows, bad
+
+
+def _text_start(template: ChatTemplate, record: Record, tokens: int) -> tuple[list[int], str]:
+    """The prompt of a plain text, as token ids and as text: what the record marks as prompt, or its first `tokens`
+    tokens."""
+    if length := record.prompt_length:
+        return template.prompt_ids(record.text[:length]), record.text[:length]
+    return text_prompt(template, record.text, tokens)
+
+
+def _explain_answers(check: AnswerCheck, options: RegenerateOptions) -> None:
+    """Raises ValueError for answers whose text is not what the target generated."""
+    raise ValueError(
+        f"{check.counts[REWRITTEN]:,} of {check.compared:,} answers are not what the target generated, the first: "
+        f"{check.first[REWRITTEN]}. A draft would be trained on another text than it will see. The chat template of "
+        f"{options.target} does not render the answers as they were generated: give --template-kwargs as the answers "
+        "need them, or a target with the chat template that it was trained with"
+    )

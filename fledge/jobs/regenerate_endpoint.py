@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fledge.address import key_in
-from fledge.data.answering import answered_conversation, count_answers, reasoning_field, split_conversation
+from fledge.data.answering import (
+    answered_conversation,
+    count_answers,
+    reasoning_field,
+    split_conversation,
+    text_prompt,
+)
 from fledge.data.chat_fields import as_sent
 from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
 from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
-from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, compare
+from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import default_new_tokens, parse_template_kwargs
 from fledge.jobs.regenerate import NEW_TOKENS, RegenerateOptions
@@ -185,25 +191,16 @@ class _Regeneration:
 
     async def _next_message(self, index: int, messages: list[dict[str, Any]], turn: int) -> dict[str, Any]:
         """The answer to messages, as a message."""
-        record, before = self.records[index], None
-        if self.template is not None:
+        record = self.records[index]
+        template = self.template and self.template.of(record.template_kwargs)
+        if template is not None:
             with _refusing(record):
-                template = self.template.of(record.template_kwargs)
                 before = template.prompt_text(messages, tools=record.tools, where=record.where)
         answer = await self._ask(index, [as_sent(m) for m in messages], turn)
         message = self._message(answer)
-        if before is not None:
-            self.answered.put_nowait(self._turn(record, [*messages, message], turn, before, answer))
+        if template is not None:
+            self.answered.put_nowait(chat_turn(template, record, [*messages, message], turn, before, answer))
         return message
-
-    def _turn(self, record: Record, messages: list[dict[str, Any]], turn: int, before: str, answer: Answer) -> Turn:
-        """The last of these messages as the answer to compare."""
-        try:
-            template = self.template.of(record.template_kwargs)
-            text = template.turn(Record(record.where, messages=messages, tools=record.tools), before)
-        except ValueError as e:  # training would refuse it, too
-            return Turn(record, turn, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
-        return Turn(record, turn, before, answer, text)
 
     async def _continue_text(self, index: int, record: Record) -> dict[str, Any]:
         length, text = record.prompt_length, record.text or ""
@@ -225,8 +222,7 @@ class _Regeneration:
         """The prompt of a plain text, as token ids and as text: its first `length` characters, or --prompt-tokens."""
         if length:
             return template.prompt_ids(text[:length]), text[:length]
-        ids = template.prompt_ids(text)[: self.options.prompt_tokens]
-        return ids, template.tokenizer.decode(ids, skip_special_tokens=True)
+        return text_prompt(template, text, self.options.prompt_tokens)
 
     async def _ask(self, index: int, prompt: Prompt, turn: int) -> Answer:
         """The server's answer to a prompt. `turn` is the number of the answer in its record."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+# an assistant's turn in a channel, in special tokens, as in gpt-oss
+CHANNEL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}<|channel|>final<|message|>"
+    "{% else %}\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+CHANNEL_TOKENS = ("<|channel|>", "<|message|>")
+IN_CHANNEL = "<|channel|>final<|message|>A heron.<|im_end|>"
+ASKED = {"role": "user", "content": "Which bird?"}
 
 
 FAMILIES = {
@@ -136,6 +148,32 @@ def tiny_target_directory(parent: Path, **config: Any) -> Path:
     target.model.save_pretrained(parent / "target")
     target.tokenizer.save_pretrained(parent / "target")
     return parent / "target"
+
+
+def scripted_target_directory(parent: Path, template: str, answer: str, special: Sequence[str] = ()) -> Path:
+    """Saves a target that gives one answer to every chat: the next token depends on the last token alone. `special` are
+    additional special tokens. Returns the directory."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = template
+    prompt = tokenizer.apply_chat_template([ASKED], tokenize=False, add_generation_prompt=True)
+    ids, script = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+    chain = [ids[-1], *script]
+    assert len(set(chain[:-1])) == len(script), "the next token must follow from the last one"
+    model = tiny_target(vocab_size=len(tokenizer), hidden_size=256, tie_word_embeddings=False, tokenizer=False).model
+    table = torch.randn(len(tokenizer), 256).sign()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight.copy_(table)
+        model.lm_head.weight.zero_()
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        for before, after in pairwise(chain):
+            model.lm_head.weight[after] += table[before] / 16
+    for part in (model, tokenizer):
+        part.save_pretrained(parent / "scripted")
+    return parent / "scripted"
 
 
 def greedy_by_transformers(model: PreTrainedModel, prompt: list[int], n: int, **options: Any) -> list[int]:

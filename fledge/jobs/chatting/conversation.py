@@ -11,15 +11,16 @@ from typing import Any
 from fledge.files import check_output_path
 from fledge.json_text import parse_json
 
-Prompt = str | list[dict[str, str]]  # a text to continue, or the messages of a chat
+Prompt = str | list[dict[str, Any]]  # a text to continue, or the messages of a chat
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A text of the user, the model's answer to it, and the tokens of the prompt and the answer together."""
+    """A text of the user, the model's answer to it as a message, and the tokens of the prompt and the answer
+    together."""
 
     asked: str
-    answer: str
+    answer: dict[str, Any]
     tokens: int = 0
 
 
@@ -71,15 +72,14 @@ class Conversation:
     def rows(self) -> list[dict[str, Any]]:
         """The conversation as rows of training data: one with all its messages, or one for each continued text."""
         if self.raw:
-            return [{"prompt": e.asked, "completion": e.answer} for e in self.exchanges]
+            return [{"prompt": e.asked, "completion": e.answer["content"]} for e in self.exchanges]
         return [{"messages": self._messages(0)}] if self.exchanges else []
 
-    def _messages(self, first: int) -> list[dict[str, str]]:
+    def _messages(self, first: int) -> list[dict[str, Any]]:
         """The messages from an exchange on, after the system prompt."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges[first:]:
-            messages.append({"role": "user", "content": exchange.asked})
-            messages.append({"role": "assistant", "content": exchange.answer})
+            messages += [{"role": "user", "content": exchange.asked}, exchange.answer]
         return messages
 
 

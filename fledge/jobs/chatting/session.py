@@ -178,8 +178,18 @@ class Session:
             tau([done.trace]) if done.trace.rounds else None, self._why(done.finish, cut, limit),
         )  # fmt: skip
         self.speeds[self.drafts] = answer.speed
-        self.conversation.exchanges.append(Exchange(asked, answer.text, len(ids) + len(done.tokens)))
+        message = self._message(self.conversation.prompt(asked), ids, done.tokens)
+        self.conversation.exchanges.append(Exchange(asked, message, len(ids) + len(done.tokens)))
         return answer
+
+    def _message(self, prompt: Prompt, ids: list[int], generated: list[int]) -> dict[str, Any]:
+        """An answer as a message of the conversation, special tokens included."""
+        from fledge.data.answering import answer_text, history_message
+
+        template = self.engine.template
+        if isinstance(prompt, str):
+            return {"role": "assistant", "content": answer_text(template, ids, generated)}
+        return history_message(template, prompt, ids, generated)
 
     def opens_thinking(self, asked: str) -> bool:
         """Whether the template's prompt for an answer opens a thinking block, which the answer then begins in."""

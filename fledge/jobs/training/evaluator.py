@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from fledge.data.answering import text_prompt
 from fledge.data.record import Record
 from fledge.decode.engine import Engine
 from fledge.eval.metrics import committed_per_round, drafted_and_accepted, quotients
@@ -121,9 +122,8 @@ class _PromptSelector:
 
     def from_records(self, records: list[Record]) -> list[EvalPrompt]:
         """The prompts of held-out records. Plain texts are shortened; chats that are too long are skipped."""
-        tokenizer = self.prepared.target.tokenizer
         starts = [self._start(r) for r in records if r.text is not None]
-        texts = [EvalPrompt(text=tokenizer.decode(ids, skip_special_tokens=True)) for ids in starts if ids]
+        texts = [EvalPrompt(text=start) for start in starts if start]
         return texts + [p for p in (prompt_of(r) for r in records if r.text is None) if self._usable(p)]
 
     def _fits(self, prompt: EvalPrompt) -> bool:
@@ -138,7 +138,8 @@ class _PromptSelector:
                 raise
             return False
 
-    def _start(self, record: Record) -> list[int]:
-        ids = self.prepared.template.prompt_ids(record.text[: record.prompt_length or None])
+    def _start(self, record: Record) -> str:
+        template, text = self.prepared.template, record.text[: record.prompt_length or None]
+        n = len(template.prompt_ids(text))
         longest = min(self.prepared.max_length // 2, self.max_tokens)
-        return ids[: min(len(ids) if record.prompt_length else len(ids) // 2, longest)]
+        return text_prompt(template, text, min(n if record.prompt_length else n // 2, longest))[1]
