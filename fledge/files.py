@@ -137,7 +137,7 @@ def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
     """Writes a file of several parts atomically (see `replace_parts`). If `file` is a symbolic link, the file it points
     to is replaced.
 
-    The temporary file is named after `file`, so that the next writer removes what a killed writer left.
+    The name of the temporary file follows from that of `file`: the next writer removes what a killed writer left.
     """
     file = Path(os.path.realpath(file))
     with contextlib.ExitStack() as stack:

@@ -32,8 +32,7 @@ def answers() -> np.ndarray:
 def test_the_interval_of_tau_covers_the_truth_in_95_percent_of_evaluations(
     count: int, widest: float, answers: np.ndarray
 ) -> None:
-    """Of 3 to 20 requests; and it is not much wider than τ's errors: its half is at most `widest` times the error
-    that one evaluation of 20 exceeds."""
+    """Of 3 to 20 requests. Half the interval is at most `widest` times the error exceeded by one evaluation of 20."""
     draw = np.random.default_rng(0)
     truth = answers[:, 0].sum() / answers[:, 1].sum()
     errors, halves = [], []

@@ -257,7 +257,7 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
 
 
 def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
-    """A target whose layers are sharded; while it is loaded, a rank has its share of them and one whole layer."""
+    """A target with sharded layers; while the target is loaded, a rank holds its share and one whole layer."""
     before, most = bytes_in_memory(), []
 
     def measured(original: Any, *args: Any, **options: Any) -> Any:
@@ -317,8 +317,8 @@ def distributed_weights(ranks: Ranks, target: TransformersTarget) -> list[tuple[
 
 
 def test_a_sharded_target_computes_what_the_whole_one_does(two_ranks: Path) -> None:
-    """Features, logits, decoding, and the weights that initialize a draft. Rank 0 alone reads the file. The ranks check
-    that their memory follows their share."""
+    """Features, logits, decoding, and the weights that initialize a draft. Rank 0 alone reads the file. The memory
+    of each rank follows its share."""
     for rank in range(2):
         found = json.loads((two_ranks / f"sharded {rank}").read_text())
         assert max(found.values()) < 1e-9 and {"aux", "prefill", "q_proj.weight"} <= found.keys(), found

@@ -92,7 +92,7 @@ def history_message(
             "the chat template does not render an answer as the target generated it, so the next prompt of the "
             "conversation has another text",
             AnswerWarning,
-            stacklevel=1,  # the same place for all warnings, so that Python shows one
+            stacklevel=1,  # Python shows one warning of a place
         )
     return message
 

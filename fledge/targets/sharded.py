@@ -20,9 +20,9 @@ Fill = Callable[[Iterable[nn.Module]], None]
 def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
     """Shards the decoder layers of a causal language model over the ranks of a mesh of one dimension.
 
-    `fill(modules)` gives the weights and buffers of modules, without those of submodules, their values on this rank's
-    device. It is called with one layer after the other, so that a rank never holds more than one whole layer, and then
-    with the rest of the model. Embeddings, final norm and head stay whole on every rank, as the draft and the teacher
+    `fill(modules)` loads the weights and buffers of modules, submodules excluded, to this rank's device. `fill` is
+    called layer by layer, so that a rank never holds more than one whole layer, and then for the rest of the model.
+    Embeddings, final norm and head stay whole on every rank, as the draft and the teacher
     read them all the time. In a forward pass, each layer is gathered before it computes and freed after it, while the
     next one is gathered.
 

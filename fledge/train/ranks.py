@@ -33,8 +33,8 @@ class RankError(ConnectionError):
 
 
 class LostRankError(RankError):
-    """Another rank ended, or did not answer: the run can be continued. SIGTERM is ignored from then on, since torchrun
-    sends it before this rank has named the lost rank."""
+    """Another rank ended, or did not answer: the run can be continued. From then on SIGTERM is ignored, since torchrun
+    may send SIGTERM before this rank has named the lost rank."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,7 @@ class Ranks:
     def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
         seconds = time.monotonic() - began
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # torchrun's, which comes before this rank has named the lost one
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this rank before it names the lost rank
         return LostRankError(
             lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
         )
