@@ -1,0 +1,91 @@
+"""Makes the rest of what `fledge demo` ships: the draft, the conversations to train on, and the prompts to measure on.
+
+    python tools/make_demo_draft.py --data DIR --target fledge/demo/target --work runs/demo_draft
+
+The target answers the prompts of the conversations it learnt from, greedily and at temperature 1 (`fledge regenerate`);
+the shipped draft is trained on all these answers (`fledge train`). WORK/chats.jsonl.gz has the few conversations on
+which the demo trains its own draft, WORK/prompts.jsonl the held-out prompts on which it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from assistant_chats import Chat, conversations
+
+ANSWERED = {"bookings": 9000, "orders": 600, "stories": 2800, "sums": 7000}  # conversations, of each kind
+TEMPERATURES = {"greedy": 0, "sampled": 1}
+DEMO = {"bookings": 240, "stories": 160, "sums": 240}  # conversations that the demo trains on
+MEASURED = {"bookings": 16, "stories": 16, "sums": 16}  # held-out prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory of the conversations")
+    parser.add_argument("--target", type=Path, default=Path("fledge/demo/target"))
+    parser.add_argument("--work", type=Path, default=Path("runs/demo_draft"), help="directory of all results")
+    parser.add_argument("--epochs", type=float, default=4, help="passes over the answers (default: 4)")
+    parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that the draft proposes (default: 4096)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    options.work.mkdir(parents=True, exist_ok=True)
+    seen, held_out = conversations(options.data, options.seed)
+    chats = [
+        chat for kind, number in ANSWERED.items() for chat in draw.sample(seen[kind], min(number, len(seen[kind])))
+    ]
+    draw.shuffle(chats)
+    write(options.work / "greedy.jsonl", chats[::2])
+    write(options.work / "sampled.jsonl", chats[1::2])
+    prompts = [
+        beginning(chat, draw) for kind, number in MEASURED.items() for chat in draw.sample(held_out[kind], number)
+    ]
+    draw.shuffle(prompts)
+    write(options.work / "prompts.jsonl", prompts)
+    for name, temperature in TEMPERATURES.items():
+        fledge(
+            "regenerate", "--target", options.target, "--data", options.work / f"{name}.jsonl", "--batch", 512,
+            "--out", options.work / f"own-{name}.jsonl", "--temperature", temperature, "--max-new-tokens", 320,
+        )  # fmt: skip
+    own = [options.work / f"own-{name}.jsonl" for name in TEMPERATURES]
+    write_demo_chats(own, options.work / "chats.jsonl.gz", draw)
+    fledge(
+        "train", "--target", options.target, "--data", own[0], "--data", own[1], "--out", options.work / "run",
+        "--epochs", options.epochs, "--depth", 5, "--draft-vocab", options.draft_vocab, "--max-length", 1024,
+        "--row-length", 16384, "--fc-norm", "--norm-output", "--lr", 2e-3, "--eval-tokens", 64,
+    )  # fmt: skip
+
+
+def write(file: Path, chats: list[Chat]) -> None:
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+
+
+def beginning(chat: Chat, draw: random.Random) -> Chat:
+    """The conversation up to one of its first two questions."""
+    return chat[: draw.choice([1, 3]) if len(chat) > 3 else 1]
+
+
+def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
+    """Writes those of the answered conversations on which the demo trains."""
+    rows = [json.loads(line) for file in own for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "messages" in row]
+    chosen = draw.sample(rows, min(sum(DEMO.values()), len(rows)))
+    with gzip.open(out, "wt", encoding="utf-8") as f:
+        f.writelines(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
+
+
+def fledge(*arguments: object) -> None:
+    """Prints and runs a fledge command."""
+    command = [str(a) for a in arguments]
+    print("$ fledge " + " ".join(command), flush=True)
+    subprocess.run([sys.executable, "-m", "fledge", *command], check=True)
+
+
+if __name__ == "__main__":
+    main()
