@@ -215,6 +215,24 @@ def test_rows_are_trained_on_and_answered_with_variables_of_their_own(target: Pa
     assert len(template.with_exactly(OFF).prompt_ids(CHAT)) != len(template.with_exactly(ON).prompt_ids(CHAT))
 
 
+def test_later_turns_follow_answers_as_the_prompt_s_own_variables_render_them(
+    thinking: Path, target: Path, tmp_path: Path, fledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def message(template: ChatTemplate, said, prompt, *rest) -> dict[str, str]:
+        used.append((template.kwargs, template.prompt_ids(said) == list(prompt)))
+        return {"role": "assistant", "content": "soon"}
+
+    monkeypatch.setattr("fledge.eval.run.history_message", message)
+    turns = {"turns": ["can it fly", "it can fly"]}
+    prompts = write_rows(tmp_path / "p.jsonl", [turns | {"chat_template_kwargs": ON}, turns])
+    words = ["--target", target, "--draft", thinking, "--prompts", prompts, "--max-new-tokens", 3, "--device", "cpu"]
+    ran = fledge("eval", *words)
+    assert ran.code == 0, ran.err
+    assert used == [(ON, True), (OFF, True)]  # the draft was trained with OFF
+
+
 def test_training_says_what_it_drops_and_reads_saved_data(tmp_path: Path, fledge) -> None:
     """Through the command line: a prompt that opens reasoning, a dropped call, a written BOS, a saved data set."""
     import datasets

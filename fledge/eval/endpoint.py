@@ -226,7 +226,8 @@ class _Asking:
         special tokens out of the text."""
         if self.template is None or ids is None or answer.token_ids is None or turn + 1 == prompt.answers:
             return {"role": "assistant", "content": answer.text}
-        return history_message(self.template, said, ids, answer.token_ids, prompt.tools)
+        template = self.template.of(prompt.template_kwargs)
+        return history_message(template, said, ids, answer.token_ids, prompt.tools)
 
     async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
         """If prompts are sent as token ids, asks for the first conversation as messages too, to compare the number of

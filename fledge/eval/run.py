@@ -247,8 +247,8 @@ class _Comparison:
                 for i, sent, done in zip(group, ids, self.completions[BASELINE][-len(group) :], strict=True):
                     if turn + 1 < prompts[i].answers:
                         said = conversation(prompts[i], answers[i])
-                        message = history_message(self.baseline.template, said, sent, done.tokens, prompts[i].tools)
-                        answers[i].append(message)
+                        template = self.baseline.template.of(prompts[i].template_kwargs)
+                        answers[i].append(history_message(template, said, sent, done.tokens, prompts[i].tools))
                 self.groups.append(ids)
 
     def keep_complete(self) -> None:
