@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import glob
-import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from fledge.data.presets import find_hub_data, is_preset
 from fledge.data.record import LAYOUTS, Record, parse_record
 from fledge.data.rows import file_rows, is_readable, without_nulls
 from fledge.data.sources import Source, is_local
+from fledge.json_text import read_json
 
 AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` takes
 
@@ -187,8 +187,8 @@ def _files_of(directory: Path) -> list[Path]:
 def _saved(file: Path, key: str) -> list[Any] | None:
     """A list in a JSON file that `save_to_disk` of `datasets` writes; None if there is no file with that list."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(file)
+    except (OSError, ValueError):
         return None
     listed = found.get(key) if isinstance(found, dict) else None
     return listed if isinstance(listed, list) else None

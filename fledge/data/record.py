@@ -62,8 +62,8 @@ def parse_record(row: Any, where: str) -> Record:
     what = f"{where}: its `chat_template_kwargs`"
     if isinstance(kwargs, str):  # as in tables
         try:
-            kwargs = json.loads(kwargs)
-        except (ValueError, RecursionError) as e:
+            kwargs = parse_json(kwargs)
+        except ValueError as e:
             raise ValueError(f"{what} are a text that is not JSON: {_short(kwargs)}") from e
     if not isinstance(kwargs, dict):
         raise ValueError(f"{what} are a {type(kwargs).__name__}, not an object: {_short(kwargs)}")

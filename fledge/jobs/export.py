@@ -44,8 +44,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     out = _free_directory(options.out) if options.out is not None else None
     draft = open_draft(options.draft)
     on_disk, _ = read_draft_and_probe(options.draft)
-    assert isinstance(on_disk, DraftOnDisk)
-    if found := vocabulary_findings(on_disk, None):
+    found = vocabulary_findings(on_disk, None) if isinstance(on_disk, DraftOnDisk) else [on_disk]
+    if found:
         raise ValueError(f"{options.draft}: {found[0].cause}; {found[0].cure}")
     if options.target and options.to != "speculators":
         draft = _without_copied_embeddings(draft, options.target)
