@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from fledge.data.record import Record
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.eval.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
-from fledge.eval.prompts import EvalPrompt, read_prompts, spread
+from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts, spread
 from fledge.eval.run import _gaps, _round_times, evaluate, near_ties
 from fledge.models.draft import Draft
 from fledge.targets.loading import load_target
@@ -213,3 +214,14 @@ def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):
         {"a": Engine(target, tiny_draft(target))}, [prompt], sampling=Sampling(), max_new_tokens=16
     ).values()  # fmt: skip
     assert IN_CHANNEL + "\n<|im_start|>user" in record["samples"][1]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello", "<|im_start|>user\nHi<|im_end|>"),
+        ("one two three four", "one two"), ("onetwo", "one"), ("a", "a"), ("  \n  ", "  "),
+    ],
+)  # fmt: skip
+def test_a_text_is_cut_between_words(text: str, prompt: str) -> None:
+    assert prompt_of(Record("a row", text=text)).text == prompt

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.chat_fields import MARK
+from fledge.data.chat_fields import MARK, REASONING_FIELDS
 from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
 
@@ -153,7 +153,10 @@ def _parsed(tokenizer: Any, text: str, before: str, tools: list[Any] | None) -> 
             return None
     except Exception:  # schemas come with models, and fail in many ways on texts that they do not expect
         return None
-    return {"role": "assistant", "content": ""} | parsed if isinstance(parsed, dict) else None
+    if not isinstance(parsed, dict):
+        return None
+    texts = [parsed.get(name) or "" for name in ("content", *REASONING_FIELDS)]
+    return {"role": "assistant", "content": ""} | parsed if all(isinstance(text, str) for text in texts) else None
 
 
 def _rendered(

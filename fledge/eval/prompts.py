@@ -67,13 +67,13 @@ def prompt_of(record: Record) -> EvalPrompt:
     """The prompt of a record.
 
     If the record has user turns only, each is answered in order. Otherwise the prompt is the part that the record marks
-    as prompt. Without a mark, it ends before the middle assistant turn, after the last message if there is no assistant
-    turn, or in the middle of a text.
+    as prompt. Without a mark, the prompt ends before the middle assistant turn, after the last message if there is no
+    assistant turn, or in the middle of a text, between two words.
     """
     if record.turns:
         return EvalPrompt(turns=record.turns, where=record.where, template_kwargs=record.template_kwargs)
     if record.text is not None:
-        cut = record.prompt_length or max(len(record.text) // 2, 1)
+        cut = record.prompt_length or _middle(record.text)
         return EvalPrompt(text=record.text[:cut], where=record.where)
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
@@ -81,6 +81,13 @@ def prompt_of(record: Record) -> EvalPrompt:
     return EvalPrompt(
         messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs, tools=record.tools
     )
+
+
+def _middle(text: str) -> int:
+    """The length of the whole words in the first half of a text; of one word without white space, half its length."""
+    half = text[: max(len(text) // 2, 1)]
+    last = max(half.rfind(space) for space in " \n\t")
+    return len(half[: last + 1].rstrip()) or len(half)
 
 
 def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:

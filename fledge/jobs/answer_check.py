@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import without_spaces
+from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
 from fledge.engines.client import Answer
 
@@ -55,6 +56,8 @@ def chat_turn(
     """The last of these messages, answered after the rendered text `before`, as the answer to compare."""
     try:
         text = template.turn(Record(record.where, messages=messages, tools=record.tools), before)
+    except EndlessTemplate:
+        raise
     except ValueError as e:  # training would refuse it, too
         return Turn(record, number, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
     return Turn(record, number, before, answer, text)
