@@ -219,7 +219,7 @@ def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("text", "prompt"),
     [
-        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello", "<|im_start|>user\nHi<|im_end|>"),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello, grey heron.", "<|im_start|>user\nHi<|im_end|>"),
         ("one two three four", "one two"), ("onetwo", "one"), ("a", "a"), ("  \n  ", "  "),
     ],
 )  # fmt: skip

@@ -372,7 +372,7 @@ PAYS = {  # by what is changed in the record: the end of the sentence on what wo
     "compare with --draft-mode tree.": dict(alpha=[0.9, 0.5, 0.2], round=dict(draft_ms=0.3, verify_ms=4.0)),
     "--depth 5 instead of 3 would be 44% faster.": dict(alpha=[1.0, 1.0, 1.0], round=dict(draft_ms=0.3, verify_ms=4.0)),
     "with --depth auto, nothing is drafted where that is faster.": dict(depth=1, alpha=[0.1], speedup=0.5),
-    "a draft with a smaller --draft-vocab or fewer layers.": dict(mode="tree"),
+    "fledge train makes smaller drafts with --draft-vocab.": dict(mode="tree"),
     "compare with fewer --tree-nodes.": dict(mode="tree", round=dict(verify_ms=9.0)),
     "see whether other programs load the processor.": dict(mode="parallel", round=dict(draft_ms=1.0, overhead_ms=5.0)),
     "train the draft for longer, on the target's own answers.": dict(mode="parallel", round=dict(draft_ms=1.0)),

@@ -137,6 +137,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "eval/endpoint.py": ("eval",),
     "eval/prompt_sets.py": ("eval",),
     "eval/prompts.py": ("eval",),
+    "address.py": ("eval", "features", "regenerate"),
     "data/dataset.py": ("train",),
     **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
     "report/training.py": ("train",),

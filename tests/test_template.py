@@ -575,17 +575,6 @@ def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
     assert made(CHATML, chat("u:x", "a:y"))  # the timer does not affect the next rendering
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no CPU-time timer on this system")
-def test_a_template_that_does_not_end_is_tried_once(monkeypatch):
-    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.5)
-    template = ChatTemplate(tiny_tokenizer(ENDLESS + "{{ date }}"), [STOP])
-    began = time.process_time()
-    assert template.fields.reasoning is None  # found by several renderings
-    with pytest.raises(ValueError, match="does not terminate: it was stopped after"):
-        template.of({"date": "now"}).render(chat("u:x").messages, prompt=True)
-    assert time.process_time() - began < 1.0
-
-
 def test_a_template_that_recurses_or_grows_without_end_is_refused():
     refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", chat("u:x", "a:y"), "line 7: .* maximum recursion depth")
     refused(

@@ -236,8 +236,8 @@ class ChatTemplate:
                     f"{record.where}, message {i + 1}: the template's generation prompt opens reasoning with "
                     f"<{opened[1]}>, but the answer has no reasoning (in reasoning_content, or in content up to "
                     f"</{opened[1]}>), so no decoder could generate the answer. Let the target answer with fledge "
-                    "regenerate, leave such records out with --skip-bad, or, if the template has a variable that turns "
-                    "reasoning off, set it with --template-kwargs"
+                    "regenerate, leave such records out with fledge train --skip-bad, or, if the template has a "
+                    "variable that turns reasoning off, set it with --template-kwargs"
                 )
             raise ValueError(
                 f"{record.where}, message {i + 1}: the rendered turn does not start with the template's "

@@ -323,7 +323,7 @@ def round_lines(r: dict[str, Any]) -> list[str]:
     elif r["speedup"] < 1:
         lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
     elif drafting > verification:
-        lines.append("Most would be gained by faster drafting: a draft with a smaller --draft-vocab or fewer layers.")
+        lines.append("Most would be gained by faster drafting: fledge train makes smaller drafts with --draft-vocab.")
     elif rest > verification:
         lines.append("Most would be gained outside the models: see whether other programs load the processor.")
     elif r["mode"] == "tree" and verification > 1.5 * token:

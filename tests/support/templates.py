@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-# As Qwen3: the last answer has its reasoning, or an empty one, earlier answers have none, and without thinking the
-# prompt opens and closes an empty reasoning.
+# As Qwen3: the last answer has its reasoning, earlier answers have none, and without thinking the prompt opens and
+# closes an empty reasoning. Unlike Qwen3, with thinking a last answer without reasoning has no empty reasoning: answers
+# of random targets render as they were generated.
 QWEN3 = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last %}"
+    "{%- if m.role == 'assistant' and loop.last and (m.reasoning_content or enable_thinking is false) %}"
     "{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
     "{{- m.content + '<|im_end|>\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
