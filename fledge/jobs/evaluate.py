@@ -257,7 +257,8 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 def half_width(r: dict[str, Any]) -> float | None:
     """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
-    return r["tau_interval"][1] - r["tau"] if r["tau_interval"] else None
+    interval = r.get("tau_interval")  # reports compare records of any origin
+    return interval[1] - r["tau"] if interval else None
 
 
 def speed_line(r: dict[str, Any]) -> str:
