@@ -80,9 +80,9 @@ def tidy(text: str) -> str:
 
 
 def joined(chat: Chat, draw: random.Random) -> Chat:
-    """The dialogue with each few of its exchanges joined into one, whose answer says all that their answers say.
+    """The dialogue with two to four consecutive exchanges joined into one exchange with a longer answer.
 
-    Within an exchange, the assistant's questions are left out where the user has answered them.
+    Earlier answers lose their questions, confirmations and apologies, to which the user has replied by then.
     """
     result: Chat = []
     pairs = list(zip(chat[::2], chat[1::2], strict=True))
