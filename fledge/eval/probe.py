@@ -21,9 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fledge.config import DraftConfig
-from fledge.decode.engine import Engine
 from fledge.eval.metrics import committed_per_round
-from fledge.eval.run import quiet_traces
 from fledge.features.codec import PRECISIONS
 from fledge.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
 from fledge.hub import draft_directory
@@ -390,6 +388,9 @@ def _assembled(tensors: Mapping[str, Tensor], record: Record) -> Probe:
 def decode(target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_tokens: int, depth: int) -> Decoding:
     """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
     ValueError if the target cannot verify drafts."""
+    from fledge.decode.engine import Engine  # imports transformers, which reading a probe does not need
+    from fledge.eval.run import quiet_traces
+
     traces = quiet_traces(Engine(target, draft, depth=depth), prompts, new_tokens)
     committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)
     dtype = str(target.dtype).removeprefix("torch.")
