@@ -34,6 +34,7 @@ from support.files import write_rows
 from support.openai_server import FakeServer
 from support.targets import CHATML, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
+HEADER = "{{ '<|im_start|>' + m['role'] + '\n' }}"
 TURNS = [{"turns": ["the young bird", "tries again"]}, {"turns": ["it can fly"]}, {"text": "the bird tries its wings"}]
 
 
@@ -322,6 +323,31 @@ def test_prompts_of_as_many_other_tokens_are_named(evaluate, made):
     with FakeServer(engine="other", tokenizer=tokenizer).started() as server:
         assert not record_of(evaluate(server, "--target", target, "--json"))["mismatched_prompts"]
         assert not any("return_token_ids" in body for body in server.asked)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_row_has_template_arguments_of_its_own(fledge, tmp_path, monkeypatch, engine):
+    """A row's arguments reach the server, the tokens of its turns, and its answers within later turns."""
+    monkeypatch.setattr(FakeServer, "answer_to", lambda self, prompt, n: "it can fly")
+    marks = "{% if think %}{{ 'until ' if m['role'] == 'user' else 'it ' }}{% endif %}"
+    tokenizer = tiny_tokenizer(CHATML.replace("{{ '<|im_start|>' + m['role'] + '\n' +", HEADER + marks + "{{"))
+    target = tiny_target_directory(tmp_path)
+    tokenizer.save_pretrained(target)
+    turns = ["the young bird", "tries again"]
+    rows = [{"turns": turns}, {"turns": turns, "chat_template_kwargs": {"think": True}}]
+    words = ["--prompts", write_rows(tmp_path / "own.jsonl", rows), "--target", target, "--json"]
+    with FakeServer(engine=engine, tokenizer=tokenizer).started() as server:
+        words += ["--endpoint", server.url, "--template-kwargs", '{"think": false}']
+        record = record_of(fledge("eval", *words))
+    assert not record["mismatched_prompts"]
+    second = [
+        "<|im_start|>user\nuntil the young bird<|im_end|>\n<|im_start|>assistant\nit can fly<|im_end|>\n"
+        "<|im_start|>user\nuntil tries again<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nthe young bird<|im_end|>\n<|im_start|>assistant\nit can fly<|im_end|>\n"
+        "<|im_start|>user\ntries again<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    asked = [tokenizer.decode(server.tokens_of(body)) for body in server.asked]
+    assert {prompt for prompt in asked if "again" in prompt} == set(second)
 
 
 def test_causes_that_the_record_shows_come_first():
