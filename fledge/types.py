@@ -391,7 +391,8 @@ class Trace:
         return sum(r.accepted + 1 for r in self.rounds) / max(len(self.rounds), 1)
 
     def __repr__(self) -> str:
-        return f"<Trace of {len(self.rounds)} rounds, τ {self.tau:.2f}, {self.t_total:.2f} s>"
+        rounds = "1 round" if len(self.rounds) == 1 else f"{len(self.rounds)} rounds"
+        return f"<Trace of {rounds}, τ {self.tau:.2f}, {self.t_total:.2f} s>"
 
 
 def without_processors(sampling: Sampling) -> Sampling:

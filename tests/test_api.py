@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import fledge as api
 from fledge.eval.metrics import tau
 from fledge.models.weights import save_draft
+from fledge.types import Round, Trace
 from support.chats import tiny_chats
 from support.runs import as_before
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
@@ -342,13 +343,14 @@ def test_an_answer_has_its_tau_and_objects_are_shown_in_a_line(engine: api.Engin
     answer = engine.generate("the young bird", max_new_tokens=20)
     rounds = answer.trace.rounds
     assert answer.trace.tau == tau([answer.trace]) == 1 + sum(r.accepted for r in rounds) / len(rounds)
-    shown = f"<Completion {answer.text!r}, {len(answer.tokens)} tokens, {answer.finish}, <Trace of {len(rounds)} rounds"
-    assert repr(answer).startswith(f"{shown}, τ {answer.trace.tau:.2f}, ")
+    shown = f"<Completion {answer.text!r}, {len(answer.tokens)} tokens, {answer.finish}, <Trace of {len(rounds)} round"
+    assert repr(answer).startswith(shown) and f", τ {answer.trace.tau:.2f}, " in repr(answer)
     assert repr(engine) == "<Engine of <TransformersTarget 'tiny llama' in float64 on cpu>, draft: EAGLE-3, chain>"
     alone = api.Engine(engine.target)
     assert repr(alone).endswith(", draft: none>")
     nothing = api.Completion()
     assert nothing.trace.tau == 0.0 and "not ended, <Trace of 0 rounds" in repr(nothing)
+    assert repr(Trace([Round(drafted=3, accepted=1)])) == "<Trace of 1 round, τ 2.00, 0.00 s>"
 
 
 def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> None:
