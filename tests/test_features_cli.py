@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.data.dataset import StreamedRows
 from fledge.features import budget as budget_module
+from fledge.features.budget import RESERVED_SHARE, DiskPlan
 from fledge.features.cache import FeatureCache
 from fledge.models.weights import load_draft
 from support.chats import tiny_chats
@@ -297,6 +298,19 @@ def test_the_budget_is_checked_before_the_first_byte(fledge: Fledge, made: Path,
     for more in ((), ("--disk-budget", "1GB")):
         ran = fledge(*write_words(made, tmp_path / "f", *more))
         assert ran.code == 2 and "the features take" in ran.err and not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--disk-budget", "1GB")])
+def test_unwritten_documents_count_as_space_to_be_used(
+    more, fledge: Fledge, made: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """A disk with space for the shards, but not for the documents beside them."""
+    assert fledge(*write_words(made, tmp_path / "whole")).code == 0
+    plan = DiskPlan.of(FeatureCache.open(tmp_path / "whole"), None)
+    free = plan.total - 1 if more else int((plan.total - 1) / (1 - RESERVED_SHARE))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))
+    ran = fledge(*write_words(made, tmp_path / "f", *more))
+    assert ran.code == 2 and "the features take" in ran.err and not (tmp_path / "f").exists(), ran.err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fledge.features.cache import FeatureCache
+from fledge.features.cache import DOCUMENTS, FeatureCache
 from fledge.features.layout import DOCUMENT_BYTES
 
 GB = 10**9
@@ -72,7 +72,8 @@ class DiskPlan:
         """The plan for a budget in bytes; None is the free space less the reserve."""
         free = shutil.disk_usage(existing_parent(cache.path)).free
         files = [cache.file(i) for i in cache.shards]
-        taken = sum(f.stat().st_size for f in files if f.exists()) + document_bytes(cache)
+        taken = sum(f.stat().st_size for f in files if f.exists())
+        taken += document_bytes(cache) if (cache.path / DOCUMENTS).exists() else 0
         total = sum(cache.bytes(i) for i in cache.shards) + document_bytes(cache)
         return cls(
             total, taken, default_budget(cache.path, taken) if budget is None else budget, free, reserve_of(free)
