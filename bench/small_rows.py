@@ -1,6 +1,6 @@
-"""Times four ways of multiplying a few float32 rows by a weight matrix on a CPU: x Wᵀ; (W xᵀ)ᵀ, where a single row is
-computed as two; and x Wᵀ with the copies of W that fledge makes, where this build of PyTorch has their products: in
-oneDNN's layout, and in 16 bits.
+"""Times five ways of multiplying a few float32 rows by a weight matrix on a CPU: x Wᵀ; (W xᵀ)ᵀ, where a single row is
+computed as two; and x Wᵀ with the copies of W that fledge makes: for its own compiled products where there is a C
+compiler; and where this build of PyTorch has their products, in oneDNN's layout, and in 16 bits for FBGEMM's.
 
     python bench/small_rows.py --out bench/results/small_rows.json
 
@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels import packed_weight
+from fledge.kernels.compiled import CompiledWeight
+from fledge.kernels.compiled.build import library
 
 SHAPES = ((256, 256), (432, 256), (4096, 256), (1536, 512), (2048, 2048), (8192, 2048))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 256)
@@ -42,6 +44,8 @@ def main() -> None:
             for name, has in kinds.items()
             if has
         }
+        if library() is not None:
+            copies["compiled_us"] = [CompiledWeight(w) for w in weights]
         for n in ROWS:
             x = torch.randn(n, width)
             few = torch.cat((x, x)) if n == 1 else x

@@ -104,8 +104,8 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
     cache.keep(None, asked_B1[:, 0] + 1)
     more = CachedRows(TreeRows(cache, 1, Visible(torch.ones(2, 1, 1, dtype=torch.bool))))
     further = decoder.step(*joined([n + 3 for n in lengths], 1), decoder.rotation(cache.length_B), more)
-    for step, outs in enumerate((out, further)):
-        fed_back, logits = decoder.predict(outs)
+    for step, (outs, normed) in enumerate((out, further)):
+        fed_back, logits = decoder.predict(outs, normed)
         for b in range(2):
             hidden, again, _, said = expected[2 * b + step]
             for ours, theirs in ((outs, hidden), (fed_back, again), (logits, said)):

@@ -24,6 +24,12 @@ WHOLE_ONLY = pytest.mark.skipif(not has_onednn_products(), reason="needs oneDNN'
 PROMPT = [5, 6, 7]
 
 
+@pytest.fixture(autouse=True)
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C compiler, with which weights have other copies (test_compiled.py)."""
+    monkeypatch.setattr(packed_weight, "library", lambda: None)
+
+
 @pytest.fixture(params=[pytest.param(True, marks=HALF_ONLY), pytest.param(False, marks=WHOLE_ONLY)])
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether weights are copied in 16 bits, or else in oneDNN's layout; small ones too, for any number of rows."""

@@ -28,8 +28,9 @@ from fledge.data.pack import pack, windows
 from fledge.data.read import read_records
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
-from fledge.data.token_cache import DataRequest, TrainingData, cache_directory, load_data
+from fledge.data.token_cache import DataRequest, TrainingData, load_data
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
+from fledge.files import cache_directory
 from fledge.types import Document
 from support.chats import tiny_chats
 from support.commands import python

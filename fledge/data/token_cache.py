@@ -42,7 +42,6 @@ from fledge.json_text import read_json
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"
 FILES = (MANIFEST, TABLE, TOKENS, SPANS)
-VARIABLE = "FLEDGE_CACHE"  # the environment variable that names the cache's directory
 POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
 
 Say = Callable[[str], None]
@@ -73,14 +72,6 @@ class TrainingData:
     held_out: list[Record]
     records: int
     copies: int
-
-
-def cache_directory(given: str | None = None) -> Path:
-    """The directory of the cache: the given one, FLEDGE_CACHE, or `fledge` in the user's cache directory."""
-    if named := given or os.environ.get(VARIABLE):
-        return Path(named).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "fledge"
 
 
 def data_files(sources: Sequence[str], cache: Path) -> dict[str, str]:

@@ -67,6 +67,12 @@ class Chain(Shape):
                 if source.sequential and float(chances[-1].amax()) < self.confidence:
                     break
             k += token_BS.shape[1]
+            rest_BS = None
+            if k == 1 < self.depth and q_BSW is None and not self.confidence:
+                rest_BS = source.greedy_chain(token_BS, self.depth - 1)
+            if rest_BS is not None:
+                tokens.append(rest_BS)
+                break
             if k == self.depth:
                 break
             logits_BSW = source.expand(Front(token_BS))

@@ -82,7 +82,7 @@ class Source:
         rows = self._fresh(state)
         out = self._run(rows, self._inputs(state), self.decoder.rotation(rows.position_M), asked_BS)
         self.cache.keep(None, state.count_B)
-        return argmax_rows(self.decoder.predict(out)[1], self.decoder.target_id_W).unflatten(0, asked_BS.shape)
+        return argmax_rows(self.decoder.predict(*out)[1], self.decoder.target_id_W).unflatten(0, asked_BS.shape)
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""
@@ -119,6 +119,11 @@ class Source:
         theirs."""
         raise NotImplementedError
 
+    def greedy_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+        """The likeliest token of each of so many levels after the first, whose tokens are given: target ids, int64
+        [B, levels]. It is what `expand` gives level by level, in one call; None where there is no such call."""
+        return None
+
     def end(self, slot_BN: Tensor) -> None:
         """Forgets what was drafted. `slot_BN` says of each node of the trees as which expanded node it was computed,
         counted from 0 below the root; -1 for nodes that were not expanded."""
@@ -132,9 +137,11 @@ class Source:
         """The draft's input states of the fresh tokens of all requests, [B R, E]."""
         return self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
 
-    def _run(self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor) -> Tensor:
+    def _run(
+        self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """The last layer's output at S of the n rows of each request, [B S, E], from the rows' input states and their
-        rotation. A row sees those before it."""
+        rotation, and its norm, as `DraftDecoder.step`. A row sees those before it."""
         (B, n), cache = rows.token_Bn.shape, self.cache
         asked_Q = asked_BS.flatten()
         if B > 1:
@@ -192,18 +199,17 @@ class StepSource(Source):
         if not self.stable:
             state = self._keep_drafted(state)
         rows = self._fresh(state, levels=self.levels - 1, expanded=self.expanded)
-        rotation, self.rotations = self._rotations(rows)
-        out_BE = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
+        rotation, self.rotation = self._rotations(rows)  # of the rows, and of the levels after them
+        out = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
         self.slot_BJ = rows.slot_BJ
-        return rows.root_B, self._logits(out_BE, rows.root_B.numel())
+        return rows.root_B, self._logits(out, rows.root_B.numel())
 
-    def _rotations(self, rows: FreshRows) -> tuple[Rotation, list[Rotation]]:
-        """cos and sin at the positions of the rows, and at those of each level after them, each [B, rotated]."""
-        (B, n), both = rows.token_Bn.shape, self.decoder.rotation(rows.position_M)
-        cos, sin = (x.split([B * n, *[B] * (self.levels - 1)]) for x in both)
-        return (cos[0], sin[0]), list(zip(cos[1:], sin[1:], strict=True))
+    def _rotations(self, rows: FreshRows) -> tuple[Rotation, Rotation]:
+        """cos and sin at the positions of the rows, and at those of all levels after them, [levels B, rotated]."""
+        at, (cos, sin) = rows.token_Bn.numel(), self.decoder.rotation(rows.position_M)
+        return (cos[:at], sin[:at]), (cos[at:], sin[at:])
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
         """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
@@ -229,18 +235,22 @@ class StepSource(Source):
             visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end, sees_all=True)
         attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.scratch : end]))
         row_M = None if front.above_BF is None else front.above_BF.flatten()
-        out = self.decoder.step(
-            front.token_BF.flatten(), self.fed_back, self.rotations[self.level], attend, row_M=row_M
-        )
+        cos, sin = (x[self.level * B : (self.level + 1) * B] for x in self.rotation)
+        out = self.decoder.step(front.token_BF.flatten(), self.fed_back, (cos, sin), attend, row_M=row_M)
         self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
+
+    def greedy_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+        K, B = levels, token_B1.shape[0]
+        rotation = self.rotation[0][: K * B], self.rotation[1][: K * B]
+        return self.decoder.greedy_chain(token_B1[:, 0], self.fed_back, rotation, self.cache, self.slot_BJ[:, :K].T)
 
     def end(self, slot_BN: Tensor) -> None:
         if not self.stable:
             self.slot_BN = F.pad(slot_BN, (0, self.slot_BN.shape[1] - slot_BN.shape[1]), value=-1)
 
-    def _logits(self, out_ME: Tensor, requests: int) -> Tensor:
-        self.fed_back, logits_MW = self.decoder.predict(out_ME)
+    def _logits(self, out: tuple[Tensor, Tensor | None], requests: int) -> Tensor:
+        self.fed_back, logits_MW = self.decoder.predict(*out)
         return logits_MW.unflatten(0, (requests, -1))
 
 
@@ -268,7 +278,7 @@ class OnePassSource(Source):
         rotation = self.decoder.rotation(rows.position_M)
         out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = self.decoder.predict(out)[1].unflatten(0, (-1, K))
+        self.logits_BKW = self.decoder.predict(*out)[1].unflatten(0, (-1, K))
         self.level = 0
         return rows.root_B, self.logits_BKW
 

@@ -5,7 +5,8 @@ copied in 16 bits, as float16: half the bytes, for FBGEMM's products, which conv
 float16 has more digits than bfloat16 and fewer exponents, so that the smallest numbers of a bfloat16 matrix are
 rounded; a copy is made only where all this rounding together is less than float32's own, relative to the norm of the
 matrix. Other weights are copied in the layout of oneDNN's products: with PyTorch's layout, a product of a few rows
-takes much longer than reading the weight. `bench/small_rows.py` times both.
+takes much longer than reading the weight. `bench/small_rows.py` times both. Where there is a C compiler, all weights
+are copied for the products of `kernels/compiled` instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fledge.kernels.compiled import CompiledWeight, short_dtype
+from fledge.kernels.compiled.build import library
 from fledge.kernels.memory import free_bytes
 from fledge.kernels.processor import is_x86
 
@@ -77,7 +80,7 @@ def fits_half(weight: Tensor) -> bool:
 
 def can_pack(weights: Iterable[Tensor]) -> bool:
     """Whether weights can have copies: all are float32 on a CPU that has the products."""
-    return (has_onednn_products() or has_half_products()) and all(
+    return (library() is not None or has_onednn_products() or has_half_products()) and all(
         w.device.type == "cpu" and w.dtype == torch.float32 for w in weights
     )
 
@@ -89,8 +92,9 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
     most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
         return list(weights)
-    halves = [has_half_products() and fits_half(w) for w in weights]
-    least = [1 if half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
+    compiled = library() is not None
+    halves = [short_dtype(w) is not None if compiled else has_half_products() and fits_half(w) for w in weights]
+    least = [1 if compiled or half else least_rows(w) for w, half in zip(weights, halves, strict=True)]
     given = zip(weights, halves, least, strict=True)
     if sum(w.numel() * (2 if half else 4) for w, half, rows in given if rows is not None) > most:
         return list(weights)
@@ -115,12 +119,14 @@ def _packed(weight_OI: Tensor, half: bool, rows: int | None) -> Tensor:
     if rows is None:
         return weight_OI
     alias = weight_OI.detach()
-    alias.copied_from, alias.packed_copy = rows, copy_of(alias, half)
+    alias.copied_from = rows
+    alias.packed_copy = CompiledWeight(alias) if library() is not None else copy_of(alias, half)
     return alias
 
 
 def copy_of(weight_OI: Tensor, half: bool) -> Any:
-    """A copy of a weight for `packed_linear`, in 16 bits or in oneDNN's layout."""
+    """A copy of a weight for `packed_linear`, in 16 bits or not: a `CompiledWeight` where there is a compiler, else
+    FBGEMM's or one in oneDNN's layout."""
     plain_OI = weight_OI.contiguous()
     if half:
         return torch.ops.quantized.linear_prepack_fp16(plain_OI, None)
@@ -172,6 +178,8 @@ def packed_copy(weight_OI: Tensor, rows: int) -> Any | None:
 
 def packed_linear(x: Tensor, copy: Any, bias_O: Tensor | None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous."""
+    if isinstance(copy, CompiledWeight):
+        return copy.product(x) if bias_O is None else copy.product(x).add_(bias_O)
     if isinstance(copy, Tensor):  # in oneDNN's layout
         bias = None if bias_O is None else bias_O.contiguous()  # the operation ignores strides
         return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fledge.kernels.compiled import MOST_ROWS, CompiledLayers, CompiledWeight, Joined, layers_of
 from fledge.kernels.decode_layer import add_rms_norm, join_embedding
 from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.few_rows import norm_linear, plain_linear
@@ -18,7 +19,7 @@ from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.rope import cos_sin
 from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.models.draft import Draft
-from fledge.models.kv_cache import CacheRows
+from fledge.models.kv_cache import CacheRows, KVCache
 from fledge.models.layers import EAGER, Compute
 
 
@@ -50,6 +51,11 @@ class DraftDecoder:
         self.reading = replace(reading, qkv=keys_and_values)
         self.embedding = draft.embedding  # of the target that the draft is used with now
         self.target_id_W = draft.target_ids()
+        others = (
+            [self.embedding] if draft.family.fuses_embedding else [self.embedding, draft.midlayer.hidden_norm.weight]
+        )
+        norm_E = None if draft.family.borrows_head else draft.norm.weight
+        self.compiled = layers_of(self.layers, self.shape, norm_E, others)
         self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
 
     def to_target(self, draft_id: Tensor) -> Tensor:
@@ -89,25 +95,64 @@ class DraftDecoder:
     def step(
         self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
         asked: CachedRows | None = None, row_M: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
         (None: of all rows); the other layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
-        any number of states."""
+        any number of states. Also returns the norm of the output where it was computed on the way, for `predict`."""
         last, normed_ME = len(self.layers) - 1, None
+        queries = asked or attend
+        if self.compiled and (not last or queries is attend) and self.compiled.takes(queries.rows, token_M.numel()):
+            return self._compiled_step(self.compiled, token_M, state_ME, rotation, queries, row_M)
         for i, w in enumerate(self.layers):
             at = asked if asked is not None and i == last else attend
             qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, row_M, normed_ME)
             next_norm = None if i == last else self.layers[i + 1].input_norm
             attended_MO = at(i, qkv_MO, w, rotation)
             state_ME, normed_ME = layer_output(attended_MO, at.asked(residual_ME), w, next_norm)
-        return state_ME
+        return state_ME, None
 
-    def predict(self, out_SE: Tensor) -> tuple[Tensor, Tensor]:
-        """The input state of the next step [S, E] and the logits [S, W] from the last layer's output, as
+    def _compiled_step(
+        self, layers: CompiledLayers, token_M: Tensor, state_ME: Tensor, rotation: Rotation, queries: CachedRows,
+        row_M: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        draft = self.draft
+        if draft.family.fuses_embedding:
+            first, state_ME = self._first_input(token_M, state_ME, row_M)
+        else:
+            state_ME = state_ME if row_M is None else state_ME[row_M]
+            first = self._joined(token_M)
+        out_QE, normed_QE, _ = layers(state_ME, rotation, queries.rows, asked_Q=queries.asked_Q, first=first)
+        return out_QE, normed_QE
+
+    def _joined(self, token_M: Tensor) -> Joined:
+        draft, gain_E = self.draft, self.layers[0].input_norm
+        gains = gain_E, draft.midlayer.hidden_norm.weight
+        return Joined(token_M, self.embedding, *gains, draft.config.norm_before_residual)
+
+    def greedy_chain(
+        self, token_B: Tensor, state_BE: Tensor, rotation: Rotation, cache: KVCache, slot_KB: Tensor
+    ) -> Tensor | None:
+        """The next K tokens of a greedy chain of each sequence, target ids, int64 [B, K]: what K times `step`,
+        `predict` and the likeliest token give, in one call. `rotation` [K B, rotated] and the slots are those of all
+        steps. None where it cannot be computed so."""
+        head = getattr(self.head, "packed_copy", None)
+        if self.compiled is None or self.compiled.final_norm_E is None or self.draft.family.fuses_embedding:
+            return None
+        if len(self.layers) > 1 or slot_KB.shape[1] > MOST_ROWS or not isinstance(head, CompiledWeight):
+            return None
+        ids = None if self.draft.d2t is None else self.target_id_W
+        normed = self.draft.config.norm_output
+        joined = self._joined(token_B)
+        return self.compiled.chain(joined, state_BE, rotation, cache, slot_KB, head, ids, normed).T
+
+    def predict(self, out_SE: Tensor, normed_SE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The input state of the next step [S, E] and the logits [S, W] from the two results of `step`, as
         `Draft.split_output` and `Draft.logits`."""
         draft = self.draft
         if draft.family.borrows_head:
             return out_SE, plain_linear(out_SE, self.head)
+        if normed_SE is not None:
+            return normed_SE if draft.config.norm_output else out_SE, plain_linear(normed_SE, self.head)
         if draft.config.norm_output:
             normed_SE, _ = add_rms_norm(out_SE, None, draft.norm.weight, draft.norm.eps)
             return normed_SE, plain_linear(normed_SE, self.head)
@@ -122,13 +167,16 @@ class DraftDecoder:
         if layer:
             eps = w.shape.eps
             return norm_linear(state_ME, w.input_norm, eps, w.qkv, w.qkv_bias, normed_ME=normed_ME), state_ME
-        draft, E = self.draft, state_ME.shape[1]
+        x_MI, residual_ME = self._first_input(token_M, state_ME, row_M)
+        return plain_linear(x_MI, w.qkv, w.qkv_bias), residual_ME
+
+    def _first_input(self, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the projections of the first layer read, [M, I], and its residual [M, E]."""
+        draft, w, E = self.draft, self.layers[0], state_ME.shape[1]
         if draft.family.fuses_embedding:
             joined_M2E, _ = join_embedding(token_M, state_ME, self.embedding, row_M=row_M)
             x_ME = plain_linear(joined_M2E, self.fc, draft.fc.bias)
-            return plain_linear(x_ME, w.qkv, w.qkv_bias), x_ME
-        state_norm = draft.midlayer.hidden_norm.weight
-        gains = w.input_norm, state_norm, w.shape.eps
+            return x_ME, x_ME
+        gains = w.input_norm, draft.midlayer.hidden_norm.weight, w.shape.eps
         x_M2E, state_ME = join_embedding(token_M, state_ME, self.embedding, *gains, row_M=row_M)
-        residual_ME = x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
-        return plain_linear(x_M2E, w.qkv, w.qkv_bias), residual_ME
+        return x_M2E, x_M2E[:, E:] if draft.config.norm_before_residual else state_ME

@@ -14,7 +14,8 @@ from fledge.data.documents import lengths_of
 from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
-from fledge.data.token_cache import DataRequest, cache_directory, data_files, load_data
+from fledge.data.token_cache import DataRequest, data_files, load_data
+from fledge.files import cache_directory
 from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PlannedTarget
 from fledge.json_text import read_json

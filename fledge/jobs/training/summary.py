@@ -7,9 +7,10 @@ from typing import Any
 
 from fledge import __version__
 from fledge.data.documents import lengths_of, supervised_of
-from fledge.data.token_cache import cache_directory, data_files
+from fledge.data.token_cache import data_files
 from fledge.data.vocab import missing_from
 from fledge.eval.environment import command, environment
+from fledge.files import cache_directory
 from fledge.jobs.training.recipe import Recipe
 from fledge.jobs.training.target import PlannedTarget
 from fledge.models.draft import Draft

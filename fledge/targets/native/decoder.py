@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.compiled import CompiledLayers, layers_of
 from fledge.kernels.decode_layer import add_rms_norm
 from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.implementations import current_device
@@ -44,6 +45,7 @@ class NativeDecoder:
         self.layers = [layer_weights(layer, shape, at) for layer, at in zip(decoder.layers, windows, strict=True)]
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.norm: Tensor = decoder.norm.weight
+        self.compiled: CompiledLayers | None = None  # of the same weights, for few rows on a CPU
         self.frequencies: Tensor = decoder.rotary_emb.inv_freq.float()
         self.rope_scale: float = decoder.rotary_emb.attention_scaling
 
@@ -52,9 +54,10 @@ class NativeDecoder:
         return [m for w in self.layers for m in w.matrices()]
 
     def with_matrices(self, matrices: Iterator[Tensor]) -> NativeDecoder:
-        """The same with other weights instead of `matrices`."""
+        """The same with other weights instead of `matrices`, for decoding on a CPU."""
         other = copy.copy(self)
         other.layers = [w.with_matrices(matrices) for w in self.layers]
+        other.compiled = layers_of(other.layers, self.shape, self.norm)
         return other
 
     def rotation(self, position_M: Tensor) -> Rotation:
@@ -79,6 +82,10 @@ class NativeDecoder:
     ) -> Features:  # fmt: skip
         rotation, aux = self.rotation(position_M), []
         x_MD, normed_MD = nn.functional.embedding(token_M, self.embedding), None
+        if self.compiled and isinstance(attend, CachedRows) and self.compiled.takes(attend.rows, token_M.numel()):
+            asked_Q = None if last is None else last.asked_Q
+            _, final_QD, aux_MAD = self.compiled(x_MD, rotation, attend.rows, asked_Q=asked_Q, aux_layers=layers)
+            return Features(aux_MAD, final_QD)
         next_norms = [*(w.input_norm for w in self.layers[1:]), self.norm]  # of what reads each layer's output
         for i, (w, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             if i in layers:

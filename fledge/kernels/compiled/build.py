@@ -1,0 +1,70 @@
+"""Compiles layers.c with the machine's C compiler, once, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+from fledge.files import cache_directory, replace_file
+
+SOURCE = Path(__file__).with_name("layers.c")
+COMPILERS = ("cc", "gcc")
+# without -fopenmp at the link: the calls go to the threads that PyTorch has loaded, as a second pool of threads would
+# compete with them for the cores
+COMPILE = ("-O3", "-march=native", "-fno-strict-aliasing", "-fno-math-errno", "-fopenmp", "-fPIC", "-c")
+LINK = ("-shared",)
+SECONDS = 120  # for the compiler
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where there is no compiler that makes them, and on other systems than Linux."""
+    if sys.platform != "linux":
+        return None
+    found = next(filter(None, map(shutil.which, [os.environ.get("CC") or "", *COMPILERS])), None)
+    if found is None:
+        return None
+    try:
+        return _load(found)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    """Raises OSError or SubprocessError if it does not compile or load."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
+    made_of = [SOURCE.read_bytes(), version, *(s.encode() for s in (compiler, platform.machine(), *cpu[:1], *COMPILE))]
+    name = f"layers-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
+    cached = cache_directory() / "compiled" / name
+    with suppress(OSError):  # not there, or damaged
+        return _opened(cached)
+    with tempfile.TemporaryDirectory() as work:
+        compiled, linked = Path(work, "layers.o"), Path(work, name)
+        for command in ([*COMPILE, str(SOURCE), "-o", str(compiled)], [*LINK, str(compiled), "-o", str(linked)]):
+            subprocess.run([compiler, *command], capture_output=True, timeout=SECONDS, check=True)
+        made = _opened(linked)
+        with suppress(OSError):  # compiled again next time
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(cached, [linked.read_bytes()])
+        return made
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    made = ctypes.CDLL(str(path))
+    made.fledge_product.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    made.fledge_layers.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
+    made.fledge_chain.argtypes = [
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)
+    ]
+    return made
