@@ -269,6 +269,17 @@ def test_a_damaged_file_is_compiled_again(fresh: Path) -> None:
     assert file.stat().st_size > 1000
 
 
+def test_code_is_not_loaded_from_where_others_can_write(fresh: Path) -> None:
+    build.library()
+    (file,) = fresh.iterdir()
+    file.unlink()
+    file.write_bytes(b"code of somebody else")
+    fresh.chmod(0o777)
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert file.read_bytes() == b"code of somebody else"
+
+
 @pytest.mark.parametrize("compiler", ["fails", "slow", "none"])
 def test_without_a_compiler_plain_torch_computes(
     compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

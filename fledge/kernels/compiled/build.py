@@ -48,16 +48,24 @@ def _load(compiler: str) -> ctypes.CDLL:
     name = f"layers-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
     cached = cache_directory() / "compiled" / name
     with suppress(OSError):  # not there, or damaged
-        return _opened(cached)
+        if _is_private(cached.parent):
+            return _opened(cached)
     with tempfile.TemporaryDirectory() as work:
         compiled, linked = Path(work, "layers.o"), Path(work, name)
         for command in ([*COMPILE, str(SOURCE), "-o", str(compiled)], [*LINK, str(compiled), "-o", str(linked)]):
             subprocess.run([compiler, *command], capture_output=True, timeout=SECONDS, check=True)
         made = _opened(linked)
         with suppress(OSError):  # compiled again next time
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(cached, [linked.read_bytes()])
+            cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_private(cached.parent):
+                replace_file(cached, [linked.read_bytes()])
         return made
+
+
+def _is_private(directory: Path) -> bool:
+    """Whether nobody else can put code into a directory, which this process would run."""
+    found = directory.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _opened(path: Path) -> ctypes.CDLL:
