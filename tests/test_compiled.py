@@ -15,7 +15,10 @@ from torch import Tensor
 from fledge.decode.engine import Engine
 from fledge.kernels import packed_weight
 from fledge.kernels.compiled import MOST_ROWS, CompiledWeight, build
+from fledge.kernels.tree_attention import VisibleChain
+from fledge.models.decode_layer import CachedRows
 from fledge.models.draft_decoder import DraftDecoder
+from fledge.models.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree
@@ -231,6 +234,23 @@ def test_chains_are_those_of_single_steps(
     assert [[r.accepted for r in c.trace.rounds] for c in found] == [
         [r.accepted for r in c.trace.rounds] for c in expected
     ]
+
+
+@torch.inference_mode()
+def test_more_queries_than_rows() -> None:
+    """Reading along asks for guesses of rows that may not exist, as the first row."""
+    target = target_of()
+    found, asked_Q = [], torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1])
+    for compiled in (True, False):
+        decoder = DraftDecoder(tiny_draft(target))
+        decoder.compiled = decoder.compiled if compiled else None
+        config = decoder.draft.config
+        shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        cache = KVCache(SlotPool(*shape, torch.device("cpu"), torch.float32), [20])
+        rotation, state = decoder.rotation(torch.arange(2)), torch.ones(2, config.hidden_size)
+        queries = CachedRows(TreeRows(cache, 2, VisibleChain(asked_Q[None], 2)), asked_Q)
+        found.append(decoder.step(torch.tensor([5, 6]), state, rotation, queries, queries)[0])
+    near(*found)
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------

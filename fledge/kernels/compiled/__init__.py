@@ -56,7 +56,7 @@ class _Pass(Structure):
         *((n, c_void_p) for n in ("cache", "slot", "asked", "start", "length", "last", "mask", "position")),
         *((n, c_void_p) for n in ("cosine", "sine", "first", "token", "embedding", "token_gain", "state_gain")),
         ("normed_residual", c_int64),
-        *((n, c_void_p) for n in ("final_norm", "x", "normed", "aux", "aux_layer")),
+        *((n, c_void_p) for n in ("final_norm", "x", "out", "normed", "aux", "aux_layer")),
         ("aux_layers", c_int64),
     ]
 
@@ -125,12 +125,13 @@ class CompiledLayers:
         number of layers stands for the output), [M, A, E]. Writes keys and values of all M rows to the cache.
 
         `first` is what the first projection reads if it is not the norm of x. The queries are all rows, or those at
-        `asked_Q`. Raises MemoryError.
+        `asked_Q` (int64, contiguous), where a row may be more than once. Raises MemoryError.
         """
         (M, E), pool = x_ME.shape, rows.cache.pool
         visible, position = _seen(rows, M, asked_Q)
         B, S, J = visible.shape
-        x_ME = x_ME.clone(memory_format=torch.contiguous_format)  # it becomes the output
+        x_ME = x_ME.clone(memory_format=torch.contiguous_format)  # it changes
+        out_QE = x_ME if asked_Q is None else x_ME.new_empty(B * S, E)
         normed_QE = None if self.final_norm_E is None else x_ME.new_empty(B * S, E)
         aux_MAE = x_ME.new_empty(M, len(aux_layers), E)
         cosine, sine = rotation
@@ -147,12 +148,12 @@ class CompiledLayers:
         numbers = (c_int64 * len(aux_layers))(*aux_layers)
         asks = _Pass(
             M, B * S, B, pool.slots, J, *cosine.shape, torch.get_num_threads(), *map(_pointer, read),
-            joined.normed_residual, *map(_pointer, (self.final_norm_E, x_ME, normed_QE, aux_MAE)),
+            joined.normed_residual, *map(_pointer, (self.final_norm_E, x_ME, out_QE, normed_QE, aux_MAE)),
             ctypes.addressof(numbers), len(aux_layers),
         )  # fmt: skip
         if _functions().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks)):
             raise MemoryError("no memory for the rows of a decoder layer")
-        return x_ME[: B * S], normed_QE, aux_MAE
+        return out_QE, normed_QE, aux_MAE
 
     def chain(
         self, joined: Joined, state_ME: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache, slot_KM: Tensor,
@@ -174,7 +175,7 @@ class CompiledLayers:
         )  # fmt: skip
         asks = _Pass(
             M, M, M, cache.pool.slots, 1, M, rotation[0].shape[1], torch.get_num_threads(), *map(_pointer, read),
-            joined.normed_residual, *map(_pointer, (self.final_norm_E, out_ME, normed_ME)), None, None, 0,
+            joined.normed_residual, *map(_pointer, (self.final_norm_E, out_ME, out_ME, normed_ME)), None, None, 0,
         )  # fmt: skip
         if _functions().fledge_chain(
             byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct), _pointer(target_id_W),

@@ -49,7 +49,8 @@ typedef struct {
     int64_t rows, queries, sequences, slots, new_slots, angles, rotated, threads;
     float *cache; /* [layers, keys and values, G, slots, d] */
     const int64_t *slot; /* [M] */
-    const int64_t *asked; /* [Q]: the queries of the last layer among the rows of one chain; NULL: all rows */
+    const int64_t *asked; /* [Q]: the rows that are the last layer's queries, of one chain where there are more layers;
+                             a row may be asked for more than once; NULL: all rows */
     const int64_t *start, *length; /* [B] */
     const int64_t *last; /* [Q]: query q sees the new slots up to this one; NULL if there is a mask */
     const uint8_t *mask; /* [Q, J] */
@@ -60,7 +61,8 @@ typedef struct {
     const float *embedding, *token_gain, *state_gain; /* [V, E], and the gains of those norms */
     int64_t normed_residual; /* the residual is that norm of x */
     const float *final_norm; /* NULL for none */
-    float *x; /* [M, E]; the first Q rows are the output */
+    float *x; /* [M, E], which changes */
+    float *out; /* [Q, E]; x itself without `asked` */
     float *normed; /* [Q, E], with a final norm */
     float *aux; /* [M, aux_layers, E]: x before these layers */
     const int64_t *aux_layer;
@@ -413,18 +415,19 @@ static void attend(
 /* All layers. Returns 0, or 1 without memory. */
 int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass *p) {
     int64_t M = p->rows, E = s->width, d = s->head_dim, all = (s->heads + 2 * s->kv_heads) * d;
-    int64_t shared = M * (all + s->heads * d + s->inner + E), widest = layers->qkv.inputs;
+    int64_t most = M > p->queries ? M : p->queries, widest = layers->qkv.inputs;
+    int64_t shared = most * (all + s->heads * d + s->inner), own_size;
     for (int64_t l = 0; l < count; l++) {
         if (layers[l].out.inputs > widest) widest = layers[l].out.inputs;
         if (layers[l].down.inputs > widest) widest = layers[l].down.inputs;
     }
-    float *memory = malloc((shared + p->threads * M * (2 * E + widest)) * sizeof(float));
+    own_size = most * (2 * E + widest);
+    float *memory = malloc((shared + p->threads * own_size) * sizeof(float));
     if (!memory) return 1;
-    float *qkv = memory, *heads = qkv + M * all, *inner = heads + M * s->heads * d, *kept = inner + M * s->inner;
+    float *qkv = memory, *heads = qkv + most * all, *inner = heads + most * s->heads * d;
 #pragma omp parallel num_threads((int)p->threads)
     {
-        float *normed = memory + shared + omp_get_thread_num() * M * (2 * E + widest), *own = normed + 2 * M * E;
-        float *x = p->x;
+        float *normed = memory + shared + omp_get_thread_num() * own_size, *own = normed + 2 * most * E, *x = p->x;
         int64_t rows = M;
         for (int64_t l = 0; l < count; l++) {
             const Layer *w = layers + l;
@@ -458,8 +461,8 @@ int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass
             if (last) rows = p->queries;
             if (asked) {
 #pragma omp single
-                for (int64_t q = 0; q < rows; q++) memcpy(kept + q * E, x + asked[q] * E, E * sizeof(float));
-                x = kept;
+                for (int64_t q = 0; q < rows; q++) memcpy(p->out + q * E, x + asked[q] * E, E * sizeof(float));
+                x = p->out;
             } else {
 #pragma omp barrier
             }
@@ -479,7 +482,6 @@ int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass
                         memcpy(p->aux + (m * p->aux_layers + a) * E, x + m * E, E * sizeof(float));
             if (p->final_norm)
                 for (int64_t m = 0; m < rows; m++) norm(x + m * E, p->final_norm, E, s->eps, p->normed + m * E);
-            if (x != p->x) memcpy(p->x, x, rows * E * sizeof(float));
         }
     }
     free(memory);
@@ -498,8 +500,8 @@ int fledge_product(const Weight *w, int64_t rows, const float *x, float *y, int6
 
 /* A greedy chain of the draft p of one row per sequence: `count` times, the layers, the head, and the likeliest token,
  * which the next step reads with this one's state. `p` is the first step's, with the angles and slots of all steps one
- * after the other; `state` [M, E] and p->token are what it reads, and token [count, M] is what it finds. p->x and
- * p->normed are buffers. Returns 0, or 1 without memory. */
+ * after the other; `state` [M, E] and p->token are what it reads, and token [count, M] is what it finds. p->x, which is
+ * p->out, and p->normed are buffers. Returns 0, or 1 without memory. */
 int fledge_chain(
     const Shape *s, const Layer *layers, int64_t layer_count, const Pass *first, const Weight *head,
     const int64_t *target_id, int64_t normed_state, const float *state, int64_t count, int64_t *token
