@@ -15,6 +15,7 @@ from torch import Tensor
 from fledge.decode.engine import Engine
 from fledge.kernels import packed_weight
 from fledge.kernels.compiled import MOST_ROWS, CompiledWeight, build
+from fledge.kernels.compiled.threads import Threads
 from fledge.kernels.tree_attention import VisibleChain
 from fledge.models.decode_layer import CachedRows
 from fledge.models.draft_decoder import DraftDecoder
@@ -251,6 +252,36 @@ def test_more_queries_than_rows() -> None:
         queries = CachedRows(TreeRows(cache, 2, VisibleChain(asked_Q[None], 2)), asked_Q)
         found.append(decoder.step(torch.tensor([5, 6]), state, rotation, queries, queries)[0])
     near(*found)
+
+
+# -- threads ------------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_computes_while_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores are idle, then busy for 10 seconds, then idle; several threads are tried again, ever more seldom."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    now = preempted = 0.0
+    threads = Threads(lambda: now, lambda: int(preempted))
+
+    def seconds(end: int, alone: int, together: int) -> list[int]:
+        """The numbers of threads of passes until then, with so many preemptions a second with one thread and two."""
+        nonlocal now, preempted
+        chosen = []
+        while now < end:
+            with threads.computing() as count:
+                now += 0.008
+                preempted += 0.008 * (alone if count == 1 else together)
+            chosen.append(count)
+            now += 0.002
+            preempted += 1  # of what is computed between the passes, which does not count
+        return chosen
+
+    assert set(seconds(5, 15, 30)) == {2}
+    busy = seconds(15, 100, 200)
+    assert 0 < busy.count(2) < 30
+    assert set(seconds(90, 15, 30)[-400:]) == {2}
+    one_core = seconds(150, 15, 180)  # the thread that computes alone has a core of its own
+    assert 0 < one_core.count(2) < 150
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------

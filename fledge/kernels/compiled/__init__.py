@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.compiled.build import library
+from fledge.kernels.compiled.threads import THREADS
 from fledge.kernels.tree_attention.visible import Visible, VisibleChain
 
 if TYPE_CHECKING:
@@ -79,11 +80,10 @@ class CompiledWeight:
         """x Wᵀ of float32 rows, from [..., I] to [..., O], contiguous. Raises MemoryError."""
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.shape[0])
-        rows = x.numel() // self.shape[1]
-        if rows and _functions().fledge_product(
-            byref(self.struct), rows, x.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        ):
-            raise MemoryError("no memory for the rows of a matrix product")
+        if rows := x.numel() // self.shape[1]:
+            with THREADS.computing() as threads:
+                failed = _functions().fledge_product(byref(self.struct), rows, x.data_ptr(), out.data_ptr(), threads)
+            _check(failed)
         return out
 
 
@@ -147,12 +147,13 @@ class CompiledLayers:
         )  # fmt: skip
         numbers = (c_int64 * len(aux_layers))(*aux_layers)
         asks = _Pass(
-            M, B * S, B, pool.slots, J, *cosine.shape, torch.get_num_threads(), *map(_pointer, read),
+            M, B * S, B, pool.slots, J, *cosine.shape, 1, *map(_pointer, read),
             joined.normed_residual, *map(_pointer, (self.final_norm_E, x_ME, out_QE, normed_QE, aux_MAE)),
             ctypes.addressof(numbers), len(aux_layers),
         )  # fmt: skip
-        if _functions().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks)):
-            raise MemoryError("no memory for the rows of a decoder layer")
+        with THREADS.computing() as asks.threads:
+            failed = _functions().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks))
+        _check(failed)
         return out_QE, normed_QE, aux_MAE
 
     def chain(
@@ -174,14 +175,15 @@ class CompiledLayers:
             None, _integers(joined.token_M), joined.embedding_VE, joined.token_gain_E, joined.state_gain_E,
         )  # fmt: skip
         asks = _Pass(
-            M, M, M, cache.pool.slots, 1, M, rotation[0].shape[1], torch.get_num_threads(), *map(_pointer, read),
+            M, M, M, cache.pool.slots, 1, M, rotation[0].shape[1], 1, *map(_pointer, read),
             joined.normed_residual, *map(_pointer, (self.final_norm_E, out_ME, out_ME, normed_ME)), None, None, 0,
         )  # fmt: skip
-        if _functions().fledge_chain(
-            byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct), _pointer(target_id_W),
-            normed_state, state_ME.data_ptr(), K, token_KM.data_ptr(),
-        ):  # fmt: skip
-            raise MemoryError("no memory for the rows of a draft")
+        with THREADS.computing() as asks.threads:
+            failed = _functions().fledge_chain(
+                byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct),
+                _pointer(target_id_W), normed_state, state_ME.data_ptr(), K, token_KM.data_ptr(),
+            )  # fmt: skip
+        _check(failed)
         return token_KM
 
 
@@ -246,6 +248,11 @@ def _integers(x: Tensor | None) -> Tensor | None:
 
 def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for the rows of a pass")
 
 
 def _functions() -> ctypes.CDLL:
