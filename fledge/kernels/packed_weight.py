@@ -12,6 +12,7 @@ are copied for the products of `kernels/compiled` instead.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fledge.kernels.compiled import CompiledWeight, short_dtype
+from fledge.kernels.compiled import MOST_ROWS, CompiledWeight, short_dtype
 from fledge.kernels.compiled.build import library
 from fledge.kernels.memory import free_bytes
 from fledge.kernels.processor import is_x86
@@ -119,8 +120,10 @@ def _packed(weight_OI: Tensor, half: bool, rows: int | None) -> Tensor:
     if rows is None:
         return weight_OI
     alias = weight_OI.detach()
-    alias.copied_from = rows
-    alias.packed_copy = CompiledWeight(alias) if library() is not None else copy_of(alias, half)
+    if library() is None:
+        alias.copied_for, alias.packed_copy = range(rows, sys.maxsize), copy_of(alias, half)
+    else:
+        alias.copied_for, alias.packed_copy = range(1, MOST_ROWS + 1), CompiledWeight(alias)
     return alias
 
 
@@ -172,8 +175,8 @@ def version(weight: Tensor) -> int:
 def packed_copy(weight_OI: Tensor, rows: int) -> Any | None:
     """The copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster without,
     and if gradients are asked for."""
-    least = getattr(weight_OI, "copied_from", None)
-    return None if least is None or rows < least or torch.is_grad_enabled() else weight_OI.packed_copy
+    copied = rows in getattr(weight_OI, "copied_for", ())
+    return weight_OI.packed_copy if copied and not torch.is_grad_enabled() else None
 
 
 def packed_linear(x: Tensor, copy: Any, bias_O: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fledge.models.decode_layer import LayerShape, LayerWeights
     from fledge.models.kv_cache import CacheRows, KVCache
 
-MOST_ROWS = 128  # of more, each thread's norms of all rows would take too long
+MOST_ROWS = 128  # of more, PyTorch's products take less time, and each thread computes the norms of all rows
 PANEL = 16
 LANES = 8  # a head has a multiple of so many dimensions
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
