@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fledge.kernels.compiled import MOST_ROWS, CompiledLayers, CompiledWeight, Joined, layers_of
+from fledge.kernels.compiled import MOST_ROWS, CompiledWeight
 from fledge.kernels.decode_layer import add_rms_norm, join_embedding
 from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.few_rows import norm_linear, plain_linear
 from fledge.kernels.implementations import best_impl
 from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.rope import cos_sin
+from fledge.models.compiled_layers import CompiledLayers, Joined, layers_of
 from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.models.draft import Draft
 from fledge.models.kv_cache import CacheRows, KVCache

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.compiled import CompiledLayers, layers_of
 from fledge.kernels.decode_layer import add_rms_norm
 from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.implementations import current_device
 from fledge.kernels.rope import cos_sin
+from fledge.models.compiled_layers import CompiledLayers, layers_of
 from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.types import Features
 
