@@ -77,12 +77,16 @@ class ScriptedDecoder(DraftDecoder):
     def play(self, script: Sequence[int]) -> None:
         self.script, self.outs, self.said = list(script), [], []
 
-    def step(self, *args, **kwargs) -> Tensor:
-        self.outs.append(super().step(*args, **kwargs))
-        return self.outs[-1]
+    def step(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        out, normed = super().step(*args, **kwargs)
+        self.outs.append(out)
+        return out, normed
 
-    def predict(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        fed_back, logits = super().predict(out)
+    def greedy_chain(self, *args) -> None:
+        """The script has the tokens of a chain."""
+
+    def predict(self, out: Tensor, normed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        fed_back, logits = super().predict(out, normed)
         self.said.append(logits)
         self.target_id_W = torch.full_like(self.target_id_W, self.script.pop(0))  # whichever id is chosen
         return fed_back, logits

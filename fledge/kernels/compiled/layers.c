@@ -1,4 +1,5 @@
-/* Decoder layers for a few rows on a CPU, in float32. The caller is fledge/kernels/compiled/__init__.py.
+/* Decoder layers for a few rows on a CPU, in float32. The callers are fledge/kernels/compiled/__init__.py
+ * and fledge/models/compiled_layers.py.
  *
  * A few rows take as long as the weights are read, so all operations of all layers are one call: the threads start once,
  * and read each weight once. Weights have 32 or 16 bits; sums are in float32. Each sum has one order, whatever the number
