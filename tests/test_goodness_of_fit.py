@@ -120,6 +120,9 @@ class TableSource:
         self.prefix_B = after(self.prefix_B, front.token_BF[:, 0])
         return self.logits()
 
+    def greedy_chain(self, token_B1: Tensor, levels: int) -> None:
+        """No call has several levels."""
+
     def to_target(self, draft_ids: Tensor) -> Tensor:
         return DRAFT_IDS[draft_ids]
 

@@ -262,6 +262,9 @@ class GivenLogits:
         self.level += 1
         return self.logits_BKW[:, self.level, None]
 
+    def greedy_chain(self, token_B1: Tensor, levels: int) -> None:
+        """No call has several levels."""
+
 
 def grown(
     sampling: BatchSampling | None, logits_BKW: Tensor, length_B: Tensor, confidence: float
