@@ -1,7 +1,7 @@
 """Decoder layers for a few rows on a CPU, by C code that is compiled on the machine (`kernels/compiled/layers.c`).
 
-Between the products of a few rows, plain torch spends three quarters of a token's time on calls. Here all layers are
-one call. A row's result does not depend on the number of rows and threads, bit by bit, so that verification computes
+Between the products of a few rows, plain torch spends more time on calls than on arithmetic. Here all layers are one
+call. A row's result does not depend on the number of rows and threads, bit by bit, so that verification computes
 what decoding token by token does. `fledge.models.decode_layer` has the definition; both agree up to rounding.
 """
 
@@ -182,7 +182,7 @@ def _seen(rows: CacheRows, M: int, asked_Q: Tensor | None) -> tuple[Visible | Vi
 def layers_of(
     layers: Sequence[LayerWeights], shape: LayerShape, final_norm_E: Tensor | None, others: Sequence[Tensor] = ()
 ) -> CompiledLayers | None:
-    """Compiled layers of these weights, with the norm after the last one if its gain is given. None where a weight has
+    """The compiled layers of these weights, with the norm after the last one if its gain is given. None where a weight has
     no `CompiledWeight` as its copy, for experts, for heads and MLPs that do not fill whole vectors, and if a vector, or
     one of the `others` that are read, is not in float32."""
     fits = shape.head_dim % LANES == 0 and all(map(_plain, [final_norm_E, *others]))

@@ -1,8 +1,7 @@
 """The number of threads for compiled layers: one while other programs use the cores.
 
-Threads wait for each other after each operation. Where another program has taken the core of one of them, all others
-wait for milliseconds, some 150 times a token: two threads on two busy cores are a hundred times as slow as on idle
-ones, and one thread twice as slow.
+The threads wait for each other several times in each layer. Where another program has taken the core of one of them,
+each such wait of the others takes as long as the system gives that program. Then one thread is faster than several.
 """
 
 from __future__ import annotations
