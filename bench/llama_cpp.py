@@ -165,7 +165,7 @@ class Batch(ctypes.Structure):
 
 
 class Handle(c_void_p):
-    """A pointer, which ctypes converts to an int unless it has a class of its own."""
+    """A pointer of C; ctypes would return a plain `c_void_p` as an int."""
 
 
 RESULTS = {

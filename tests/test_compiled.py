@@ -113,7 +113,7 @@ def test_a_product_keeps_numbers_that_are_not_finite(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TARGETS)
 def test_layers_compute_what_plain_torch_does(name: str, dtype: torch.dtype, threads: int) -> None:
-    """A prompt, another one behind it, and then a chain of each and trees of each, verified together."""
+    """Prompts that are read in parts, then chains and trees of two requests in one verification."""
     target = target_of(dtype, **TARGETS[name])
     found, expected = outputs(target), outputs(uncompiled(target))
     assert len(found) == len(expected) > 10

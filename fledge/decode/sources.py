@@ -121,7 +121,7 @@ class Source:
 
     def greedy_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
         """The likeliest token of each of so many levels after the first, whose tokens are given: target ids, int64
-        [B, levels]: those that `expand` gives level by level, found in one call. None where there is no such call."""
+        [B, levels]. The tokens are the same as by `expand`, level by level. None if the source has no faster way."""
         return None
 
     def end(self, slot_BN: Tensor) -> None:

@@ -182,7 +182,7 @@ def _seen(rows: CacheRows, M: int, asked_Q: Tensor | None) -> tuple[Visible | Vi
 def layers_of(
     layers: Sequence[LayerWeights], shape: LayerShape, final_norm_E: Tensor | None, others: Sequence[Tensor] = ()
 ) -> CompiledLayers | None:
-    """The compiled layers of these weights, with the norm after the last one if its gain is given. None where a
+    """The compiled layers of these weights, and the final norm if its gain is given. None where a
     weight has no `CompiledWeight` as its copy, for experts, for heads and MLPs that do not fill whole vectors, and if a
     vector, or one of the `others` that are read, is not in float32."""
     fits = shape.head_dim % LANES == 0 and all(map(_plain, [final_norm_E, *others]))

@@ -28,7 +28,7 @@ SECONDS = 120  # for the compiler
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where there is no compiler that makes them, and on other systems than Linux."""
+    """The compiled functions; None without a C compiler that supports OpenMP, and on systems other than Linux."""
     if sys.platform != "linux":
         return None
     found = next(filter(None, map(shutil.which, [os.environ.get("CC") or "", *COMPILERS])), None)

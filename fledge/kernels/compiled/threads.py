@@ -1,7 +1,7 @@
 """The number of threads for compiled layers: one while other programs use the cores.
 
-The threads wait for each other several times in each layer. Where another program has taken the core of one of them,
-each such wait of the others takes as long as the system gives that program. Then one thread is faster than several.
+The threads wait for each other several times in each layer. If another program runs on the core of one thread, the
+other threads wait until the system gives the core back. Then one thread is faster than several.
 """
 
 from __future__ import annotations
