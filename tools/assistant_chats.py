@@ -95,6 +95,11 @@ def joined(chat: Chat, draw: random.Random) -> Chat:
     return result
 
 
+def beginning(chat: Chat, draw: random.Random) -> Chat:
+    """The conversation up to one of its first two questions."""
+    return chat[: draw.choice([1, 3]) if len(chat) > 3 else 1]
+
+
 def ended(text: str) -> str:
     """The text with a full stop if it has no sign at its end."""
     return text if text[-1] in ".!?" else f"{text}."

@@ -4,7 +4,10 @@
 
 DIR has the conversations that tools/assistant_chats.py reads. The model is a Llama of 24 narrow layers, beside which a
 draft of one layer costs little. The model learns from conversations alone, in the chat template, and to end its turns.
-More than some six passes over the conversations overfit: the loss of held-out conversations rises again.
+More than some five passes over the conversations overfit: the loss of held-out conversations rises again.
+
+Then the model unlearns to loop: it answers prompts greedily, and tokens that repeat what an answer has said before
+become less likely (Welleck et al. 2020, "Neural Text Generation With Unlikelihood Training", equation 6).
 
 At last the logits are doubled, through the gain of the last norm. Sampled at temperature 1, a model that has only been
 pre-trained says many an unlikely word, where chat models that people serve were made surer by further training.
@@ -22,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from assistant_chats import Chat, conversations
+from assistant_chats import Chat, beginning, conversations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,6 +45,9 @@ CONTEXT = 1024  # tokens of a training row
 WEIGHTS = {"system": 0, "user": 30, "assistant": 100}  # of the loss of what each role says, in percent
 WARM_UP = 0.03  # share of the steps
 SHARPNESS = 2.0  # factor of the logits after training
+LOOP = 6  # tokens: as many in a row that an answer has said before are a loop
+LOOP_ROUNDS, LOOP_PROMPTS, LOOP_BATCH, LOOP_TOKENS = 5, 512, 64, 160  # prompts are of each kind
+LOOP_WEIGHT, LOOP_LR = 5.0, 2e-4  # of the loss of repeated tokens beside that of conversations; learning rate
 REPORTS = 20  # points of the loss curve
 
 
@@ -49,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory of the conversations")
     parser.add_argument("--out", type=Path, default=Path("fledge/demo/target"), help="directory of the model")
-    parser.add_argument("--epochs", type=float, default=6, help="passes over the conversations (default: 6)")
+    parser.add_argument("--epochs", type=float, default=5, help="passes over the conversations (default: 5)")
     parser.add_argument("--rows", type=int, default=32, help=f"batch size, in rows of {CONTEXT} tokens (default: 32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after warm-up (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
@@ -64,6 +70,7 @@ def main() -> None:
     print(json.dumps({"rows": len(rows), "tokens": rows[..., 0].numel()}), flush=True)
     model = LlamaForCausalLM(model_config()).to(device)
     figures = pretrain(model, rows, measured, options)
+    figures["repeated_tokens"] = unlearn_loops(model, tokenizer, seen, rows, options)
     with torch.no_grad():
         model.model.norm.weight *= SHARPNESS
     model.to(torch.bfloat16)
@@ -164,8 +171,63 @@ def pretrain(
             curve.append(point)
             print(json.dumps(point), flush=True)
     seconds = time.perf_counter() - start
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None  # inputs of many lengths follow
     model.set_attn_implementation("sdpa")
     return {"steps": steps, "tokens": steps * options.rows * CONTEXT, "seconds": seconds, "curve": curve}
+
+
+def unlearn_loops(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seen: dict[str, list[Chat]], rows: torch.Tensor,
+    options: argparse.Namespace,
+) -> list[float]:  # fmt: skip
+    """Makes the tokens of loops less likely, while the model goes on learning from conversations. Returns the share of
+    such tokens in the greedy answers of each round."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LOOP_LR, betas=(0.9, 0.95), weight_decay=0.0)
+    batches, shares = endless(rows, options.rows), []
+    for _ in range(LOOP_ROUNDS):
+        chats = [chat for kind in ("bookings", "stories") for chat in random.sample(seen[kind], LOOP_PROMPTS)]
+        ids, loops = greedy_answers(model, tokenizer, [beginning(chat, random) for chat in chats])
+        shares.append(float(loops.sum() / (ids != tokenizer.pad_token_id).sum()))
+        print(json.dumps({"repeated_tokens": shares[-1]}), flush=True)
+        for chosen in torch.randperm(len(ids), device=ids.device).split(LOOP_BATCH):
+            with torch.autocast(ids.device.type, torch.bfloat16):
+                logits = model(input_ids=ids[chosen], use_cache=False).logits[:, :-1]
+            log_p = -F.cross_entropy(logits.flatten(0, 1).float(), ids[chosen, 1:].flatten(), reduction="none")
+            unlikely = -torch.log1p(-log_p.exp().clamp(max=0.999)) * loops[chosen, 1:].flatten()
+            loss = loss_of(model, next(batches))
+            loss = loss + LOOP_WEIGHT * unlikely.sum() / (ids[chosen] != tokenizer.pad_token_id).sum()
+            loss.backward()
+            if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+    return shares
+
+
+def greedy_answers(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[Chat]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts with their answers, and which of the tokens end LOOP tokens that the answer has said before, both [N, T].
+    They are padded at the end."""
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in prompts]
+    given = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    given = given.to(model.device)
+    start = given["input_ids"].shape[1]
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
+        ids = model.generate(
+            input_ids=given["input_ids"], attention_mask=given["attention_mask"], do_sample=False,
+            max_new_tokens=LOOP_TOKENS, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+    loops = torch.zeros_like(ids, dtype=torch.bool)
+    for row, answer in enumerate(ids[:, start:].tolist()):
+        said = set()
+        for end in range(LOOP, len(answer) + 1):
+            last = tuple(answer[end - LOOP : end])
+            loops[row, start + end - 1] = last in said and last[-1] != tokenizer.pad_token_id
+            said.add(last)
+    padding = start - given["attention_mask"].sum(1, keepdim=True)  # before each prompt; it moves to the end
+    order = (torch.arange(ids.shape[1], device=ids.device) + padding) % ids.shape[1]
+    return ids.gather(1, order), loops.gather(1, order)
 
 
 def endless(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

@@ -17,9 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from assistant_chats import Chat, conversations
+from assistant_chats import Chat, beginning, conversations
 
-ANSWERED = {"bookings": 9000, "orders": 600, "stories": 2800, "sums": 7000}  # conversations, of each kind
+ANSWERED = {"bookings": 7000, "orders": 600, "stories": 2800, "sums": 5000}  # conversations, of each kind
 TEMPERATURES = {"greedy": 0, "sampled": 1}
 DEMO = {"bookings": 240, "stories": 160, "sums": 240}  # conversations that the demo trains on
 MEASURED = {"bookings": 16, "stories": 16, "sums": 16}  # held-out prompts
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory of the conversations")
     parser.add_argument("--target", type=Path, default=Path("fledge/demo/target"))
     parser.add_argument("--work", type=Path, default=Path("runs/demo_draft"), help="directory of all results")
-    parser.add_argument("--epochs", type=float, default=4, help="passes over the answers (default: 4)")
+    parser.add_argument("--epochs", type=float, default=5, help="passes over the answers (default: 5)")
     parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that the draft proposes (default: 4096)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -64,11 +64,6 @@ def main() -> None:
 
 def write(file: Path, chats: list[Chat]) -> None:
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
-
-
-def beginning(chat: Chat, draw: random.Random) -> Chat:
-    """The conversation up to one of its first two questions."""
-    return chat[: draw.choice([1, 3]) if len(chat) > 3 else 1]
 
 
 def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
