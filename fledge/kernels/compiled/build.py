@@ -71,6 +71,7 @@ def _is_private(directory: Path) -> bool:
 def _opened(path: Path) -> ctypes.CDLL:
     made = ctypes.CDLL(str(path))
     made.fledge_product.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    made.fledge_product.restype = None
     made.fledge_layers.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
     made.fledge_chain.argtypes = [
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)

@@ -108,36 +108,27 @@ static inline __attribute__((always_inline)) vf weights_at(const char *panel, in
     return bfloat_at((const uint16_t *)panel + at);
 }
 
-/* Adds the products of one input. */
-static inline __attribute__((always_inline)) void add_products(
-    const vf w[2][2], const float *x, const int panels, const int rows, vf sum[2][MOST][2]
-) {
-#pragma GCC unroll 6
-    for (int m = 0; m < rows; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < panels; n++)
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) sum[n][m][v] += w[n][v] * x[m];
-}
-
-/* The products of one or two panels with rows of x, [panels, rows, PANEL]. x is [inputs, rows]. */
+/* The products of one or two panels with rows of x, [panels, rows, PANEL]. x is [rows, inputs]. */
 static inline __attribute__((always_inline)) void panels_of(
     const char *const *panel, int kind, int64_t inputs, const float *x, const int panels, const int rows, float *out
 ) {
     vf sum[2][MOST][2];
+    const float *row[MOST];
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; m++) row[m] = x + m * inputs;
 #pragma GCC unroll 2
     for (int n = 0; n < panels; n++)
 #pragma GCC unroll 6
         for (int m = 0; m < rows; m++) sum[n][m][0] = sum[n][m][1] = (vf){0};
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t i = 0; i < inputs; i++) {
-        vf w[2][2];
 #pragma GCC unroll 2
         for (int n = 0; n < panels; n++) {
             __builtin_prefetch(panel[n] + i * PANEL * (kind == FLOAT32 ? 4 : 2) + AHEAD);
-            w[n][0] = weights_at(panel[n], kind, i, 0), w[n][1] = weights_at(panel[n], kind, i, 1);
+            vf one = weights_at(panel[n], kind, i, 0), two = weights_at(panel[n], kind, i, 1);
+#pragma GCC unroll 6
+            for (int m = 0; m < rows; m++) sum[n][m][0] += one * row[m][i], sum[n][m][1] += two * row[m][i];
         }
-        add_products(w, x + i * rows, panels, rows, sum);
     }
 #pragma GCC unroll 2
     for (int n = 0; n < panels; n++)
@@ -182,22 +173,24 @@ static int64_t block_of(int64_t rows) {
     return (rows + blocks - 1) / blocks;
 }
 
-/* The blocks of rows one after the other, each [inputs, rows]: what a sum reads is then in one place. */
-static const float *transposed(const float *x, int64_t rows, int64_t inputs, float *to) {
-    int64_t block = block_of(rows);
-    if (rows == 1) return x;
-    for (int64_t m = 0; m < rows; m += block) {
-        int64_t some = rows - m < block ? rows - m : block;
-        for (int64_t k = 0; k < some; k++)
-            for (int64_t i = 0; i < inputs; i++) to[m * inputs + i * some + k] = x[(m + k) * inputs + i];
-    }
-    return to;
+/* The outputs of a panel, y = found + b, or y += found + b. */
+static inline void write_panel(const Weight *w, int64_t panel, const float *found, int add, float *y) {
+    int64_t o = panel * PANEL, count = w->outputs - o < PANEL ? w->outputs - o : PANEL;
+    if (count == PANEL && !w->bias)
+        for (int v = 0; v < PANEL; v += LANES) {
+            vf *at = (vf *)(y + o + v), one = *(const vf *)(found + v);
+            *at = add ? *at + one : one;
+        }
+    else
+        for (int64_t c = 0; c < count; c++) {
+            float value = w->bias ? found[c] + w->bias[o + c] : found[c];
+            y[o + c] = add ? y[o + c] + value : value;
+        }
 }
 
-/* The thread's share of x W' + b, or of y + x W' + b. `own` has room for x. */
-static void product(const Weight *w, const float *x, int64_t rows, float *y, int add, float *own) {
+/* The thread's share of x W' + b, or of y + x W' + b. */
+static void product(const Weight *w, const float *x, int64_t rows, float *y, int add) {
     int64_t first, end, block = block_of(rows);
-    x = transposed(x, rows, w->inputs, own);
     share_of((w->outputs + PANEL - 1) / PANEL, &first, &end);
     for (int64_t p = first; p < end; p += 2) {
         const char *panel[2] = {panel_at(w, p), panel_at(w, p + 1)};
@@ -207,14 +200,8 @@ static void product(const Weight *w, const float *x, int64_t rows, float *y, int
             float out[2 * MOST * PANEL];
             dots(w, panel, panels, x + m * w->inputs, some, out);
             for (int n = 0; n < panels; n++)
-                for (int k = 0; k < some; k++) {
-                    int64_t o = (p + n) * PANEL, count = w->outputs - o < PANEL ? w->outputs - o : PANEL;
-                    float *at = y + (m + k) * w->outputs + o, *found = out + (n * some + k) * PANEL;
-                    for (int64_t c = 0; c < count; c++) {
-                        float value = w->bias ? found[c] + w->bias[o + c] : found[c];
-                        at[c] = add ? at[c] + value : value;
-                    }
-                }
+                for (int k = 0; k < some; k++)
+                    write_panel(w, p + n, out + (n * some + k) * PANEL, add, y + (m + k) * w->outputs);
         }
     }
 }
@@ -244,9 +231,8 @@ static inline vf exp_of(vf x) {
 static inline float exp_one(float x) { return exp_of((vf){0} + x)[0]; }
 
 /* The thread's share of silu(gate) * up. The weight has the panels of the gate first. */
-static void swiglu(const Weight *w, const float *x, int64_t rows, float *y, float *own) {
+static void swiglu(const Weight *w, const float *x, int64_t rows, float *y) {
     int64_t first, end, inner = w->outputs / 2, half = (inner + PANEL - 1) / PANEL, block = block_of(rows);
-    x = transposed(x, rows, w->inputs, own);
     share_of(half, &first, &end);
     for (int64_t p = first; p < end; p++) {
         const char *panel[2] = {panel_at(w, p), panel_at(w, half + p)};
@@ -309,18 +295,50 @@ static void write_rows(const Shape *s, const Layer *w, const Pass *p, int64_t la
     }
 }
 
-/* The scores of `count` slots, some at a time so that their sums do not wait for each other. */
+#define PAIR 2 /* queries that read keys and values together */
+#define KEYS 4
+
+/* The sums of KEYS vectors, each in the same order. */
+static inline void sums_of(const vf v[KEYS], float scale, float *out) {
+    vf one = __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+             __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+    vf two = __builtin_shufflevector(v[2], v[3], 0, 8, 2, 10, 4, 12, 6, 14) +
+             __builtin_shufflevector(v[2], v[3], 1, 9, 3, 11, 5, 13, 7, 15);
+    vf sum = __builtin_shufflevector(one, two, 0, 1, 8, 9, 4, 5, 12, 13) +
+             __builtin_shufflevector(one, two, 2, 3, 10, 11, 6, 7, 14, 15);
+    for (int k = 0; k < KEYS; k++) out[k] = (sum[k] + sum[KEYS + k]) * scale;
+}
+
+/* The scores of `count` slots in a block for one or two queries; -INFINITY for the rest of the block. */
 static inline __attribute__((always_inline)) void scores_of(
-    const float *query, const float *keys, int64_t d, float scale, const int count, float *score
+    const float *const *query, const float *keys, int64_t count, int64_t d, float scale, const int queries,
+    float score[PAIR][BLOCK]
 ) {
-    vf sum[4];
+    for (int64_t from = 0; from < BLOCK; from += KEYS) {
+        const float *key[KEYS];
+        for (int k = 0; k < KEYS; k++) key[k] = keys + (from + k < count ? from + k : count - 1) * d;
+        vf sum[PAIR][KEYS];
+#pragma GCC unroll 2
+        for (int n = 0; n < queries; n++)
 #pragma GCC unroll 4
-    for (int k = 0; k < count; k++) sum[k] = (vf){0};
-    for (int64_t i = 0; i < d; i += LANES)
+            for (int k = 0; k < KEYS; k++) sum[n][k] = (vf){0};
+        for (int64_t i = 0; from < count && i < d; i += LANES) {
+            vf q[PAIR];
+#pragma GCC unroll 2
+            for (int n = 0; n < queries; n++) q[n] = *(const vf *)(query[n] + i);
 #pragma GCC unroll 4
-        for (int k = 0; k < count; k++) sum[k] += *(const vf *)(query + i) * *(const vf *)(keys + k * d + i);
-#pragma GCC unroll 4
-    for (int k = 0; k < count; k++) score[k] = sum_of(sum[k]) * scale;
+            for (int k = 0; k < KEYS; k++) {
+                vf at = *(const vf *)(key[k] + i);
+#pragma GCC unroll 2
+                for (int n = 0; n < queries; n++) sum[n][k] += q[n] * at;
+            }
+        }
+#pragma GCC unroll 2
+        for (int n = 0; n < queries; n++) {
+            sums_of(sum[n], scale, score[n] + from);
+            for (int64_t k = from < count ? count : from; k < from + KEYS; k++) score[n][k] = -INFINITY;
+        }
+    }
 }
 
 /* The largest of BLOCK numbers and another; NaN if there is one. */
@@ -337,18 +355,66 @@ static float largest_of(const float *x, float other) {
     return total != total ? total : found;
 }
 
-/* out = out * before + the weighted sum of values, of `vectors` times LANES dimensions. */
+/* out = out * before + the weighted sum of values, of `vectors` times LANES dimensions, for one or two queries. */
 static inline __attribute__((always_inline)) void add_values(
-    const float *weight, const float *values, int64_t count, int64_t d, float before, const int vectors, float *out
+    float weight[PAIR][BLOCK], const float *values, int64_t count, int64_t d, const float *before, const int vectors,
+    const int queries, float *const *out, int64_t i
 ) {
-    vf sum[8];
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) sum[v] = *(vf *)(out + v * LANES) * before;
+    vf sum[PAIR][4];
+#pragma GCC unroll 2
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sum[n][v] = *(vf *)(out[n] + i + v * LANES) * before[n];
     for (int64_t k = 0; k < count; k++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sum[v] += weight[k] * *(const vf *)(values + k * d + v * LANES);
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) *(vf *)(out + v * LANES) = sum[v];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vf at = *(const vf *)(values + k * d + i + v * LANES);
+#pragma GCC unroll 2
+            for (int n = 0; n < queries; n++) sum[n][v] += weight[n][k] * at;
+        }
+#pragma GCC unroll 2
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) *(vf *)(out[n] + i + v * LANES) = sum[n][v];
+}
+
+/* What a query of one head has seen so far. */
+typedef struct {
+    const float *query;
+    float *out; /* [d]: the weighted sum of values */
+    float largest, total; /* score, and sum of weights */
+    int64_t low, last; /* the first slot, and the last new slot, that it sees */
+    const uint8_t *mask; /* [J], or NULL */
+} Seen;
+
+/* One or two queries look at a block of slots, `from` the start of their sequence. */
+static inline __attribute__((always_inline)) void look(
+    Seen *const *seen, const float *keys, const float *values, int64_t from, int64_t count, int64_t length, int64_t d,
+    float scale, const int queries
+) {
+    const float *query[PAIR];
+    float *out[PAIR], before[PAIR], score[PAIR][BLOCK];
+    for (int n = 0; n < queries; n++) query[n] = seen[n]->query, out[n] = seen[n]->out;
+    scores_of(query, keys, count, d, scale, queries, score);
+    for (int n = 0; n < queries; n++) {
+        Seen *u = seen[n];
+        for (int64_t k = 0; k < u->low - from && k < BLOCK; k++) score[n][k] = -INFINITY;
+        for (int64_t j = from < length ? 0 : from - length; j < from + count - length; j++)
+            if (j > u->last || (u->mask && !u->mask[j])) score[n][length + j - from] = -INFINITY;
+        float most = largest_of(score[n], u->largest);
+        before[n] = most == u->largest ? 1.0f : u->largest == -INFINITY ? 0.0f : exp_one(u->largest - most);
+        vf weights = {0};
+        for (int64_t k = 0; k < BLOCK; k += LANES) {
+            vf at = *(vf *)(score[n] + k);
+            vi is_seen = at != (vf){0} - INFINITY;
+            weights += *(vf *)(score[n] + k) = (vf)((vi)exp_of(at - most) & is_seen);
+        }
+        u->largest = most;
+        u->total = u->total * before[n] + sum_of(weights);
+    }
+    int64_t i = 0;
+    for (; i + 4 * LANES <= d; i += 4 * LANES) add_values(score, values, count, d, before, 4, queries, out, i);
+    for (; i < d; i += LANES) add_values(score, values, count, d, before, 1, queries, out, i);
 }
 
 /* The thread's share of the attention of all queries and heads. Units of one key head are next to each other, and go
@@ -364,51 +430,30 @@ static void attend(
         int64_t length = p->length[b], units = (next < end ? next : end) - begin;
         const float *keys = p->cache + ((2 * layer * G + g) * p->slots + p->start[b]) * d;
         const float *values = keys + G * p->slots * d;
-        float largest[units], total[units];
-        for (int64_t from = 0; from < length + J; from += BLOCK) {
-            int64_t count = length + J - from < BLOCK ? length + J - from : BLOCK;
-            for (int64_t u = 0; u < units; u++) {
-                int64_t in = begin + u - shared * group * S, q = b * S + in / group, h = g * group + in % group;
-                int64_t low = w->window ? (whole ? length + q : p->position[q]) - w->window + 1 : 0; /* first seen */
-                int64_t last = whole ? q : p->last ? p->last[q] : J - 1; /* new slot that may be seen */
-                const float *query = qkv + (whole || !p->asked ? q : p->asked[q]) * O + h * d;
-                float *out = y + (q * H + h) * d, score[BLOCK];
-                if (!from) {
-                    largest[u] = -INFINITY, total[u] = 0;
-                    memset(out, 0, d * sizeof(float));
-                }
-                if (from + count <= low || from > length + last) continue;
-                for (int64_t k = 0; k < BLOCK; k += 4) {
-                    if (k + 4 <= count) scores_of(query, keys + (from + k) * d, d, s->scale, 4, score + k);
-                    else
-                        for (int64_t one = k; one < k + 4; one++)
-                            if (one < count) scores_of(query, keys + (from + one) * d, d, s->scale, 1, score + one);
-                            else score[one] = -INFINITY;
-                }
-                for (int64_t k = 0; k < low - from; k++) score[k] = -INFINITY;
-                for (int64_t j = from < length ? 0 : from - length; j < from + count - length; j++)
-                    if (j > last || (p->mask && !p->mask[q * J + j])) score[length + j - from] = -INFINITY;
-                float most = largest_of(score, largest[u]);
-                if (most == -INFINITY) continue; /* nothing is seen */
-                float before = largest[u] == -INFINITY ? 0.0f : exp_one(largest[u] - most);
-                vf weights = {0};
-                for (int64_t k = 0; k < BLOCK; k += LANES) {
-                    vf at = *(vf *)(score + k);
-                    vi seen = at != (vf){0} - INFINITY;
-                    weights += *(vf *)(score + k) = (vf)((vi)exp_of(at - most) & seen);
-                }
-                int64_t i = 0;
-                for (; i + 8 * LANES <= d; i += 8 * LANES)
-                    add_values(score, values + from * d + i, count, d, before, 8, out + i);
-                for (; i < d; i += LANES) add_values(score, values + from * d + i, count, d, before, 1, out + i);
-                largest[u] = most;
-                total[u] = total[u] * before + sum_of(weights);
-            }
-        }
+        Seen seen[units];
         for (int64_t u = 0; u < units; u++) {
             int64_t in = begin + u - shared * group * S, q = b * S + in / group, h = g * group + in % group;
-            for (int64_t i = 0; i < d; i++) y[(q * H + h) * d + i] /= total[u];
+            seen[u] = (Seen){
+                .query = qkv + (whole || !p->asked ? q : p->asked[q]) * O + h * d, .out = y + (q * H + h) * d,
+                .largest = -INFINITY, .low = w->window ? (whole ? length + q : p->position[q]) - w->window + 1 : 0,
+                .last = whole ? q : p->last ? p->last[q] : J - 1, .mask = p->mask ? p->mask + q * J : NULL,
+            };
+            memset(seen[u].out, 0, d * sizeof(float));
         }
+        for (int64_t from = 0; from < length + J; from += BLOCK) {
+            int64_t count = length + J - from < BLOCK ? length + J - from : BLOCK, waiting = 0;
+            Seen *pair[PAIR];
+            for (int64_t u = 0; u < units; u++) {
+                if (from + count <= seen[u].low || from > length + seen[u].last) continue;
+                pair[waiting++] = seen + u;
+                if (waiting < PAIR) continue;
+                look(pair, keys + from * d, values + from * d, from, count, length, d, s->scale, PAIR);
+                waiting = 0;
+            }
+            if (waiting) look(pair, keys + from * d, values + from * d, from, count, length, d, s->scale, 1);
+        }
+        for (int64_t u = 0; u < units; u++)
+            for (int64_t i = 0; i < d; i++) seen[u].out[i] /= seen[u].total;
         begin += units;
     }
 }
@@ -416,19 +461,14 @@ static void attend(
 /* All layers. Returns 0, or 1 without memory. */
 int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass *p) {
     int64_t M = p->rows, E = s->width, d = s->head_dim, all = (s->heads + 2 * s->kv_heads) * d;
-    int64_t most = M > p->queries ? M : p->queries, widest = layers->qkv.inputs;
-    int64_t shared = most * (all + s->heads * d + s->inner), own_size;
-    for (int64_t l = 0; l < count; l++) {
-        if (layers[l].out.inputs > widest) widest = layers[l].out.inputs;
-        if (layers[l].down.inputs > widest) widest = layers[l].down.inputs;
-    }
-    own_size = most * (2 * E + widest);
+    int64_t most = M > p->queries ? M : p->queries;
+    int64_t shared = most * (all + s->heads * d + s->inner), own_size = most * 2 * E;
     float *memory = malloc((shared + p->threads * own_size) * sizeof(float));
     if (!memory) return 1;
     float *qkv = memory, *heads = qkv + most * all, *inner = heads + most * s->heads * d;
 #pragma omp parallel num_threads((int)p->threads)
     {
-        float *normed = memory + shared + omp_get_thread_num() * own_size, *own = normed + 2 * most * E, *x = p->x;
+        float *normed = memory + shared + omp_get_thread_num() * own_size, *x = p->x;
         int64_t rows = M;
         for (int64_t l = 0; l < count; l++) {
             const Layer *w = layers + l;
@@ -454,7 +494,7 @@ int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass
                 }
             } else if (input == normed)
                 for (int64_t m = 0; m < M; m++) norm(x + m * E, w->input_norm, E, s->eps, normed + m * E);
-            product(&w->qkv, input, M, qkv, 0, own);
+            product(&w->qkv, input, M, qkv, 0);
 #pragma omp barrier
             write_rows(s, w, p, l, qkv);
 #pragma omp barrier
@@ -467,12 +507,12 @@ int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass
             } else {
 #pragma omp barrier
             }
-            product(&w->out, heads, rows, x, 1, own);
+            product(&w->out, heads, rows, x, 1);
 #pragma omp barrier
             for (int64_t m = 0; m < rows; m++) norm(x + m * E, w->post_norm, E, s->eps, normed + m * E);
-            swiglu(&w->gate_up, normed, rows, inner, own);
+            swiglu(&w->gate_up, normed, rows, inner);
 #pragma omp barrier
-            product(&w->down, inner, rows, x, 1, own);
+            product(&w->down, inner, rows, x, 1);
 #pragma omp barrier
         }
 #pragma omp single
@@ -489,14 +529,10 @@ int fledge_layers(const Shape *s, const Layer *layers, int64_t count, const Pass
     return 0;
 }
 
-/* y = x W' + b of rows [M, inputs], contiguous. Returns 0, or 1 without memory. */
-int fledge_product(const Weight *w, int64_t rows, const float *x, float *y, int64_t threads) {
-    float *memory = malloc(threads * rows * w->inputs * sizeof(float));
-    if (!memory) return 1;
+/* y = x W' + b of rows [M, inputs], contiguous. */
+void fledge_product(const Weight *w, int64_t rows, const float *x, float *y, int64_t threads) {
 #pragma omp parallel num_threads((int)threads)
-    product(w, x, rows, y, 0, memory + omp_get_thread_num() * rows * w->inputs);
-    free(memory);
-    return 0;
+    product(w, x, rows, y, 0);
 }
 
 /* A greedy chain of the draft p of one row per sequence: `count` times, the layers, the head, and the likeliest token,
@@ -513,7 +549,8 @@ int fledge_chain(
     int failed = !logits;
     for (int64_t k = 0; k < count && !failed; k++) {
         if (state != p.x) memcpy(p.x, state, size);
-        failed = fledge_layers(s, layers, layer_count, &p) || fledge_product(head, M, p.normed, logits, p.threads);
+        failed = fledge_layers(s, layers, layer_count, &p);
+        if (!failed) fledge_product(head, M, p.normed, logits, p.threads);
         for (int64_t m = 0; m < M && !failed; m++) {
             const float *at = logits + m * W;
             int64_t best = 0;
