@@ -295,50 +295,18 @@ static void write_rows(const Shape *s, const Layer *w, const Pass *p, int64_t la
     }
 }
 
-#define PAIR 2 /* queries that read keys and values together */
-#define KEYS 4
-
-/* The sums of KEYS vectors, each in the same order. */
-static inline void sums_of(const vf v[KEYS], float scale, float *out) {
-    vf one = __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
-             __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
-    vf two = __builtin_shufflevector(v[2], v[3], 0, 8, 2, 10, 4, 12, 6, 14) +
-             __builtin_shufflevector(v[2], v[3], 1, 9, 3, 11, 5, 13, 7, 15);
-    vf sum = __builtin_shufflevector(one, two, 0, 1, 8, 9, 4, 5, 12, 13) +
-             __builtin_shufflevector(one, two, 2, 3, 10, 11, 6, 7, 14, 15);
-    for (int k = 0; k < KEYS; k++) out[k] = (sum[k] + sum[KEYS + k]) * scale;
-}
-
-/* The scores of `count` slots in a block for one or two queries; -INFINITY for the rest of the block. */
+/* The scores of `count` slots, some at a time so that their sums do not wait for each other. */
 static inline __attribute__((always_inline)) void scores_of(
-    const float *const *query, const float *keys, int64_t count, int64_t d, float scale, const int queries,
-    float score[PAIR][BLOCK]
+    const float *query, const float *keys, int64_t d, float scale, const int count, float *score
 ) {
-    for (int64_t from = 0; from < BLOCK; from += KEYS) {
-        const float *key[KEYS];
-        for (int k = 0; k < KEYS; k++) key[k] = keys + (from + k < count ? from + k : count - 1) * d;
-        vf sum[PAIR][KEYS];
-#pragma GCC unroll 2
-        for (int n = 0; n < queries; n++)
+    vf sum[4];
 #pragma GCC unroll 4
-            for (int k = 0; k < KEYS; k++) sum[n][k] = (vf){0};
-        for (int64_t i = 0; from < count && i < d; i += LANES) {
-            vf q[PAIR];
-#pragma GCC unroll 2
-            for (int n = 0; n < queries; n++) q[n] = *(const vf *)(query[n] + i);
+    for (int k = 0; k < count; k++) sum[k] = (vf){0};
+    for (int64_t i = 0; i < d; i += LANES)
 #pragma GCC unroll 4
-            for (int k = 0; k < KEYS; k++) {
-                vf at = *(const vf *)(key[k] + i);
-#pragma GCC unroll 2
-                for (int n = 0; n < queries; n++) sum[n][k] += q[n] * at;
-            }
-        }
-#pragma GCC unroll 2
-        for (int n = 0; n < queries; n++) {
-            sums_of(sum[n], scale, score[n] + from);
-            for (int64_t k = from < count ? count : from; k < from + KEYS; k++) score[n][k] = -INFINITY;
-        }
-    }
+        for (int k = 0; k < count; k++) sum[k] += *(const vf *)(query + i) * *(const vf *)(keys + k * d + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < count; k++) score[k] = sum_of(sum[k]) * scale;
 }
 
 /* The largest of BLOCK numbers and another; NaN if there is one. */
@@ -355,66 +323,18 @@ static float largest_of(const float *x, float other) {
     return total != total ? total : found;
 }
 
-/* out = out * before + the weighted sum of values, of `vectors` times LANES dimensions, for one or two queries. */
+/* out = out * before + the weighted sum of values, of `vectors` times LANES dimensions. */
 static inline __attribute__((always_inline)) void add_values(
-    float weight[PAIR][BLOCK], const float *values, int64_t count, int64_t d, const float *before, const int vectors,
-    const int queries, float *const *out, int64_t i
+    const float *weight, const float *values, int64_t count, int64_t d, float before, const int vectors, float *out
 ) {
-    vf sum[PAIR][4];
-#pragma GCC unroll 2
-    for (int n = 0; n < queries; n++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) sum[n][v] = *(vf *)(out[n] + i + v * LANES) * before[n];
+    vf sum[8];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) sum[v] = *(vf *)(out + v * LANES) * before;
     for (int64_t k = 0; k < count; k++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            vf at = *(const vf *)(values + k * d + i + v * LANES);
-#pragma GCC unroll 2
-            for (int n = 0; n < queries; n++) sum[n][v] += weight[n][k] * at;
-        }
-#pragma GCC unroll 2
-    for (int n = 0; n < queries; n++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) *(vf *)(out[n] + i + v * LANES) = sum[n][v];
-}
-
-/* What a query of one head has seen so far. */
-typedef struct {
-    const float *query;
-    float *out; /* [d]: the weighted sum of values */
-    float largest, total; /* score, and sum of weights */
-    int64_t low, last; /* the first slot, and the last new slot, that it sees */
-    const uint8_t *mask; /* [J], or NULL */
-} Seen;
-
-/* One or two queries look at a block of slots, `from` the start of their sequence. */
-static inline __attribute__((always_inline)) void look(
-    Seen *const *seen, const float *keys, const float *values, int64_t from, int64_t count, int64_t length, int64_t d,
-    float scale, const int queries
-) {
-    const float *query[PAIR];
-    float *out[PAIR], before[PAIR], score[PAIR][BLOCK];
-    for (int n = 0; n < queries; n++) query[n] = seen[n]->query, out[n] = seen[n]->out;
-    scores_of(query, keys, count, d, scale, queries, score);
-    for (int n = 0; n < queries; n++) {
-        Seen *u = seen[n];
-        for (int64_t k = 0; k < u->low - from && k < BLOCK; k++) score[n][k] = -INFINITY;
-        for (int64_t j = from < length ? 0 : from - length; j < from + count - length; j++)
-            if (j > u->last || (u->mask && !u->mask[j])) score[n][length + j - from] = -INFINITY;
-        float most = largest_of(score[n], u->largest);
-        before[n] = most == u->largest ? 1.0f : u->largest == -INFINITY ? 0.0f : exp_one(u->largest - most);
-        vf weights = {0};
-        for (int64_t k = 0; k < BLOCK; k += LANES) {
-            vf at = *(vf *)(score[n] + k);
-            vi is_seen = at != (vf){0} - INFINITY;
-            weights += *(vf *)(score[n] + k) = (vf)((vi)exp_of(at - most) & is_seen);
-        }
-        u->largest = most;
-        u->total = u->total * before[n] + sum_of(weights);
-    }
-    int64_t i = 0;
-    for (; i + 4 * LANES <= d; i += 4 * LANES) add_values(score, values, count, d, before, 4, queries, out, i);
-    for (; i < d; i += LANES) add_values(score, values, count, d, before, 1, queries, out, i);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sum[v] += weight[k] * *(const vf *)(values + k * d + v * LANES);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) *(vf *)(out + v * LANES) = sum[v];
 }
 
 /* The thread's share of the attention of all queries and heads. Units of one key head are next to each other, and go
@@ -430,30 +350,51 @@ static void attend(
         int64_t length = p->length[b], units = (next < end ? next : end) - begin;
         const float *keys = p->cache + ((2 * layer * G + g) * p->slots + p->start[b]) * d;
         const float *values = keys + G * p->slots * d;
-        Seen seen[units];
+        float largest[units], total[units];
+        for (int64_t from = 0; from < length + J; from += BLOCK) {
+            int64_t count = length + J - from < BLOCK ? length + J - from : BLOCK;
+            for (int64_t u = 0; u < units; u++) {
+                int64_t in = begin + u - shared * group * S, q = b * S + in / group, h = g * group + in % group;
+                int64_t low = w->window ? (whole ? length + q : p->position[q]) - w->window + 1 : 0; /* first seen */
+                int64_t last = whole ? q : p->last ? p->last[q] : J - 1; /* new slot that may be seen */
+                const float *query = qkv + (whole || !p->asked ? q : p->asked[q]) * O + h * d;
+                float *out = y + (q * H + h) * d, score[BLOCK];
+                if (!from) {
+                    largest[u] = -INFINITY, total[u] = 0;
+                    memset(out, 0, d * sizeof(float));
+                }
+                if (from + count <= low || from > length + last) continue;
+                for (int64_t k = 0; k < BLOCK; k += 4) {
+                    if (k + 4 <= count) scores_of(query, keys + (from + k) * d, d, s->scale, 4, score + k);
+                    else
+                        for (int64_t one = k; one < k + 4; one++)
+                            if (one < count) scores_of(query, keys + (from + one) * d, d, s->scale, 1, score + one);
+                            else score[one] = -INFINITY;
+                }
+                for (int64_t k = 0; k < low - from; k++) score[k] = -INFINITY;
+                for (int64_t j = from < length ? 0 : from - length; j < from + count - length; j++)
+                    if (j > last || (p->mask && !p->mask[q * J + j])) score[length + j - from] = -INFINITY;
+                float most = largest_of(score, largest[u]);
+                if (most == -INFINITY) continue; /* nothing is seen */
+                float before = largest[u] == -INFINITY ? 0.0f : exp_one(largest[u] - most);
+                vf weights = {0};
+                for (int64_t k = 0; k < BLOCK; k += LANES) {
+                    vf at = *(vf *)(score + k);
+                    vi seen = at != (vf){0} - INFINITY;
+                    weights += *(vf *)(score + k) = (vf)((vi)exp_of(at - most) & seen);
+                }
+                int64_t i = 0;
+                for (; i + 8 * LANES <= d; i += 8 * LANES)
+                    add_values(score, values + from * d + i, count, d, before, 8, out + i);
+                for (; i < d; i += LANES) add_values(score, values + from * d + i, count, d, before, 1, out + i);
+                largest[u] = most;
+                total[u] = total[u] * before + sum_of(weights);
+            }
+        }
         for (int64_t u = 0; u < units; u++) {
             int64_t in = begin + u - shared * group * S, q = b * S + in / group, h = g * group + in % group;
-            seen[u] = (Seen){
-                .query = qkv + (whole || !p->asked ? q : p->asked[q]) * O + h * d, .out = y + (q * H + h) * d,
-                .largest = -INFINITY, .low = w->window ? (whole ? length + q : p->position[q]) - w->window + 1 : 0,
-                .last = whole ? q : p->last ? p->last[q] : J - 1, .mask = p->mask ? p->mask + q * J : NULL,
-            };
-            memset(seen[u].out, 0, d * sizeof(float));
+            for (int64_t i = 0; i < d; i++) y[(q * H + h) * d + i] /= total[u];
         }
-        for (int64_t from = 0; from < length + J; from += BLOCK) {
-            int64_t count = length + J - from < BLOCK ? length + J - from : BLOCK, waiting = 0;
-            Seen *pair[PAIR];
-            for (int64_t u = 0; u < units; u++) {
-                if (from + count <= seen[u].low || from > length + seen[u].last) continue;
-                pair[waiting++] = seen + u;
-                if (waiting < PAIR) continue;
-                look(pair, keys + from * d, values + from * d, from, count, length, d, s->scale, PAIR);
-                waiting = 0;
-            }
-            if (waiting) look(pair, keys + from * d, values + from * d, from, count, length, d, s->scale, 1);
-        }
-        for (int64_t u = 0; u < units; u++)
-            for (int64_t i = 0; i < d; i++) seen[u].out[i] /= seen[u].total;
         begin += units;
     }
 }
