@@ -1,10 +1,11 @@
 """Makes the rest of what `fledge demo` ships: the draft, the conversations to train on, and the prompts to measure on.
 
-    python tools/make_demo_draft.py --data DIR --target fledge/demo/target --work runs/demo_draft
+    python tools/make_demo_draft.py --data DIR --target fledge/demo/target --work runs/demo_draft --out fledge/demo
 
 The target answers the prompts of the conversations it learnt from, greedily and at temperature 1 (`fledge regenerate`);
 the shipped draft is trained on all these answers (`fledge train`). WORK/chats.jsonl.gz has the few conversations on
-which the demo trains its own draft, WORK/prompts.jsonl the held-out prompts on which it measures.
+which the demo trains its own draft, WORK/prompts.jsonl the held-out prompts on which it measures. At the end, what
+ships is copied to OUT; `--ship-only` copies from an earlier WORK and runs nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import gzip
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,17 +25,35 @@ ANSWERED = {"bookings": 7000, "orders": 600, "stories": 2800, "sums": 5000}  # c
 TEMPERATURES = {"greedy": 0, "sampled": 1}
 DEMO = {"bookings": 240, "stories": 160, "sums": 240}  # conversations that the demo trains on
 MEASURED = {"bookings": 16, "stories": 16, "sums": 16}  # held-out prompts
+TARGET = "fledge/demo/target"  # how the shipped draft names its target, wherever the target was when it was trained
+LICENCE = """
+## Licence
+
+The target is Fledgling, the assistant that ships with fledge. The draft was trained on answers of Fledgling and is
+under the licence of Fledgling, CC BY-SA 4.0; fledge/demo/LICENSE names the sources.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory of the conversations")
-    parser.add_argument("--target", type=Path, default=Path("fledge/demo/target"))
+    parser.add_argument("--data", type=Path, help="directory of the conversations; needed without --ship-only")
+    parser.add_argument("--target", type=Path, default=Path(TARGET))
     parser.add_argument("--work", type=Path, default=Path("runs/demo_draft"), help="directory of all results")
+    parser.add_argument("--out", type=Path, default=Path("fledge/demo"), help="directory of what ships")
+    parser.add_argument("--ship-only", action="store_true", help="only copy what ships from --work to --out")
     parser.add_argument("--epochs", type=float, default=5, help="passes over the answers (default: 5)")
     parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that the draft proposes (default: 4096)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if not options.ship_only:
+        if options.data is None:
+            parser.error("give --data, or --ship-only")
+        make(options)
+    ship(options.work, options.out)
+
+
+def make(options: argparse.Namespace) -> None:
+    """Makes the conversations, the prompts and the draft in WORK."""
     draw = random.Random(options.seed)
     options.work.mkdir(parents=True, exist_ok=True)
     seen, held_out = conversations(options.data, options.seed)
@@ -62,6 +82,24 @@ def main() -> None:
     )  # fmt: skip
 
 
+def ship(work: Path, out: Path) -> None:
+    """Copies the draft, the conversations and the prompts from WORK to OUT, without paths of this machine."""
+    draft = out / "draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(work / "run" / "draft", draft, copy_function=shutil.copyfile)
+    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    record = json.loads((draft / "fledge" / "record.json").read_text(encoding="utf-8"))
+    for known in (config, record["config"]):  # `fledge check` compares the two
+        known["fledge"]["target"] = TARGET
+    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (draft / "fledge" / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    card = (draft / "README.md").read_text(encoding="utf-8").partition("\n<!-- fledge card, sha256")[0]
+    card = card.replace("---\n", "---\nlicense: cc-by-sa-4.0\n", 1)
+    (draft / "README.md").write_text(f"{card.rstrip()}\n{LICENCE}", encoding="utf-8")
+    for name in ("chats.jsonl.gz", "prompts.jsonl"):
+        shutil.copyfile(work / name, out / name)
+
+
 def write(file: Path, chats: list[Chat]) -> None:
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
 
@@ -71,8 +109,8 @@ def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
     rows = [json.loads(line) for file in own for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if "messages" in row]
     chosen = draw.sample(rows, min(sum(DEMO.values()), len(rows)))
-    with gzip.open(out, "wt", encoding="utf-8") as f:
-        f.writelines(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
+    lines = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
+    out.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time, so that the same rows give the same file
 
 
 def fledge(*arguments: object) -> None:
