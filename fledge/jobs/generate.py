@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.display import escaped, held_warnings
 from fledge.jobs.options import DecodeOptions, opt
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
+    from fledge.decode.request import Completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,10 @@ class GenerateOptions(DecodeOptions):
         "maximum number of new tokens (default: 256, or fewer if the context has less room)", None, minimum=1
     )
     stop: list[str] = opt("end the text before this string; repeatable", repeatable=True)
-    stats: bool = opt("print speed and acceptance to standard error at the end", False)
+    stats: bool = opt(
+        "print speed and acceptance to standard error at the end; a terminal also shows the draft's tokens tinted",
+        False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +70,12 @@ def run(options: GenerateOptions, progress: Any) -> None:
     prepare_rounds([(engine, True)], progress, batch=1, tokens=tokens, sampling=sampling)
     terminal = sys.stdout.isatty()  # a terminal would interpret control characters; files and pipes get the exact text
     with held_warnings():
-        for piece in stream:
-            sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
-            sys.stdout.flush()
+        if terminal and options.stats and options.draft:
+            _show_tinted(engine, stream, done, options.stop)
+        else:
+            for piece in stream:
+                sys.stdout.write(escaped(piece, keep="\n\t") if terminal else piece)
+                sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
     if options.stats:
@@ -75,6 +85,20 @@ def run(options: GenerateOptions, progress: Any) -> None:
             acceptance = f"τ {tau([done.trace]):.2f}, α {alpha_text(alpha([done.trace]))}"
             line += f"; {len(done.trace.rounds)} rounds, {acceptance}"
         say(line)
+
+
+def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: list[str]) -> None:
+    """Shows the answer while it is generated into `done`, its tokens tinted by who proposed them."""
+    from rich.console import Console
+
+    from fledge.decode.proposers import AttributedText
+    from fledge.jobs.chatting.tints import TintedText
+
+    text = AttributedText(engine.target.tokenizer, engine.target.stop_ids, stop)
+    shown = TintedText(Console(highlight=False, markup=False, emoji=False))
+    for _ in stream:
+        shown.write(text.take(done))
+    shown.write([*text.take(done), *text.finish()])
 
 
 def _prompt(options: GenerateOptions, text: str, chats: bool) -> Any:

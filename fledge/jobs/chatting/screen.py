@@ -14,16 +14,11 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
-from rich.style import Style
 from rich.text import Text
 
-from fledge.jobs.chatting.session import Pieces, Session, exact
+from fledge.jobs.chatting.session import Session, exact
+from fledge.jobs.chatting.tints import Pieces, TintedText, legend
 from fledge.jobs.display import escaped, format_message
-
-# colours of drafted tokens by depth, the last one for all that are deeper; each has a contrast of at least 3.5 with
-# black and with white
-TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
-THINK, END_THINK = "<think>", "</think>"
 
 
 class Screen(Protocol):
@@ -88,9 +83,8 @@ class Terminal:
     """A terminal with an input line that has a history and keys, and answers tinted by who proposed their tokens."""
 
     def __init__(self, session: Session):
-        self._session, self._thinking = session, False
+        self._session = session
         self.console = Console(highlight=False, markup=False, emoji=False)
-        self._styles = [Style(), *(Style(color=tint) for tint in TINTS)]
         self._line: PromptSession[str] = PromptSession(
             "> ", multiline=True, key_bindings=self._keys(), history=InMemoryHistory(), prompt_continuation="  ",
             bottom_toolbar=self._bar,
@@ -100,10 +94,7 @@ class Terminal:
         """Says what this is, and shows the tints."""
         self.say(words)
         if self._session.has_draft and self.console.color_system:
-            legend = Text("Tokens that the draft proposed at depth")
-            for depth, style in enumerate(self._styles[1:], 1):
-                legend.append(f" {depth}{'+' * (depth == len(TINTS))}", style)
-            self.console.print(legend.append("; the others are the model's own."))
+            self.console.print(legend())
         self.say("/help lists the commands; Ctrl-D leaves.\n")
 
     def ask(self) -> str | None:
@@ -117,21 +108,13 @@ class Terminal:
 
     @contextmanager
     def answering(self, thinking: bool) -> Iterator[Callable[[], bool]]:
-        self._thinking = thinking
+        self._answer = TintedText(self.console, thinking)
         with _keys_for_later(), _interrupts() as stopped:
             yield stopped
         self.console.out("")
 
     def show(self, pieces: Pieces) -> None:
-        for text, proposer in pieces:
-            self._thinking = self._thinking or THINK in text
-            style = self._styles[min(proposer, len(TINTS))]
-            self.console.out(
-                escaped(text, keep="\n\t"), style=style + Style(dim=True) if self._thinking else style, highlight=False,
-                end="",
-            )  # fmt: skip
-            self._thinking = self._thinking and END_THINK not in text
-        self.console.file.flush()
+        self._answer.write(pieces)
 
     def summarize(self, line: str) -> None:
         self.console.print(Text(f"{line}\n", style="dim"))

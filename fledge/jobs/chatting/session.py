@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.jobs.chatting.conversation import Conversation, Exchange, Prompt
+from fledge.jobs.chatting.tints import Pieces
 from fledge.types import Sampling
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 512  # default maximum of new tokens per answer
 ROOM = 4  # an answer gets at least this part of the context (a quarter), unless it is to be shorter
-
-Pieces = list[tuple[str, int]]  # of a text, each with its proposer (fledge.decode.proposers)
 
 
 @dataclass(frozen=True)
