@@ -200,7 +200,7 @@ def train(options: TrainOptions) -> None:
 def demo(options: DemoOptions) -> None:
     from fledge.jobs.demo import run
 
-    run(options, ResultPrinter().print, ProgressDisplay())
+    run(options, ResultPrinter(), ProgressDisplay())
 
 
 @_command("generate", GenerateOptions)

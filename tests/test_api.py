@@ -251,7 +251,7 @@ def test_a_program_may_end_with_an_open_stream() -> None:
     words = f"""
 import fledge
 engine = fledge.load({str(demo / "target")!r}, draft={str(demo / "draft")!r})
-stream = engine.stream("import os", max_new_tokens=30)
+stream = engine.stream([dict(role="user", content="Tell me a story.")], max_new_tokens=30)
 next(stream)
 """
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)

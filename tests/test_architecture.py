@@ -24,7 +24,7 @@ GROUPS = (
     {"cli", "__init__", "__main__"},
 )
 APART = {("train", "decode"), ("decode", "train"), ("data", "targets"), ("targets", "data")}
-WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs", "demo"}
+WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs"}
 
 
 def imports() -> Iterator[tuple[str, str, str]]:

@@ -235,19 +235,19 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo, prompts = BENCH.parent / "fledge" / "demo", tmp_path / "code.jsonl"
-    prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
+    demo, prompts = BENCH.parent / "fledge" / "demo", tmp_path / "sums.jsonl"
+    prompts.write_text('{"text": "What is 2 + 3?"}\n{"text": "Once upon a time"}\n')
     words = "--target", demo / "target", "--draft", demo / "draft", "--prompts", prompts, "--new", 12, "--repeats", 2
     words = *words, "--seconds", 0.05, "--batch", 1, 2, "--temperature", 0, "--ways", "as trained", "auto", "alone"
     found = record(tmp_path, monkeypatch, "prompt_sets", *words)
     rows = found["rows"]
-    assert [(x["way"], x["set"], x["rows"]) for x in found["sets"]] == [(w, "code", 2) for w in words[-3:]]
+    assert [(x["way"], x["set"], x["rows"]) for x in found["sets"]] == [(w, "sums", 2) for w in words[-3:]]
     assert found["sets"][0]["speedup"] ** 2 == pytest.approx(rows[0]["speedup"] * rows[1]["speedup"])
     ways = [(way, b) for way in ("as trained", "auto", "alone") for b in (1, 2)]
     assert [(r["way"], r["batch"]) for r in rows] == ways
     assert all(r["tokens_per_s"] > 0 and r["prompts"] == 2 for r in rows)
     assert all(1 <= r["tau"] < 6 if r["way"] != "alone" else r["tau"] == 0 for r in rows), "alone drafts nothing"
-    assert all(0 <= r["paused"] <= 1 and r["set"] == "code" and r["passes"] > 0 for r in rows)
+    assert all(0 <= r["paused"] <= 1 and r["set"] == "sums" and r["passes"] > 0 for r in rows)
     assert all(r["speedup_iqr"][0] <= r["speedup"] <= r["speedup_iqr"][1] for r in rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from fledge.decode.engine import Engine
 from fledge.jobs.chat import converse
 from fledge.jobs.chatting.commands import COMMANDS, Outcome, execute, help_text, is_command, text_of
 from fledge.jobs.chatting.conversation import Conversation, Exchange, save
-from fledge.jobs.chatting.screen import TINTS, Pipes, Terminal
+from fledge.jobs.chatting.screen import Pipes, Terminal
 from fledge.jobs.chatting.session import Session, Settings, summary
+from fledge.jobs.chatting.tints import TINTS
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
 from support.files import rows_of
@@ -248,13 +250,21 @@ def test_piped_lines_are_turns_and_answers_are_plain(made, fledge, monkeypatch):
     assert fledge(*words).code == 2, "nobody is there to correct it"
 
 
-def test_the_bundled_pair_continues_text(fledge, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("def read(path):"))
+def test_the_bundled_pair_answers(fledge, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 12 + 13?"))
     went = fledge("chat", *BUNDLED, "--max-new-tokens", 12)
-    generated = fledge("generate", *BUNDLED, "--prompt", "def read(path):", "--max-new-tokens", 12)
+    generated = fledge("generate", *BUNDLED, "--prompt", "What is 12 + 13?", "--max-new-tokens", 12)
     assert went.code == 0 and went.out == generated.out
+
+
+def test_a_target_without_a_chat_template_takes_no_system_prompt(made, fledge, monkeypatch, tmp_path):
+    target = shutil.copytree(made / "target", tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = None
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(target)
     monkeypatch.setattr("sys.stdin", io.StringIO("a"))
-    refused = fledge("chat", *BUNDLED, "--system", "a")
+    refused = fledge("chat", "--target", target, "--system", "a")
     assert refused.code == 2 and "no chat template; leave --system out" in refused.err
 
 
@@ -300,17 +310,23 @@ def wait_for_prompt(terminal: TerminalOf) -> None:
 
 
 def test_a_conversation_on_a_narrow_terminal():
-    with TerminalOf("chat", *BUNDLED, "--max-new-tokens", 400, width=60) as terminal:
-        terminal.wait_for("continues each text", "/help lists the commands", "draft on (depth 5), F2: off")
-        terminal.type("def read(path):\r")
-        terminal.wait_for("raise")
+    asked = "Tell me a story about a cat."
+    words = [*BUNDLED, "--max-new-tokens", 400, "--temperature", 3]  # so hot that no answer ends soon
+
+    def answer() -> list[str]:
+        shown = [line for line in terminal.lines if line.strip()]
+        return shown[next(i for i, line in enumerate(shown) if line.startswith(f"> {asked}")) + 1 :]
+
+    with TerminalOf("chat", *words, width=60) as terminal:
+        terminal.wait_for("/help lists the commands", "draft on (depth", "F2: off")
+        wait_for_prompt(terminal)
+        terminal.type(f"{asked}\r")
+        terminal.wait(lambda: f"> {asked}" in terminal.text and len(answer()) > 2)
         terminal.type("\x03")
         terminal.wait_for("· stopped")
         wait_for_prompt(terminal)
         tints = {tint.removeprefix("#") for tint in TINTS}
-        shown = [line for line in terminal.lines if line.strip()]
-        answer = shown[next(i for i, line in enumerate(shown) if line.startswith("> def read")) + 1 :]
-        assert any(tints & terminal.colours(line) for line in answer), "tinted by who proposed it"
+        assert any(tints & terminal.colours(line) for line in answer()), "tinted by who proposed it"
         assert re.search(r"^τ \d.* tokens/s · \d+ tokens", terminal.text, re.M)
         terminal.type("\x1bOQ")
         terminal.wait_for("draft off, F2: on")
@@ -327,7 +343,7 @@ def test_a_conversation_on_a_narrow_terminal():
         terminal.wait(lambda: terminal.screen.display[terminal.screen.cursor.y].strip() == ">")
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
-        assert terminal.text.count("def read(path):") >= 2
+        assert terminal.text.count(asked) >= 2
 
 
 def test_the_bar_of_a_narrow_terminal_shows_whole_parts(monkeypatch):

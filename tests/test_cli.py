@@ -792,7 +792,7 @@ def test_eval_out_replaces_only_earlier_records(made, draft, fledge, tmp_path):
 def test_committed_records_are_recognised_as_records():
     kept = sorted((Path(__file__).parents[1] / "bench" / "results").glob("*.json"))
     unknown = [file.name for file in kept if not is_record(json.loads(file.read_text()))]
-    others = ["demo.json", "demo_intel.json", "small_pair.json"]  # results of demos, and an earlier layout
+    others = ["demo.json", "small_pair.json"]  # results of demos, and an earlier layout
     assert len(kept) > 10 and unknown == others
 
 

@@ -117,7 +117,9 @@ def test_features_of_supervised_tokens_are_not_enough_for_eagle1(fledge: Fledge,
 @pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
 def test_bytes_a_token_as_announced(precision: str, fledge: Fledge, tmp_path: Path) -> None:
     """The bundled target: what is announced before the first byte is what the disk holds, within 1 %."""
-    data = write_rows(tmp_path / "text.jsonl", [{"text": f"def f{i}(x):\n    return x + {i}\n" * 30} for i in range(9)])
+    data = write_rows(
+        tmp_path / "text.jsonl", [{"text": f"Ada has {i} apples and gets {i} more.\n" * 30} for i in range(9)]
+    )
     words = "--out", tmp_path / "f", "--max-length", 128, "--precision", precision
     wrote = fledge("features", "--target", DEMO, "--data", data, *words)
     assert wrote.code == 0, wrote.err

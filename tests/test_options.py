@@ -196,8 +196,6 @@ def test_messages_name_only_flags_of_their_command():
         # flags of git, engines and compilers; the commands
         if module in ("eval/environment.py", "engines/command.py", "kernels/compiled/build.py", "cli.py"):
             continue
-        if module.startswith("demo/"):  # programs with flags of their own
-            continue
         known = {*known_to(READERS.get(module, COMMON)), *OTHERS}
         for flag in FLAG.finditer(text):
             before = re.search(r"fledge (\w+) [^;,.]*$", text[: flag.start()])

@@ -13,7 +13,7 @@ from fledge.decode.request import Completion
 from fledge.types import Round, Trace
 
 PAIR = Path(__file__).parents[1] / "fledge" / "demo"
-PROMPT = 'import json\n\n\ndef read(path):\n    """'
+PROMPT = [{"role": "user", "content": "Tell me a story that begins: Once upon a time, there was a cat."}]
 
 
 def test_a_round_ends_with_a_token_of_the_target():

@@ -298,10 +298,10 @@ def test_commands_say_what_they_captured(
     demo = Path(__file__).parents[1] / "fledge" / "demo"
     words = ["--target", demo / "target", "--draft", demo / "draft", "--depth", 2, "--max-new-tokens", 8]
     if command == "eval":
-        (tmp_path / "two.jsonl").write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n')
+        (tmp_path / "two.jsonl").write_text('{"text": "What is 2 + 3?"}\n{"text": "Once upon a time"}\n')
         words += ["--prompts", tmp_path / "two.jsonl", "--batch", 2]
     else:
-        words += ["--prompt", "import"]
+        words += ["--prompt", "What is 2 + 3?"]
     monkeypatch.setattr(sys, "argv", ["fledge", command, *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,17 @@ def ship(work: Path, out: Path) -> None:
     (draft / "README.md").write_text(f"{card.rstrip()}\n{LICENCE}", encoding="utf-8")
     for name in ("chats.jsonl.gz", "prompts.jsonl"):
         shutil.copyfile(work / name, out / name)
+    state_losses(out / "target")
+
+
+def state_losses(target: Path) -> None:
+    """Writes the held-out losses of pretrain.json into the table of the target's card."""
+    figures = json.loads((target / "pretrain.json").read_text(encoding="utf-8"))
+    before, after = figures["curve"][-1]["held_out"], figures["held_out_loss"]
+    rows = "".join(f"| {kind} | {before[kind]:.2f} | {after[kind]:.2f} |\n" for kind in after)
+    card = target / "README.md"
+    text = re.sub(r"(?<=\| after the logits were doubled \|\n\|---\|---\|---\|\n)(\|.*\n)*", rows, card.read_text())
+    card.write_text(text, encoding="utf-8")
 
 
 def write(file: Path, chats: list[Chat]) -> None:
@@ -110,7 +122,9 @@ def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
     rows = [row for row in rows if "messages" in row]
     chosen = draw.sample(rows, min(sum(DEMO.values()), len(rows)))
     lines = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
-    out.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time, so that the same rows give the same file
+    out.write_bytes(
+        gzip.compress(lines.encode(), mtime=0)
+    )  # without the time, so that the same rows give the same file
 
 
 def fledge(*arguments: object) -> None:

@@ -1,1 +1,1 @@
-"""The demo: its model and draft, its text, and the programs that made the pair."""
+"""What `fledge demo` copies: the assistant, its draft, conversations to train on, and prompts to measure on."""

@@ -88,7 +88,7 @@ def run(options: GenerateOptions, progress: Any) -> None:
 
 
 def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: list[str]) -> None:
-    """Shows the answer while it is generated into `done`, its tokens tinted by who proposed them."""
+    """Shows an answer while `stream` generates it into `done`, the draft's tokens tinted."""
     from rich.console import Console
 
     from fledge.decode.proposers import AttributedText

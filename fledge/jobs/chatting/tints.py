@@ -37,7 +37,7 @@ class TintedText:
 
 
 def legend() -> Text:
-    """One line that shows which tint stands for which depth."""
+    """A line that names the depth of each tint."""
     text = Text("Tokens that the draft proposed at depth")
     for depth, tint in enumerate(TINTS, 1):
         text.append(f" {depth}{'+' * (depth == len(TINTS))}", Style(color=tint))
