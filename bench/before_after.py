@@ -1,12 +1,12 @@
 """Runs the same jobs with two checkouts of fledge on one machine, in turn, and records both.
 
-    git worktree add ../before 4bba1a2
-    python bench/before_after.py --checkouts 4bba1a2=../before main=. --out bench/results/before_after.json
+    git worktree add ../before HEAD~20
+    python bench/before_after.py --checkouts before=../before now=. --out bench/results/before_after.json
 
 Three things are measured with each checkout, each named by its commit:
-`demo`: `fledge demo`, or its earlier forms: τ, tokens per second and speedup of the demo's drafts.
-`family`: every method trained for `--steps` steps on the demo's text, on the CPU in float32, then τ and α of greedy
-decoding on 8 of its prompts. Both checkouts read the same files.
+`demo`: `fledge demo`: τ, tokens per second and speedup of the demo's drafts.
+`family`: every method trained for `--steps` steps on the demo's conversations, on the CPU in float32, then τ and α of
+greedy decoding on 8 of the demo's prompts. Both checkouts read the bundled target and text of this checkout.
 `step`: `bench/train_step.py` for rows of 2,048 and 8,192 supervised tokens, `--repeats` times in turn; needs a GPU.
 `--only` chooses among them.
 """
@@ -27,12 +27,7 @@ from fledge.eval.environment import environment
 from fledge.eval.record import write_record
 
 CLI = [sys.executable, "-c", "from fledge.cli import main; main()"]
-DEMOS = {  # how the demo is started, by the file that checkouts with this form have; the latest form first
-    "fledge/jobs/demo.py": ("fledge", "demo", "--out", "build/demo"),
-    "fledge/demo/run.py": ("fledge.demo.run",),
-    "demo/run.py": ("demo.run",),
-}
-TARGETS = ("fledge/demo/target", "demo/target")  # where a checkout has the bundled model
+BUNDLED = Path(__file__).resolve().parents[1] / "fledge" / "demo"
 METHODS = ("eagle3", "eagle3.1", "peagle", "eagle1")
 TRAIN = "--depth 4 --max-length 256 --row-length 512 --lr 2e-3 --eval-tokens 1 --device cpu".split()
 EVAL = "--limit 8 --max-new-tokens 64 --depth 4 --device cpu --json".split()
@@ -73,8 +68,6 @@ class Checkout:
     def __init__(self, commit: str, directory: str, cores: str | None):
         self.commit, self.directory = commit, Path(directory).resolve()
         self.prefix = ["taskset", "-c", cores] if cores else []
-        self.demo = next(words for file, words in DEMOS.items() if (self.directory / file).is_file())
-        self.target = next(target for target in TARGETS if (self.directory / target).is_dir())
 
     def run(self, *command: object) -> str:
         """Runs a command there and returns its standard output."""
@@ -94,25 +87,32 @@ def in_turn(checkouts: list[Checkout], work: Any, side_by_side: bool) -> dict[st
 
 
 def demo(checkout: Checkout) -> dict[str, Any]:
-    checkout.run(sys.executable, "-m", *checkout.demo)
+    checkout.run(*CLI, "demo", "--out", "build/demo")
     found = json.loads((checkout.directory / "build/demo/result.json").read_text())
     return {"seconds": found["seconds"]} | {name: pick(r) for name, r in found["results"].items()}
 
 
 def family(checkout: Checkout, steps: int) -> dict[str, Any]:
     """Every method, trained and evaluated; `loss` are the first and the last step's."""
-    found, data = {}, Path("build/demo")
+    found, target = {}, BUNDLED / "target"
     with tempfile.TemporaryDirectory() as work:
         for method in METHODS:
-            out, vocabulary = Path(work) / method, [] if method == "eagle1" else ["--draft-vocab", 1280]
+            out, vocabulary = Path(work) / method, [] if method == "eagle1" else ["--draft-vocab", 2048]
             checkout.run(
-                *CLI, "train", "--target", checkout.target, "--data", data / "train.jsonl", "--out", out,
+                *CLI, "train", "--target", target, "--data", BUNDLED / "chats.jsonl.gz", "--out", out,
                 "--method", method, "--steps", steps, *vocabulary, *TRAIN,
             )  # fmt: skip
             losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-            prompts = data / "prompts.jsonl"
             record = checkout.run(
-                *CLI, "eval", "--target", checkout.target, "--draft", out / "draft", "--prompts", prompts, *EVAL
+                *CLI,
+                "eval",
+                "--target",
+                target,
+                "--draft",
+                out / "draft",
+                "--prompts",
+                BUNDLED / "prompts.jsonl",
+                *EVAL,
             )
             found[method] = {"loss": [losses[0], losses[-1]]} | pick(json.loads(record))
     return found

@@ -1,6 +1,6 @@
 """Times training steps on a CPU with and without `heap.retain_freed_memory` (fledge/train/heap.py).
 
-    python bench/heap.py --target fledge/demo/target --data build/demo/train.jsonl@0.1 --out bench/results/heap.json
+    python bench/heap.py --target fledge/demo/target --data fledge/demo/chats.jsonl.gz --out bench/results/heap.json
 
 Runs alternate between the two, each in a process of its own. Records the median time of a step and the page faults per
 step of each process, without its first steps.
@@ -18,6 +18,7 @@ from pathlib import Path
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.jobs import train
+from fledge.jobs.demo import TRAIN
 from fledge.jobs.display import ProgressDisplay
 from fledge.train import heap
 
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def measure(kept: bool, options: argparse.Namespace) -> dict:
-    """Trains with the demo's options and a larger draft vocabulary. Returns the row of the record."""
+    """Trains with the demo's options. Returns the row of the record."""
     if not kept:
         heap.retain_freed_memory = lambda: False
     faults: list[int] = []
@@ -50,10 +51,8 @@ def measure(kept: bool, options: argparse.Namespace) -> dict:
     show.step = lambda steps, metrics: faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     with tempfile.TemporaryDirectory() as out:
         asked = train.TrainOptions(
-            target=options.target, data=[options.data], out=out, steps=options.steps, depth=2, draft_vocab=2048,
-            max_length=256, row_length=512, aux_layers="2,6,11", fc_norm=True, norm_output=True, lr=2e-3, gamma=0.6,
-            eval_tokens=1, device="cpu",
-        )  # fmt: skip
+            target=options.target, data=[options.data], out=out, steps=options.steps, device="cpu", **TRAIN
+        )
         train.run(asked, show.say, show)
         steps = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return {
