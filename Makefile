@@ -1,4 +1,4 @@
-# make demo   install, train a draft for the bundled model and measure it (about four minutes on two cores)
+# make demo   install, train a draft for the bundled model and measure it (about five minutes on two cores)
 # make test   install, lint and run all tests
 # make fuzz   run every command on damaged inputs, 3,230 in total, and check for tracebacks (about ten minutes)
 # make properties   run the property tests (Hypothesis) on new random examples (half a minute)

@@ -1,6 +1,6 @@
 """Takes the picture of a report that README shows: the beginning of the page, as headless Chromium draws it.
 
-python docs/pictures/photograph_report.py fledge-demo/run/report.html docs/pictures/report.png
+python docs/pictures/photograph_report.py fledge-demo/report.html docs/pictures/report.png
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python docs/pictures/record_chat.py
 
-It types a text, lets the model continue it with the draft, switches the draft off by F2, and asks again. The picture's
-frames are what the terminal showed at those moments, with the figures of this machine.
+It types a question, lets the assistant answer it with the draft, switches the draft off by F2, and asks again. The
+frames of the picture are what the terminal showed, with the figures of this machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, HEIGHT = 72, 26
 FRAMES = 8  # while an answer is written
 HOLD, STEP = 3.0, 0.35  # seconds that a finished answer and another frame are shown
 BAR = "#8a8a8a"  # colour of the bar at the bottom, which is reversed on a terminal
-ASKED = "def read(path):"
+ASKED = "Ada buys 6 cookies for 4 dollars each and pays with 50 dollars. How much change is there?"
 
 
 def frame_of(terminal: TerminalOf) -> Text:
@@ -49,7 +49,7 @@ def frame_of(terminal: TerminalOf) -> Text:
 def record() -> list[tuple[Text, float]]:
     """The frames, each with the seconds that it is shown."""
     frames: list[tuple[Text, float]] = []
-    words = ["chat", "--target", "fledge/demo/target", "--draft", "fledge/demo/draft", "--max-new-tokens", "90"]
+    words = ["chat", "--target", "fledge/demo/target", "--draft", "fledge/demo/draft"]
     with TerminalOf(*words, width=WIDTH, height=HEIGHT) as terminal:
 
         def bar() -> bool:
