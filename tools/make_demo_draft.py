@@ -108,7 +108,7 @@ def state_losses(target: Path) -> None:
     before, after = figures["curve"][-1]["held_out"], figures["held_out_loss"]
     rows = "".join(f"| {kind} | {before[kind]:.2f} | {after[kind]:.2f} |\n" for kind in after)
     card = target / "README.md"
-    text = re.sub(r"(?<=\| after the logits were doubled \|\n\|---\|---\|---\|\n)(\|.*\n)*", rows, card.read_text())
+    text = re.sub(r"(?<=\| at the end, with doubled logits \|\n\|---\|---\|---\|\n)(\|.*\n)*", rows, card.read_text())
     card.write_text(text, encoding="utf-8")
 
 
