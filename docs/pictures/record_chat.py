@@ -29,7 +29,7 @@ WIDTH, HEIGHT = 72, 26
 FRAMES = 8  # while an answer is written
 HOLD, STEP = 3.0, 0.35  # seconds that a finished answer and another frame are shown
 BAR = "#8a8a8a"  # colour of the bar at the bottom, which is reversed on a terminal
-ASKED = "Ada buys 6 cookies for 4 dollars each and pays with 50 dollars. How much change is there?"
+ASKED = "Please multiply 27 by 6."
 
 
 def frame_of(terminal: TerminalOf) -> Text:
