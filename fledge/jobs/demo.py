@@ -40,7 +40,7 @@ class DemoOptions(Options):
 
     out: str = opt("directory for the models, the data and the results; the demo can run in it again", "fledge-demo")
     quick: bool = opt("train nothing: measure only the draft that ships with the assistant", False)
-    steps: int = opt("number of optimizer steps of the training", 1200, minimum=1)
+    steps: int = opt("number of optimizer steps of the training", 800, minimum=1)
     prompts: int = opt("number of prompts to decode, at least 2", 48, minimum=2, maximum=48)
 
     def __post_init__(self) -> None:
