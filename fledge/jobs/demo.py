@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fledge.jobs.display import ProgressDisplay, ResultPrinter
 
 MODELS, TEXTS = ("target", "draft"), ("chats.jsonl.gz", "prompts.jsonl")  # in fledge/demo, and copied to OUT
-QUESTION = "Ada buys 6 cookies for 4 dollars each and pays with 50 dollars. How much change is there?"
+QUESTION = "Omar buys 4 books for 9 dollars each and pays with 50 dollars. How much change is there?"
 FEATURES: dict[str, Any] = {"max_length": 512, "precision": "bfloat16"}
 TRAIN: dict[str, Any] = {
     "depth": 4, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512, "lr": 2e-3,
