@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -341,11 +342,20 @@ def test_without_a_compiler_plain_torch_computes(
     monkeypatch.setenv("CC", "")
     monkeypatch.setenv("PATH", str(tmp_path) if compiler != "slow" else f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(build, "SECONDS", 1)
-    assert build.library() is None
+    reason = {"fails": f"{tool} did not compile .*", "slow": "timed out", "none": "there is no C compiler"}[compiler]
+    with pytest.warns(build.SlowWarning, match=f"{reason}.*install gcc"):
+        assert build.library() is None
     target = tiny_target(native=True)
     target.prepare_decoding()
     assert target._decoder.compiled is None
     assert target.prefill([text(9)], target.new_cache([64]))[0].isfinite().all()
+
+
+def test_who_wants_no_compiler_is_not_warned(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build.library() is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(fresh: Path) -> None:

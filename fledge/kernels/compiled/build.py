@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from ctypes import c_int64, c_void_p
 from pathlib import Path
@@ -26,18 +27,36 @@ LINK = ("-shared",)
 SECONDS = 120  # for the compiler
 
 
+class SlowWarning(UserWarning):
+    """Layers are computed by PyTorch, though this system could compile them."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None without a C compiler that supports OpenMP, and on systems other than Linux."""
+    """The compiled functions; None without a C compiler that supports OpenMP, and on systems other than Linux.
+
+    Issues a `SlowWarning` on Linux, once, unless CC is `false`.
+    """
     if sys.platform != "linux":
         return None
-    found = next(filter(None, map(shutil.which, [os.environ.get("CC") or "", *COMPILERS])), None)
-    if found is None:
-        return None
-    try:
-        return _load(found)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    chosen = os.environ.get("CC") or ""
+    found = next(filter(None, map(shutil.which, [chosen, *COMPILERS])), None)
+    reason = "there is no C compiler"
+    if found is not None:
+        try:
+            return _load(found)
+        except (OSError, subprocess.SubprocessError) as error:
+            output = getattr(error, "stderr", None) or b""
+            said = next(iter(output.decode(errors="replace").strip().splitlines()), "") or str(error)
+            reason = f"{found} did not compile fledge's layers ({said})"
+    if chosen != "false":
+        warnings.warn(
+            f"decoding on this CPU takes several times as long as it could, since {reason}; install gcc, or name a "
+            "compiler in the environment variable CC (CC=false: none, without this warning)",
+            SlowWarning,
+            stacklevel=2,
+        )
+    return None
 
 
 def _load(compiler: str) -> ctypes.CDLL:
