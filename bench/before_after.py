@@ -104,16 +104,9 @@ def family(checkout: Checkout, steps: int) -> dict[str, Any]:
             )  # fmt: skip
             losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
             record = checkout.run(
-                *CLI,
-                "eval",
-                "--target",
-                target,
-                "--draft",
-                out / "draft",
-                "--prompts",
-                BUNDLED / "prompts.jsonl",
+                *CLI, "eval", "--target", target, "--draft", out / "draft", "--prompts", BUNDLED / "prompts.jsonl",
                 *EVAL,
-            )
+            )  # fmt: skip
             found[method] = {"loss": [losses[0], losses[-1]]} | pick(json.loads(record))
     return found
 

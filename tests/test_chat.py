@@ -325,8 +325,6 @@ def test_a_conversation_on_a_narrow_terminal():
         terminal.type("\x03")
         terminal.wait_for("· stopped")
         wait_for_prompt(terminal)
-        tints = {tint.removeprefix("#") for tint in TINTS}
-        assert any(tints & terminal.colours(line) for line in terminal.lines), "the legend; tokens: see test_demo"
         assert re.search(r"^τ \d.* tokens/s · \d+ tokens", terminal.text, re.M)
         terminal.type("\x1bOQ")
         terminal.wait_for("draft off, F2: on")
@@ -341,6 +339,20 @@ def test_a_conversation_on_a_narrow_terminal():
         terminal.wait(lambda: re.search(r"^> a\n  b", terminal.text, re.M))
         terminal.type("\x03")
         terminal.wait(lambda: terminal.screen.display[terminal.screen.cursor.y].strip() == ">")
+        terminal.type("\x1bOQ")
+        terminal.wait_for("draft on")
+        wait_for_prompt(terminal)
+        terminal.type("/reset\r")
+        wait_for_prompt(terminal)
+        terminal.type("/temperature 0\r")
+        terminal.wait_for("temperature 0 ·")
+        wait_for_prompt(terminal)
+        terminal.type("What is 12 + 13?\r")
+        terminal.wait(lambda: re.search(r"^> What is 12 \+ 13\?\n(.*\n)+τ \d", terminal.text, re.M))
+        start = next(i for i, line in enumerate(terminal.lines) if line.startswith("> What is 12"))
+        tints = {tint.removeprefix("#") for tint in TINTS}
+        assert any(tints & terminal.colours(line) for line in terminal.lines[start:]), "tinted by who proposed it"
+        wait_for_prompt(terminal)
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
         assert terminal.text.count(asked) >= 2

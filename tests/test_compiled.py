@@ -114,7 +114,7 @@ def test_a_product_keeps_numbers_that_are_not_finite(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TARGETS)
 def test_layers_compute_what_plain_torch_does(name: str, dtype: torch.dtype, threads: int) -> None:
-    """Prompts that are read in parts, then chains and trees of two requests in one verification."""
+    """The outputs are of prompts that are read in parts, and of verifications of two requests' chains and trees."""
     target = target_of(dtype, **TARGETS[name])
     found, expected = outputs(target), outputs(uncompiled(target))
     assert len(found) == len(expected) > 10

@@ -198,8 +198,8 @@ def unlearn_loops(
             loss = loss_of(model, next(batches))
             loss = loss + LOOP_WEIGHT * unlikely.sum() / (ids[chosen] != tokenizer.pad_token_id).sum()
             loss.backward()
-            if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
-                optimizer.step()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
             optimizer.zero_grad()
     return shares
 

@@ -122,9 +122,7 @@ def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
     rows = [row for row in rows if "messages" in row]
     chosen = draw.sample(rows, min(sum(DEMO.values()), len(rows)))
     lines = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
-    out.write_bytes(
-        gzip.compress(lines.encode(), mtime=0)
-    )  # without the time, so that the same rows give the same file
+    out.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time: the same rows give the same file
 
 
 def fledge(*arguments: object) -> None:
