@@ -152,7 +152,7 @@ def timed(
     from fledge.config import DraftConfig
     from fledge.models.draft import Draft
     from fledge.targets.source import LiveFeatures
-    from fledge.train.optim import MasterAdamW
+    from fledge.train.optim import MasterOptimizer
     from fledge.train.prefetch import with_features
     from fledge.train.trainer import Progress, Schedule, optimizer_step, own_rows
 
@@ -175,7 +175,7 @@ def timed(
         WARM_UP + options.steps + 1, 1e-4, Objective(depth=options.depth, keep_out_of_vocab=True),
         Implementation(slots=256) if cpu else fast, rows_per_step=ranks.size,
     )  # fmt: skip
-    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
+    optimizer = MasterOptimizer(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
     progress = Progress()
     ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
     upcoming = with_features(ahead, source.features, device, prefetch=schedule.implementation.prefetch)

@@ -239,7 +239,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     from fledge.targets.compatibility import connect_draft
     from fledge.targets.source import LiveFeatures
     from fledge.targets.transformers import TransformersTarget
-    from fledge.train.optim import MasterAdamW
+    from fledge.train.optim import MasterOptimizer
     from fledge.train.trainer import Progress, Schedule, optimizer_step
 
     device, dtype = options.device, torch.bfloat16
@@ -260,7 +260,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
     schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.implementation)
-    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay)
+    optimizer = MasterOptimizer(draft.named_parameters(), schedule.betas, schedule.weight_decay)
     rows, source = (
         OneRow(make_row(case.tokens, case.supervised, config.vocab_size)),
         LiveFeatures(target, layers),

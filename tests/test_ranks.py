@@ -48,7 +48,7 @@ from fledge.train import ranks as ranks_module
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
-from fledge.train.optim import MasterAdamW
+from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3.1": dict(fc_norm=True, norm_output=True),
     "peagle": dict(num_hidden_layers=2, **P_EAGLE),
     "eagle1": dict(method="eagle1"),
+    "muon": dict(num_hidden_layers=2),
 }
 # rows that differ much in live slots, and one that has none
 DOCUMENTS = [
@@ -88,7 +89,8 @@ def train(
         depth=1 if eagle1 else 3, feature_noise=0.1 if eagle1 else 0.0,
         drop=DropTokens(0.8, 0.2) if variant == "peagle" else None,
     )  # fmt: skip
-    schedule = Schedule(STEPS, 1e-2, objective, rows_per_step=rows_per_step, save_every=100)
+    optimizer = "muon" if variant == "muon" else "adamw"
+    schedule = Schedule(STEPS, 1e-2, objective, rows_per_step=rows_per_step, save_every=100, optimizer=optimizer)
     run = RunDirectory(directory)
     run.path.mkdir(parents=True, exist_ok=True)
     rows = Rows(DOCUMENTS, 24, seed=0)
@@ -108,7 +110,7 @@ def train_all_cases(ranks: Ranks, directory: Path) -> None:
             out = directory / placement / f"{variant} {rows_per_step}"
             found = train(out, variant, replace(ranks, placement=placement), rows_per_step)
             torch.save(found, out / f"rank {ranks.rank}")
-    assert any(isinstance(x, DTensor) for x in MasterAdamW([("p", one())], (0.9, 0.95), 0.0, ranks).state().values())
+    assert any(isinstance(x, DTensor) for x in MasterOptimizer([("p", one())], (0.9, 0.95), 0.0, ranks).state().values())
 
 
 def one() -> torch.nn.Parameter:

@@ -29,14 +29,14 @@ from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Objective
-from fledge.train.optim import MasterAdamW
+from fledge.train.optim import MasterOptimizer
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.commands import run_to_its_end
 from support.files import metrics_of, write_rows
 from support.mutations import replace_function
 from support.rows import document
-from support.runs import as_before, earlier_state, recipe_of, state_file, write_earlier_state, write_recipe
+from support.runs import as_before, recipe_of, state_file, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
@@ -200,7 +200,7 @@ def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
     target, run = tiny_target(tokenizer=False), RunDirectory(directory)
     source = LiveFeatures(target, resolve_layers(None, target))
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
-    schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1)
+    schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1, optimizer="muon")  # of matrices; AdamW of the rest
     with run.locked():
         resume = run.recipe.exists()
         if not resume:
@@ -219,25 +219,31 @@ def train_in_two_parts(directory: Path) -> None:
     train_in(directory)
 
 
-def forget_the_moments(restored: Any, optimizer: MasterAdamW) -> None:
+def forget_the_moments(restored: Any, optimizer: MasterOptimizer) -> None:
     restored(optimizer)
     for moments in optimizer.adamw.state.values():
         moments["exp_avg"].zero_()
 
 
-def forget_the_steps(restored: Any, optimizer: MasterAdamW) -> None:
+def forget_the_momentum(restored: Any, optimizer: MasterOptimizer) -> None:
+    restored(optimizer)
+    for momentum in optimizer.momentum.values():
+        momentum.zero_()
+
+
+def forget_the_steps(restored: Any, optimizer: MasterOptimizer) -> None:
     restored(optimizer)
     for moments in optimizer.adamw.state.values():
         moments["step"].zero_()
 
 
-def round_the_weights(restored: Any, optimizer: MasterAdamW) -> None:
+def round_the_weights(restored: Any, optimizer: MasterOptimizer) -> None:
     for master in optimizer.masters:
         master.copy_(master.bfloat16().float())
     restored(optimizer)
 
 
-def keep_the_first_weights(restored: Any, optimizer: MasterAdamW) -> None:
+def keep_the_first_weights(restored: Any, optimizer: MasterOptimizer) -> None:
     pass
 
 
@@ -258,10 +264,11 @@ def keep_every_line(truncate: Any, run: RunDirectory, step: int) -> None:
 
 
 MUTATIONS = [  # (owner, function, replacement)
-    (MasterAdamW, "restored", forget_the_moments),
-    (MasterAdamW, "restored", forget_the_steps),
-    (MasterAdamW, "restored", round_the_weights),
-    (MasterAdamW, "restored", keep_the_first_weights),
+    (MasterOptimizer, "restored", forget_the_moments),
+    (MasterOptimizer, "restored", forget_the_momentum),
+    (MasterOptimizer, "restored", forget_the_steps),
+    (MasterOptimizer, "restored", round_the_weights),
+    (MasterOptimizer, "restored", keep_the_first_weights),
     (trainer, "_progress_of", begin_the_data_again),
     (trainer, "_progress_of", begin_the_schedule_again),
     (trainer, "_progress_of", forget_the_best),
@@ -523,41 +530,32 @@ def test_a_run_with_a_link_in_it_is_refused(name, tmp_path, fledge):
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 
-def states(state: dict) -> dict[str, object]:
-    """Variants of a state that training does not write, by description."""
-    progress, optimizer = state["progress"], state["optimizer"]
-    adamw, masters = optimizer["adamw"], optimizer["masters"]
-    moments = {i: {**m, "exp_avg": m["exp_avg"][:1]} for i, m in adamw["state"].items()}
+def other_progress(progress: dict[str, Any]) -> dict[str, object]:
+    """Variants of a progress that training does not write, by description."""
     return {
         "empty": {},
-        "no optimizer": {"progress": progress},
-        "no progress": {"optimizer": optimizer},
-        "a list": [state],
-        "a step that is text": {**state, "progress": {**progress, "step": "three"}},
-        "a step after the last": {**state, "progress": {**progress, "step": 99}},
-        "no such row": {**state, "progress": {**progress, "address": (0, 10**9)}},
-        "an address of one number": {**state, "progress": {**progress, "address": (0,)}},
-        "progress in a list": {**state, "progress": [1, 2]},
-        "an unknown progress field": {**state, "progress": {**progress, "loss": 1.0}},
-        "too few weights": {**state, "optimizer": {**optimizer, "masters": masters[1:]}},
-        "another shape": {**state, "optimizer": {**optimizer, "masters": [m.flatten()[:1] for m in masters]}},
-        "weights that are text": {**state, "optimizer": {**optimizer, "masters": ["w" for _ in masters]}},
-        "moments of another shape": {**state, "optimizer": {**optimizer, "adamw": {**adamw, "state": moments}}},
-        "no moments": {**state, "optimizer": {**optimizer, "adamw": {}}},
+        "a step that is text": {**progress, "step": "three"},
+        "a step after the last": {**progress, "step": 99},
+        "no such row": {**progress, "address": (0, 10**9)},
+        "an address of one number": {**progress, "address": (0,)},
+        "a list": [1, 2],
+        "an unknown field": {**progress, "loss": 1.0},
     }
 
 
-def test_a_state_that_training_did_not_write_is_refused(tmp_path, fledge):
-    """Changed states of a checkpoint without hashes are refused; a state of an earlier version is resumed."""
+def test_a_progress_that_training_did_not_write_is_refused(tmp_path, fledge):
+    """In a checkpoint without hashes."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
-    run, state = tmp_path / "run", earlier_state(tmp_path / "run")
-    for what, other in states(state).items():
-        write_earlier_state(run, other)
+    checkpoint = tmp_path / "run" / "checkpoint"
+    (checkpoint / "SHA256SUMS").unlink()
+    file = checkpoint / "progress.json"
+    progress = json.loads(file.read_text())
+    for what, other in other_progress(progress).items():
+        file.write_text(json.dumps(other))
         ran = fledge("train", "--resume", tmp_path / "run")
         assert ran.code == 2 and "cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
-    earlier = {"place" if name == "address" else name: value for name, value in state["progress"].items()}
-    write_earlier_state(run, {**state, "progress": earlier})
+    file.write_text(json.dumps(progress))
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 

@@ -16,7 +16,7 @@ from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import Objective
-from fledge.train.optim import MasterAdamW
+from fledge.train.optim import MasterOptimizer
 from fledge.train.prefetch import with_features
 from fledge.train.stopwatch import DATA, DRAFT, OPTIMIZER, PARTS, TARGET, Stopwatch
 from fledge.train.trainer import Schedule
@@ -92,8 +92,8 @@ def run_of(directory: Path, save_every: int = 100) -> list[dict[str, Any]]:
         (DATA, Rows, "__getitem__", 2),
         (TARGET, LiveFeatures, "features", 2),
         (DRAFT, trainer, "ttt_queued", 2),
-        (DRAFT, MasterAdamW, "accumulate", 2),
-        (OPTIMIZER, MasterAdamW, "step", 1),
+        (DRAFT, MasterOptimizer, "accumulate", 2),
+        (OPTIMIZER, MasterOptimizer, "step", 1),
     ],
 )
 def test_a_delay_counts_in_its_part(part, place, name, times, tmp_path, monkeypatch) -> None:

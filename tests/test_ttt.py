@@ -29,7 +29,7 @@ from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
-from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
 from fledge.train.plan import chunk_slots
 from fledge.train.simulate import accepted_per_round, simulate_decoding
 from fledge.types import Document, Packed, RowSums
@@ -500,7 +500,7 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
     def trained(parts: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        optimizer = MasterAdamW(model.named_parameters(), (0.9, 0.95), 0.01)
+        optimizer = MasterOptimizer(model.named_parameters(), (0.9, 0.95), 0.01)
         for _ in range(3):
             for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
                 ((model(a) - b) ** 2).sum().backward()
@@ -514,14 +514,14 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
 
 @pytest.mark.parametrize("clip", [0.1, 1e9])
 def test_the_optimizer_is_adamw(clip: float) -> None:
-    """In float32, MasterAdamW equals torch's AdamW after clip_grad_norm_, with weight decay for matrices only."""
+    """In float32, MasterOptimizer equals torch's AdamW after clip_grad_norm_, with weight decay for matrices only."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
 
     ours, theirs = model(), model()
-    optimizer = MasterAdamW(ours.named_parameters(), (0.9, 0.95), 0.1)
+    optimizer = MasterOptimizer(ours.named_parameters(), (0.9, 0.95), 0.1)
     groups = [
         dict(params=[p for p in theirs.parameters() if p.dim() > 1], weight_decay=0.1),
         dict(params=[p for p in theirs.parameters() if p.dim() == 1], weight_decay=0.0),
@@ -543,10 +543,51 @@ def test_the_optimizer_is_adamw(clip: float) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_matrices_of_layers_are_updated_by_muon() -> None:
+    """They equal those of torch's Muon, which computes in bfloat16, with AdamW's scale; all others those of AdamW."""
+    torch.manual_seed(0)
+    shapes = {"fc.weight": (8, 24), "midlayer.q": (16, 8), "norm": (8,), "lm_head.weight": (32, 8)}
+    ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
+    optimizer = MasterOptimizer(ours.items(), (0.9, 0.95), 0.1, kind="muon")
+    others = [
+        torch.optim.Muon([theirs["fc.weight"], theirs["midlayer.q"]], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([theirs["lm_head.weight"]], betas=(0.9, 0.95), weight_decay=0.1),
+        torch.optim.AdamW([theirs["norm"]], betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for step in range(6):
+        lr = learning_rate(step, 6, 3e-2, 2)
+        for name, p in ours.items():
+            p.grad, theirs[name].grad = (gradient := torch.randn(p.shape)), gradient.clone()
+        optimizer.accumulate()
+        optimizer.step(lr, 1.0, 1e9)
+        for other in others:
+            other.param_groups[0]["lr"] = lr
+            other.step()
+        for name, p in ours.items():
+            torch.testing.assert_close(p, theirs[name], rtol=2e-2 if p.dim() > 1 else 1e-5, atol=1e-3)
+    assert {*optimizer.momentum} == {"fc.weight", "midlayer.q"}
+    assert {name.rpartition(".")[2] for name in optimizer.state() if name.startswith("fc")} == {"master", "momentum"}
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (16, 64), (64, 16)])
+def test_an_orthogonalized_matrix_has_singular_values_near_one(shape: tuple[int, int]) -> None:
+    """Of any scale, with the singular vectors of the matrix; a matrix of zeros stays one."""
+    x = torch.randn(shape, dtype=torch.float64)
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    for scale in (1e-3, 1.0, 1e3):
+        found = orthogonalized(scale * x)
+        inner = u.T @ found @ v.T
+        values = inner.diagonal()
+        assert 0.3 < values.min() and values.max() < 1.25 and values.median() > 0.7
+        torch.testing.assert_close(inner, values.diag(), rtol=0, atol=1e-9)
+    assert not orthogonalized(torch.zeros(shape)).any()
+
+
 def test_masters_keep_what_16_bits_drop() -> None:
     """Updates too small for bfloat16 add up in the float32 master weights and reach the parameter."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([("p", p)], (0.9, 0.95), 0.0)
+    optimizer = MasterOptimizer([("p", p)], (0.9, 0.95), 0.0)
     moved = []
     for _ in range(40):
         p.grad = torch.ones_like(p)

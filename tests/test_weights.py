@@ -28,7 +28,7 @@ from fledge.train.checkpoint import RunDirectory
 from support.commands import python
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, rewrite, same, saved
 from support.files import listing, reconfigure
-from support.runs import save_checkpoint, state_file, write_earlier_state
+from support.runs import save_checkpoint, state_file
 from support.targets import tiny_draft, tiny_target, tiny_tokenizer
 
 VARIANTS = {
@@ -604,19 +604,15 @@ def test_a_run_is_started_once(tmp_path):
 
 @pytest.mark.parametrize("hashed", [True, False], ids=["with hashes", "without hashes"])
 @pytest.mark.parametrize("damage", ["cut", "noise", "gone", "empty", "other"])
-@pytest.mark.parametrize("what", ["progress.json", "state", "state.pt"])
+@pytest.mark.parametrize("what", ["progress.json", "state"])
 def test_a_damaged_state_is_refused(tmp_path, what, damage, hashed):
     run = RunDirectory(tmp_path)
     save_checkpoint(run, make(), torch.float32, {"step": 1}, x=torch.ones(1000))
     file = state_file(tmp_path) if what == "state" else run.checkpoint / what
-    if what == "state.pt":  # of an earlier version
-        write_earlier_state(tmp_path, {"progress": {"step": 1}, "x": torch.ones(1000)})
-        hashed = False
     content = file.read_bytes()
     file.unlink()
     if damage == "other":
-        others = {"progress.json": lambda: file.write_text("[1, 2]"), "state.pt": lambda: torch.save([1, 2], file)}
-        others.get(what, lambda: save_file({"y": torch.ones(3)}, file))()
+        file.write_text("[1, 2]") if what == "progress.json" else save_file({"y": torch.ones(3)}, file)
     elif damage != "gone":
         file.write_bytes({"cut": content[: len(content) // 2], "noise": b"not a checkpoint", "empty": b""}[damage])
     if not hashed:
@@ -677,7 +673,7 @@ def test_a_checkpoint_is_read_back_and_its_draft_loads(tmp_path):
     m.zero_()
     n.zero_()
     run.finish_saving()
-    assert run.load_progress() == {"address": [3, 4], "tau": 1 / 3} and run.load_earlier_state() is None
+    assert run.load_progress() == {"address": [3, 4], "tau": 1 / 3}
     run.load_tensors({"m": m, "n": n})
     assert torch.equal(m, before["m"]) and torch.equal(n, before["n"])
     assert same(load_draft(run.checkpoint), draft)

@@ -37,6 +37,7 @@ ALIASES = {
 VALUES: dict[str, tuple[str, ...]] = {
     "method": tuple(CHOICES),
     "loss": ("ce", "kl", "accept", "mixed"),
+    "optimizer": ("adamw", "muon"),
     "impl": ("eager", "flex", "triton"),
     "activations": ("keep", "recompute", "auto"),
     "log": ("tensorboard", "wandb"),

@@ -42,7 +42,6 @@ from fledge.models.weights import RECIPE, draft_files, save_draft, write_files
 from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
-EARLIER_STATE = "state.pt"  # both together, in checkpoints of earlier versions
 SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the program sha256sum
 
 
@@ -235,38 +234,17 @@ class RunDirectory:
 
         read_consistent(self.checkpoint, read)
 
-    def load_earlier_state(self) -> dict[str, Any] | None:
-        """The whole state in the checkpoint of an earlier version; None if the checkpoint is of this version. Raises
-        ValueError if it is damaged."""
-
-        def read(checkpoint: Path) -> dict[str, Any] | None:
-            if not (checkpoint / EARLIER_STATE).exists():
-                return None
-            try:
-                state = torch.load(checkpoint / EARLIER_STATE, map_location="cpu", weights_only=True)
-            except Exception as e:
-                raise self.damage_error(type(e).__name__, EARLIER_STATE) from e
-            return self._is_mapping(state, EARLIER_STATE)
-
-        return read_consistent(self.checkpoint, read)
-
     def _progress(self, checkpoint: Path) -> dict[str, Any] | None:
         if not checkpoint.exists():
             return None
         self._check_sums(checkpoint)
-        if (checkpoint / EARLIER_STATE).exists():
-            return self._is_mapping(self.load_earlier_state().get("progress"), EARLIER_STATE)
         try:
             progress = read_json(checkpoint / PROGRESS)
         except (OSError, ValueError) as e:
             raise self.damage_error(type(e).__name__, PROGRESS) from e
-        return self._is_mapping(progress, PROGRESS)
-
-    def _is_mapping(self, value: Any, name: str) -> dict[str, Any]:
-        """The value, if it is a dict. Raises ValueError for any other content of the checkpoint's file `name`."""
-        if not isinstance(value, dict):
-            raise self.damage_error(f"it holds a {type(value).__name__}", name)
-        return value
+        if not isinstance(progress, dict):
+            raise self.damage_error(f"it holds a {type(progress).__name__}", PROGRESS)
+        return progress
 
     def _check_sums(self, checkpoint: Path) -> None:
         if not (checkpoint / SUMS).exists():

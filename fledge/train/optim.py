@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, which several ranks may share, and the learning rate schedule."""
+"""AdamW and Muon with float32 master weights, which several ranks may share, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from torch.distributed.tensor import DTensor
 from fledge.kernels.gradients import zeros_fp32
 from fledge.train.ranks import ALONE, Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS = ("adamw", "muon")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+MOMENTUM = 0.95  # of Muon
+MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates
+# Newton-Schulz iterations and their coefficients (Jordan 2024), which bring singular values near 1 in few iterations
+ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+VOCABULARY = ("lm_head", "embed_tokens")  # their rows are tokens: matrices that Muon leaves to AdamW
 
 
-class MasterAdamW:
+class MasterOptimizer:
     """AdamW (Loshchilov & Hutter 2019) on float32 master weights of parameters that may be 16-bit (float64 masters of
-    float64 parameters).
+    float64 parameters). With `kind` "muon", Muon for the matrices of the draft's layers (Jordan 2024; with the scale of
+    Liu et al. 2025, arXiv:2502.16982, equation 4, which has AdamW's learning rates and weight decay), and AdamW for the
+    rest: the head, embeddings, norms and biases.
 
     `accumulate` adds the gradients of a backward pass, which are sums over slots, to float32 sums. `step` adds up the
     sums of all ranks, scales them, clips them by their global norm, updates the master weights and copies them to the
@@ -25,26 +33,32 @@ class MasterAdamW:
 
     With ranks that shard (`Ranks.shards`), master weights and moments are DTensors, of which each rank has a part, as
     in ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054): for 16-bit parameters, these are 12 of the 14 bytes per
-    parameter that training keeps between steps. The parameters themselves stay whole on every rank, since a training
-    step reads them in many small parts.
+    parameter that training keeps between steps (8 of 10 for Muon's matrices). The parameters themselves stay whole on
+    every rank, since a training step reads them in many small parts. Muon's updates are computed by every rank.
     """
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], betas: tuple[float, float], weight_decay: float,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = ALONE, kind: str = "adamw",
     ):  # fmt: skip
         trained = [(name, p) for name, p in named if p.requires_grad]
         self.names, self.parameters, self.ranks = [n for n, _ in trained], [p for _, p in trained], ranks
         wide = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
         self.masters = [ranks.distribute(x) for x in wide]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
-        decays = [m for m in self.masters if sum(n > 1 for n in m.shape) > 1]
-        rest = [m for m in self.masters if sum(n > 1 for n in m.shape) <= 1]
+        self.weight_decay = weight_decay
+        self.momentum = {
+            name: torch.zeros_like(m)
+            for name, m in zip(self.names, self.masters, strict=True)
+            if kind == "muon" and _is_matrix(m) and m.dim() == 2 and not name.startswith(VOCABULARY)
+        }
+        others = [m for name, m in zip(self.names, self.masters, strict=True) if name not in self.momentum]
+        decays, rest = [m for m in others if _is_matrix(m)], [m for m in others if not _is_matrix(m)]
         groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
         gpu = any(m.is_cuda for m in self.masters)
         variant = dict(fused=True) if gpu else dict(foreach=True)  # the fused kernel needs no temporary tensors
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **variant)
-        for m in self.masters:  # before the first step, so that a checkpoint can be read into them
+        for m in others:  # before the first step, so that a checkpoint can be read into them
             steps = torch.zeros((), dtype=torch.float32, device=m.device if gpu else "cpu")
             self.adamw.state[m] = {"step": steps, **{name: torch.zeros_like(m) for name in MOMENTS}}
 
@@ -70,8 +84,11 @@ class MasterAdamW:
         norm = nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         torch._foreach_mul_(grads, (max_norm / norm.clamp_min(1e-12)).clamp_max(1.0))
-        for m, g in zip(self.masters, grads, strict=True):
-            m.grad = g
+        for name, m, g in zip(self.names, self.masters, grads, strict=True):
+            if name in self.momentum:
+                self._update_matrix(m, g, self.momentum[name], lr)
+            else:
+                m.grad = g
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -79,28 +96,21 @@ class MasterAdamW:
         self._copy_to_parameters()
         return norm
 
+    def _update_matrix(self, master: Tensor, grad: Tensor, momentum: Tensor, lr: float) -> None:
+        momentum.lerp_(grad, 1 - MOMENTUM)
+        # in bfloat16 on a GPU: the iterations need no more precision
+        dtype = torch.bfloat16 if master.is_cuda else master.dtype
+        update = orthogonalized(self.ranks.whole(grad.lerp(momentum, MOMENTUM), dtype)).to(master.dtype)
+        master.mul_(1 - lr * self.weight_decay)
+        master.add_(self.ranks.distribute(update), alpha=-lr * MUON_SCALE * max(master.shape) ** 0.5)
+
     def state(self) -> dict[str, Tensor]:
         """The tensors that the next step depends on, by name: master weights, moments and numbers of steps. They are
         not copies: what is written into them is restored by `restored`."""
         tensors = {f"{name}.master": m for name, m in zip(self.names, self.masters, strict=True)}
         for name, m in zip(self.names, self.masters, strict=True):
-            tensors |= {f"{name}.{key}": x for key, x in self.adamw.state[m].items()}
-        return tensors
-
-    @torch.no_grad()
-    def load_earlier_state(self, state: dict) -> None:
-        """Restores a state of an earlier version, {"masters": whole tensors in order, "adamw": AdamW's state dict}.
-        Raises ValueError, KeyError or TypeError for any other value."""
-        saved = state["adamw"]["state"]
-        order = [i for group in self.adamw.param_groups for i in group["params"]]
-        for m, value in zip(self.masters, state["masters"], strict=True):
-            moments = saved[next(i for i, x in enumerate(order) if x is m)]
-            for kept, found in ((m, value), *((self.adamw.state[m][name], moments[name]) for name in MOMENTS)):
-                if found.shape != m.shape:  # copy_ would broadcast
-                    raise ValueError(f"a tensor has shape {list(found.shape)} instead of {list(m.shape)}")
-                kept.copy_(self.ranks.distribute(found.to(m.device)))
-            self.adamw.state[m]["step"].copy_(moments["step"])
-        self.restored()
+            tensors |= {f"{name}.{key}": x for key, x in self.adamw.state.get(m, {}).items()}
+        return tensors | {f"{name}.momentum": x for name, x in self.momentum.items()}
 
     @torch.no_grad()
     def restored(self) -> None:
@@ -110,6 +120,24 @@ class MasterAdamW:
     def _copy_to_parameters(self) -> None:
         for p, m in zip(self.parameters, self.masters, strict=True):
             p.copy_(self.ranks.whole(m, p.dtype))
+
+
+def orthogonalized(matrix_MN: Tensor) -> Tensor:
+    """About the nearest matrix whose singular values are all 1 (between 0.7 and 1.2, for those that were not tiny).
+
+    ITERATIONS steps of Newton and Schulz, X <- a X + (b X X' + c (X X')²) X, from a matrix of norm 1.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix_MN if matrix_MN.shape[0] <= matrix_MN.shape[1] else matrix_MN.T
+    x = x / x.norm().clamp_min(1e-7)
+    for _ in range(ITERATIONS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if matrix_MN.shape[0] <= matrix_MN.shape[1] else x.T
+
+
+def _is_matrix(x: Tensor) -> bool:
+    return sum(n > 1 for n in x.shape) > 1
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:

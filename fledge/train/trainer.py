@@ -28,7 +28,7 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import Implementation, Objective, ttt_queued
-from fledge.train.optim import MasterAdamW, learning_rate
+from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.prefetch import with_features
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
@@ -40,7 +40,8 @@ class Schedule:
     """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise. `rows_per_step` are those of
     all ranks together.
 
-    `lr` is the peak learning rate, `warmup` the share of `steps` in which it rises, `clip` the largest gradient norm.
+    `lr` is the peak learning rate, `warmup` the share of `steps` in which it rises, `optimizer` the `kind` of
+    `MasterOptimizer`, `clip` the largest gradient norm.
     `eval_every` 0 evaluates after the last step only.
     """
 
@@ -50,6 +51,7 @@ class Schedule:
     implementation: Implementation = Implementation()
     rows_per_step: int = 1
     warmup: float = 0.05
+    optimizer: str = "adamw"
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
@@ -109,7 +111,8 @@ def train(
     """
     with ranks.collective(BEFORE):
         ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
-    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
+    given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
+    optimizer = MasterOptimizer(draft.named_parameters(), *given)
     with ranks.together(BEFORE) if ranks.target_ranks else contextlib.nullcontext():
         progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
         if ranks.leads:
@@ -213,7 +216,7 @@ def _metrics_log(run: RunDirectory, ranks: Ranks) -> Iterator[Callable[[dict[str
 
 
 def _resumed(
-    run: RunDirectory, optimizer: MasterAdamW, schedule: Schedule, rows: Rows, ranks: Ranks
+    run: RunDirectory, optimizer: MasterOptimizer, schedule: Schedule, rows: Rows, ranks: Ranks
 ) -> Progress | None:
     """Restores the optimizer from the last checkpoint, and returns the progress there; None if there is none."""
     saved = run.load_progress()
@@ -221,10 +224,6 @@ def _resumed(
         return None
     try:
         progress = _progress_of(saved, schedule.steps, rows)
-        earlier = run.load_earlier_state()
-        if earlier is not None:
-            optimizer.load_earlier_state(earlier["optimizer"])
-            return progress
     except (LookupError, TypeError, AttributeError, ValueError) as e:
         raise run.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
     run.load_tensors(optimizer.state(), ranks)
@@ -234,7 +233,8 @@ def _resumed(
 
 def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
     """The progress in a checkpoint. Raises TypeError or ValueError for values that training cannot have written."""
-    saved = {"address" if name == "place" else name: value for name, value in saved.items()}  # of earlier versions
+    if missing := [f.name for f in fields(Progress) if f.name not in saved]:
+        raise TypeError(f"it lacks {', '.join(missing)}")
     progress = Progress(**saved)
     if isinstance(progress.address, list):  # JSON has no tuples
         progress.address = tuple(progress.address)
@@ -308,7 +308,7 @@ class StepResult:
 
 def optimizer_step(
     draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
-    optimizer: MasterAdamW, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
+    optimizer: MasterOptimizer, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
     watch: Stopwatch | None = None,
 ) -> StepResult:  # fmt: skip
     """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` has this rank's.

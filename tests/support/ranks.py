@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -52,11 +53,16 @@ def become(rank: int, world: int, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
+    """Ports that nothing listens on. They are below those that the system gives to outgoing connections, of which one
+    could take a port before the test does."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 2_000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:

@@ -116,32 +116,3 @@ def state_file(run: Path) -> Path:
     """The file with the tensors of a checkpoint that one process wrote."""
     (file,) = (run / "checkpoint" / "state").iterdir()
     return file
-
-
-def earlier_state(run: Path) -> dict[str, Any]:
-    """The state of a checkpoint, as earlier versions wrote it to state.pt."""
-    tensors = load_file(state_file(run))
-    draft = load_draft(run / "checkpoint")
-    names = [name for name, _ in draft.named_parameters() if f"{name}.master" in tensors]
-    matrices = [n for n in names if sum(k > 1 for k in tensors[f"{n}.master"].shape) > 1]
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    moments = [
-        {key: tensors[f"{n}.{key}"] for key in keys} for n in (*matrices, *(n for n in names if n not in matrices))
-    ]
-    return {
-        "optimizer": {
-            "masters": [tensors[f"{n}.master"] for n in names],
-            "adamw": {"state": dict(enumerate(moments)), "param_groups": []},
-        },
-        "progress": json.loads((run / "checkpoint" / "progress.json").read_text()),
-    }
-
-
-def write_earlier_state(run: Path, state: Any) -> None:
-    """Replaces a checkpoint's state by the state.pt of an earlier version, without hashes."""
-    checkpoint = run / "checkpoint"
-    torch.save(state, checkpoint / "state.pt")
-    for file in [*checkpoint.glob("state/*"), checkpoint / "progress.json", checkpoint / "SHA256SUMS"]:
-        file.unlink(missing_ok=True)
-    if (checkpoint / "state").exists():
-        (checkpoint / "state").rmdir()

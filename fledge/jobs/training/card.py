@@ -85,6 +85,7 @@ def _facts(
         "Hidden states": _hidden_states(recipe),
         "Started from": code(shown_source(begun)) if begun else "",
         "Loss": loss,
+        "Optimizer": {"adamw": "AdamW", "muon": "Muon"}[schedule.optimizer],
         "Learning rate": f"{schedule.lr:.3g}, warm-up {schedule.warmup:g}, weight decay {schedule.weight_decay:g}",
         "Seed": str(recipe.seed),
         "Hardware": f"{ranks.size} x {machine['device']}, {machine['dtype']}",

@@ -133,6 +133,7 @@ class ScheduleRecipe:
     rows_per_step: int | None
     lr: float | None
     warmup: float
+    optimizer: str
     weight_decay: float
     clip: float
     save_every: int
@@ -425,9 +426,13 @@ def _objective(options: TrainOptions, method: Method, depth: int) -> ObjectiveRe
 
 
 def _schedule(options: TrainOptions) -> ScheduleRecipe:
+    from fledge.train.optim import OPTIMIZERS
+
+    _check_known("optimizer", options.optimizer, OPTIMIZERS)
     return ScheduleRecipe(
         epochs=options.epochs, steps=options.steps, rows_per_step=options.rows_per_step, lr=options.lr,
-        warmup=options.warmup, weight_decay=options.weight_decay, clip=options.clip, save_every=options.save_every,
+        warmup=options.warmup, optimizer=options.optimizer, weight_decay=options.weight_decay, clip=options.clip,
+        save_every=options.save_every,
     )  # fmt: skip
 
 

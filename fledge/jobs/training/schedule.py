@@ -41,6 +41,7 @@ def make_schedule(
         objective=_objective(recipe.objective),
         rows_per_step=rows_per_step,
         warmup=requested.warmup,
+        optimizer=requested.optimizer,
         weight_decay=requested.weight_decay,
         clip=requested.clip,
         seed=recipe.seed,

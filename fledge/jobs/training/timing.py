@@ -13,7 +13,7 @@ from fledge.data.dataset import Rows
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.feed import AFTER, BEFORE, feed
-from fledge.train.optim import MasterAdamW
+from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import Ranks
 from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_rows
 
@@ -47,7 +47,8 @@ def time_steps(
         return Timing(0.0, 0, None)
     with ranks.collective(BEFORE):
         ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
-    optimizer = MasterAdamW(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
+    given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
+    optimizer = MasterOptimizer(draft.named_parameters(), *given)
     tokens, began = 0, 0.0
     with (
         upcoming_rows(rows, state, schedule, source, draft.device, ranks) as upcoming,
